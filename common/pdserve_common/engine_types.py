@@ -1,0 +1,384 @@
+"""The frozen dataclasses that cross between a front end and an engine, named and shaped as in vLLM
+V1.
+
+The engine, its queues and the router speak these; `wire.py` turns them into protobuf at the edge.
+They hold no torch and no protobuf. Times are durations: an absolute timestamp means nothing on
+another host.
+"""
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+    REPETITION = 5
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each message of a stream holds."""
+
+    DELTA = 1
+    CUMULATIVE = 2
+    FINAL_ONLY = 3
+
+
+class EarlyStopping(enum.IntEnum):
+    """When beam search may stop."""
+
+    FALSE = 1
+    TRUE = 2
+    NEVER = 3
+
+
+class ErrorCode(enum.IntEnum):
+    """The typed errors that can end an accepted request."""
+
+    INTERNAL = 1
+    INVALID_ARGUMENT = 2
+    OVERLOADED = 3
+    NO_WORKER = 4
+    KV_TRANSFER_FAILED = 5
+    KV_EXPIRED = 6
+    DEADLINE_EXCEEDED = 7
+    CANCELLED = 8
+    ENGINE_DEAD = 9
+    DRAINING = 10
+    CLIENT_TOO_SLOW = 11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineError:
+    """The typed error of a finished request (finish_reason ERROR)."""
+
+    code: ErrorCode
+    message: str
+    is_retryable: bool = False
+    retry_after_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """A grammar the output has to follow: exactly one of the four is set."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepetitionDetectionParams:
+    """End a request (REPETITION) when its last tokens repeat a pattern."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; defaults are vLLM's. Validated by the router."""
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    seed: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = None  # None: up to max_model_len
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    # Names of processors registered in the server; never code from the wire.
+    logits_processors: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What a pooling (embedding, classification, scoring) request wants back."""
+
+    task: str
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRARequest:
+    """The adapter a request runs with."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """A tensor uploaded beforehand with PutTensor and named by its content hash."""
+
+    content_hash: bytes
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalFeatureSpec:
+    """One multimodal item and where its placeholder tokens stand in the prompt."""
+
+    modality: str
+    identifier: str
+    position: int
+    length: int
+    data: TensorRef | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferParams:
+    """The handoff part of a request: who computes the KV and who pulls it.
+
+    The router puts it in both legs. On P `do_remote_decode` is set and the remote is D; on D
+    `do_remote_prefill` is set and the remote is P.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str = ""
+    remote_host: str = ""
+    remote_port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreRequest:
+    """A tokenized, validated request as an engine takes it. Immutable."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+    mm_features: tuple[MultiModalFeatureSpec, ...] = ()
+    eos_token_id: int | None = None
+    # time.monotonic() of this process when the request arrived; on the wire it is the age.
+    arrival_time: float = field(default_factory=time.monotonic)
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    prompt_embeds: TensorRef | None = None
+    prompt_is_token_ids: tuple[bool, ...] = ()
+    client_index: int = 0
+    current_wave: int = 0
+    priority: int = 0  # lower is first
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    resumable: bool = False
+    external_req_id: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: Mapping[str, str] = field(default_factory=dict)
+    kv_transfer_params: KVTransferParams | None = None
+    # Raised by the router at each re-drive; outputs of older attempts are dropped (rule K7).
+    attempt: int = 0
+    # Tokens already delivered by earlier attempts, kept apart from the prompt.
+    resume_output_token_ids: tuple[int, ...] = ()
+    # time.monotonic() of this process after which the answer is worthless; on the wire the
+    # remaining time.
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsLists:
+    """Log-probabilities of some positions: for each, its top tokens with the chosen one first."""
+
+    logprob_token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    sampled_token_ranks: tuple[int, ...]
+
+
+class EngineCoreEventType(enum.IntEnum):
+    """Milestones of a request inside an engine; the KV_ ones are ours."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+    KV_SESSION_OPENED = 4
+    KV_TRANSFER_STARTED = 5
+    KV_TRANSFER_FINISHED = 6
+    KV_ACCEPTED = 7
+    KV_LOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreEvent:
+    """A milestone and the engine's own monotonic time (s); only differences mean something."""
+
+    type: EngineCoreEventType
+    timestamp: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStats:
+    """Where the time of a request's first token on this engine went (seconds, exclusive stages)."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferStats:
+    """What pulling a request's KV cost, measured on D (seconds). `exposed_s` is what the client
+    waits for.
+    """
+
+    num_bytes: int
+    num_blocks: int
+    transport: str
+    # From P's announcement reaching D to D's blocks being allocated.
+    admit_s: float
+    # From posting the READ to its completion.
+    transfer_s: float
+    # From the completion to P's acknowledgement of the release.
+    release_ack_s: float
+    # From P's announcement reaching D until the request was ready to run.
+    exposed_s: float
+    # From being ready to D's first own token.
+    first_decode_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreOutput:
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    new_logprobs: LogprobsLists | None = None
+    new_prompt_logprobs: LogprobsLists | None = None
+    pooling_output: tuple[float, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    events: tuple[EngineCoreEvent, ...] = ()
+    kv_transfer_params: KVTransferParams | None = None
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    prefill_stats: PrefillStats | None = None
+    kv_transfer_stats: KVTransferStats | None = None
+    routed_experts: tuple[int, ...] = ()
+    num_nans_in_logits: int = 0
+    attempt: int = 0
+    # Index of new_token_ids[0] among all output tokens of the request (rule K7).
+    first_token_index: int = 0
+    error: EngineError | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """The engine's load after a step."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_waiting_tokens: int = 0
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_open_kv_sessions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    step_num_tokens: int = 0
+    step_duration_s: float = 0.0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        used = self.num_total_blocks - self.num_free_blocks
+        return used / self.num_total_blocks if self.num_total_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UtilityOutput:
+    """The answer to a control call that went through the engine's input queue."""
+
+    call_id: int
+    failure_message: str | None = None
+    result: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCoreOutputs:
+    """All that one engine step brought to one front end."""
+
+    outputs: tuple[EngineCoreOutput, ...] = ()
+    engine_index: int = 0
+    scheduler_stats: SchedulerStats | None = None
+    timestamp: float = field(default_factory=time.monotonic)
+    utility_output: UtilityOutput | None = None
+    finished_requests: frozenset[str] = frozenset()
+    wave_complete: int | None = None
+    start_wave: int | None = None
+    # Set once, as the last message of an engine that died.
+    engine_dead: EngineError | None = None
+
+
+class WorkerRole(enum.IntEnum):
+    """What a worker process is for."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What GetInfo tells of a worker: enough for a router to validate requests and to pair
+    workers.
+    """
+
+    engine_id: str
+    epoch: str
+    role: WorkerRole
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    kv_compatibility_hash: str
+    kv_transport: str
+    determinism: str
+    version: str

@@ -1,0 +1,175 @@
+"""The KvLink's messages as frozen dataclasses, and what a KV block's bytes mean.
+
+P is the prefill worker that owns the blocks, D the decode worker that reads them. The rules K1 to
+K8 are in docs/architecture.md.
+"""
+
+import secrets
+from dataclasses import dataclass
+from enum import IntEnum
+
+PROTOCOL_VERSION = 1
+MIN_PROTOCOL_VERSION = 1
+
+
+def new_epoch() -> str:
+    """128 random bits that name one start of one process (rule K1)."""
+    return secrets.token_hex(16)
+
+
+class KVGroupKind(IntEnum):
+    """How the layers of a KV group attend."""
+
+    FULL = 1
+    SLIDING = 2
+    MLA = 3
+    STATE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers that share block ids."""
+
+    id: int
+    layers: tuple[int, ...]
+    kind: KVGroupKind
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """What a block's bytes mean; both sides must agree."""
+
+    groups: tuple[KVGroup, ...]
+    block_size: int
+    block_bytes: int
+    tile_format: str = "row_major"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSessionId:
+    """Names one session for ever: checked on every message, never reused (rule K1)."""
+
+    p_epoch: str
+    d_epoch: str
+    link: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMemoryRegion:
+    """A registered piece of a KV pool."""
+
+    base_address: int
+    first_block: int
+    num_blocks: int
+    device_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEndpoint:
+    """How the other side reaches this worker's KV pool: what a welcome carries of the transport."""
+
+    nixl_metadata: bytes
+    memory_type: str
+    regions: tuple[KVMemoryRegion, ...]
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLinkHello:
+    """D introduces itself."""
+
+    min_protocol_version: int
+    max_protocol_version: int
+    engine_id: str
+    epoch: str
+    compatibility_hash: str
+    layout: KVLayout
+    connector: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLinkWelcome:
+    """P accepts D. D compares the hash before it decodes the endpoint's NIXL metadata."""
+
+    protocol_version: int
+    engine_id: str
+    epoch: str
+    compatibility_hash: str
+    link: int
+    endpoint: KVEndpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest:
+    """D gives up a request; P fences and frees."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """D has read all blocks below `through_block` (logical index)."""
+
+    session: KVSessionId
+    through_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLinkHeartbeat:
+    """The sender's process is alive, not just its socket."""
+
+    step_seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksReady:
+    """P has written these blocks and keeps them until released or fenced (rule K2)."""
+
+    session: KVSessionId
+    request_id: str
+    attempt: int
+    first_block: int
+    # For each KV group, physical ids on P in logical order.
+    block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDone:
+    """All blocks are announced and the first token is sampled."""
+
+    session: KVSessionId
+    request_id: str
+    attempt: int
+    num_tokens: int
+    output_token_ids: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAck:
+    """P's answer to a release; only `valid` makes D's copies usable (rule K4)."""
+
+    session: KVSessionId
+    through_block: int
+    valid: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """P has fenced the session, or will never open one for the request."""
+
+    session: KVSessionId | None
+    request_id: str
+    attempt: int
+    reason: str
+
+
+KVLinkRequestMessage = KVLinkHello | CancelRequest | Release | KVLinkHeartbeat
+KVLinkResponseMessage = (
+    KVLinkWelcome | BlocksReady | PrefillDone | ReleaseAck | SessionEnded | KVLinkHeartbeat
+)

@@ -1,0 +1,57 @@
+"""Logging set up once per process: text on a terminal, JSON lines otherwise, request ids from a
+context variable.
+"""
+
+import contextvars
+import json
+import logging
+import sys
+import time
+
+request_id_var: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "request_id", default=None
+)
+
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({})))
+
+
+class _ContextFilter(logging.Filter):
+    def __init__(self, worker_id: str) -> None:
+        super().__init__()
+        self._worker_id = worker_id
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.worker_id = self._worker_id
+        record.request_id = request_id_var.get()
+        return True
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
+        for key, value in vars(record).items():
+            if key not in _STANDARD_ATTRIBUTES and value is not None and key != "taskName":
+                entry[key] = value
+        if record.exc_info:
+            entry["exc"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def setup_logging(level: str, worker_id: str) -> None:
+    """Configure the root logger. `worker_id` is on every line, so that mixed logs stay readable."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_ContextFilter(worker_id))
+    if sys.stderr.isatty():
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname)-7s %(worker_id)s %(name)s: %(message)s")
+        )
+    else:
+        handler.setFormatter(_JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

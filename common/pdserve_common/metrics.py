@@ -1,0 +1,293 @@
+"""Every metric pdserve exports, declared once, with its buckets taken from a named family.
+
+Each process builds the groups of its role on its own registry. Labels are bounded; request ids
+never are labels.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+# Seconds. Stages of a request and transfers need sub-millisecond resolution, whole requests do not.
+STAGE_BUCKETS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS = (
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.28,
+    2.56,
+    5.12,
+    10.24,
+    20.48,
+    40.96,
+    81.92,
+)
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class BuildMetrics:
+    """Every process: what it is."""
+
+    def __init__(self, registry: CollectorRegistry, *, role: str, version: str, model: str) -> None:
+        info = Gauge(
+            "pdserve_build_info",
+            "Always 1; what this process is",
+            ["role", "version", "model"],
+            registry=registry,
+        )
+        info.labels(role=role, version=version, model=model).set(1)
+
+
+class RouterMetrics:
+    """The router: what clients see, and where the time went."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "pdserve_requests_total",
+            "Requests by how they ended: stop, length, abort, error, repetition or rejected",
+            ["model", "outcome"],
+            registry=registry,
+        )
+        self.requests_in_flight = Gauge(
+            "pdserve_requests_in_flight",
+            "Accepted requests that are not finished",
+            registry=registry,
+        )
+        self.request_duration = Histogram(
+            "pdserve_request_duration_seconds",
+            "From arrival to the last token",
+            ["model"],
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.time_to_first_token = Histogram(
+            "pdserve_time_to_first_token_seconds",
+            "From arrival to the first token",
+            ["model", "path"],
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.time_per_output_token = Histogram(
+            "pdserve_time_per_output_token_seconds",
+            "Mean time between the tokens of a request after its first",
+            ["model"],
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.stage = Histogram(
+            "pdserve_request_stage_seconds",
+            "Exclusive stages; those of ttft sum to it, those of first_itl likewise",
+            ["stage"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "pdserve_prompt_tokens_total",
+            "Prompt tokens of accepted requests",
+            ["model"],
+            registry=registry,
+        )
+        self.generation_tokens = Counter(
+            "pdserve_generation_tokens_total",
+            "Tokens sent to clients",
+            ["model"],
+            registry=registry,
+        )
+        self.requests_routed = Counter(
+            "pdserve_requests_routed_total",
+            "Requests by path: disaggregated or local, with the reason for local",
+            ["path", "reason"],
+            registry=registry,
+        )
+        self.handoffs = Counter(
+            "pdserve_handoffs_total",
+            "Disaggregated requests by how the handoff ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self.workers = Gauge(
+            "pdserve_workers", "Workers this router knows", ["role", "state"], registry=registry
+        )
+        self.duplicate_tokens = Counter(
+            "pdserve_duplicate_tokens_total",
+            "Tokens that a second worker repeated, by whether they matched (rule K7)",
+            ["match"],
+            registry=registry,
+        )
+
+
+class EngineMetrics:
+    """A prefill or decode worker: its engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests_running = Gauge(
+            "pdserve_requests_running", "Requests in the batch", registry=registry
+        )
+        self.requests_waiting = Gauge(
+            "pdserve_requests_waiting", "Requests in the waiting queue", registry=registry
+        )
+        self.waiting_tokens = Gauge(
+            "pdserve_waiting_tokens",
+            "Tokens of waiting requests not computed yet",
+            registry=registry,
+        )
+        self.kv_blocks = Gauge(
+            "pdserve_kv_blocks",
+            "KV blocks by state: used, cached or free",
+            ["state"],
+            registry=registry,
+        )
+        self.kv_cache_usage = Gauge(
+            "pdserve_kv_cache_usage_ratio", "Held KV blocks / all KV blocks", registry=registry
+        )
+        self.prefix_cache_queries = Counter(
+            "pdserve_prefix_cache_queries_total", "Prompt tokens looked up", registry=registry
+        )
+        self.prefix_cache_hits = Counter(
+            "pdserve_prefix_cache_hits_total", "Prompt tokens found", registry=registry
+        )
+        self.preemptions = Counter(
+            "pdserve_preemptions_total",
+            "Running requests that lost their blocks",
+            registry=registry,
+        )
+        self.engine_requests = Counter(
+            "pdserve_engine_requests_total",
+            "Requests this engine ended, by finish reason",
+            ["outcome"],
+            registry=registry,
+        )
+        self.step_duration = Histogram(
+            "pdserve_engine_step_duration_seconds",
+            "One schedule, forward and update",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.step_tokens = Histogram(
+            "pdserve_engine_step_tokens",
+            "Tokens computed in a step",
+            buckets=BATCH_BUCKETS,
+            registry=registry,
+        )
+        self.queue_duration = Histogram(
+            "pdserve_engine_queue_seconds",
+            "From arrival at the engine to being scheduled",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.nan_logits = Counter(
+            "pdserve_nan_logits_total", "NaN values seen in logits", registry=registry
+        )
+
+
+class KVTransferMetrics:
+    """A worker's side of the handoff."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.transfer_bytes = Counter(
+            "pdserve_kv_transfer_bytes_total",
+            "Bytes read from peers",
+            ["transport"],
+            registry=registry,
+        )
+        self.transfer_duration = Histogram(
+            "pdserve_kv_transfer_duration_seconds",
+            "From posting a READ to its completion",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.transfer_exposed = Histogram(
+            "pdserve_kv_transfer_exposed_seconds",
+            "From the announcement reaching D to the request being ready to run",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.release_ack_duration = Histogram(
+            "pdserve_kv_release_ack_seconds",
+            "From a READ's completion to P's acknowledgement",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.transfer_failures = Counter(
+            "pdserve_kv_transfer_failures_total", "Pulls that failed", ["reason"], registry=registry
+        )
+        self.sessions = Gauge(
+            "pdserve_kv_sessions", "KV sessions that are not over", registry=registry
+        )
+        self.sessions_ended = Counter(
+            "pdserve_kv_sessions_ended_total",
+            "KV sessions by how they ended",
+            ["reason"],
+            registry=registry,
+        )
+        self.release_acks = Counter(
+            "pdserve_kv_release_acks_total",
+            "Releases by whether P still held the blocks",
+            ["valid"],
+            registry=registry,
+        )
+        self.zombie_reads = Gauge(
+            "pdserve_kv_zombie_reads", "Given-up READs that have not landed yet", registry=registry
+        )
+        self.late_messages = Counter(
+            "pdserve_kv_late_messages_total",
+            "Messages for sessions that are over or unknown",
+            registry=registry,
+        )
+        self.links = Gauge("pdserve_kv_links", "Open KvLinks", registry=registry)
+
+
+class MetricsServer:
+    """Serves a registry on /metrics from a daemon thread."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)

@@ -1,0 +1,129 @@
+"""gRPC plumbing that every process shares: channel options, a server with health and reflection,
+errors to statuses.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve_common.engine_types import ErrorCode
+from pdserve_common.errors import ModelNotFoundError, PdserveError
+
+logger = logging.getLogger(__name__)
+
+# A prompt of 128 k tokens is 0.5 MB packed; larger tensors go through PutTensor in pieces.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+_STATUS = {
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.KV_TRANSFER_FAILED: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.KV_EXPIRED: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorCode.ENGINE_DEAD: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.CLIENT_TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def status_of(error: PdserveError) -> grpc.StatusCode:
+    """Return the gRPC status that says what `error` says."""
+    if isinstance(error, ModelNotFoundError):
+        return grpc.StatusCode.NOT_FOUND
+    return _STATUS[error.code]
+
+
+def channel_options() -> list[tuple[str, Any]]:
+    """Options for channels between pdserve's processes.
+
+    A stopped peer is noticed after ping_timeout_ms instead of a minute; a peer whose event loop
+    hangs still answers pings, so streams carry heartbeats besides.
+    """
+    return [
+        ("grpc.keepalive_time_ms", 5000),
+        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.http2.ping_timeout_ms", 1500),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+def server_options() -> list[tuple[str, Any]]:
+    """Options for every server; they admit the pings of `channel_options`."""
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Two processes on one port would split the traffic silently.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class RpcServer:
+    """A grpc.aio server with health (per service and overall) and reflection."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = f"{host}:{port}"
+        self.server = grpc.aio.server(options=server_options())
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._services: list[str] = []
+
+    async def start(self, services: Sequence[str]) -> int:
+        """Bind and serve; returns the port. Not ready until `set_serving(True)`. Raises OSError if
+        the port is taken.
+        """
+        self._services = list(services)
+        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        try:
+            port: int = self.server.add_insecure_port(self._address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {self._address}: {error}") from error
+        await self.set_serving(False)
+        await self.server.start()
+        return port
+
+    async def set_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if is_serving else status.NOT_SERVING
+        for service in ("", *self._services):
+            await self._health.set(service, value)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s`, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+@asynccontextmanager
+async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Turn exceptions of a servicer method into statuses; the only place that catches everything
+    besides the engine loop.
+    """
+    try:
+        yield
+    except PdserveError as error:
+        if error.retry_after_ms is not None:
+            context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
+        await context.abort(status_of(error), error.message)
+    except (grpc.aio.AbortError, asyncio.CancelledError):
+        raise
+    except Exception:
+        logger.exception("unexpected error in an RPC")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")

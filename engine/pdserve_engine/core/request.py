@@ -1,0 +1,174 @@
+"""A request inside the engine: its tokens, its status and how far it is computed."""
+
+import enum
+import time
+from collections.abc import Sequence
+
+from pdserve_common.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreRequest,
+    EngineError,
+    FinishReason,
+    KVTransferParams,
+    KVTransferStats,
+    SamplingParams,
+)
+
+
+class RequestStatus(enum.IntEnum):
+    """vLLM V1's states; everything above PREEMPTED is finished."""
+
+    WAITING = 1
+    WAITING_FOR_FSM = 2
+    WAITING_FOR_REMOTE_KVS = 3
+    RUNNING = 4
+    PREEMPTED = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH_CAPPED = 7
+    FINISHED_ABORTED = 8
+    FINISHED_IGNORED = 9
+    FINISHED_ERROR = 10
+    FINISHED_REPETITION = 11
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
+}
+
+
+class Request:
+    """The scheduler's mutable view of one EngineCoreRequest. Owned by the engine thread."""
+
+    __slots__ = (
+        "_all_token_ids",
+        "block_hashes",
+        "error",
+        "events",
+        "first_scheduled_time",
+        "kv_ready_time",
+        "kv_transfer_stats",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_emitted_tokens",
+        "num_external_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "queued_time",
+        "request",
+        "request_id",
+        "sampling_params",
+        "seed",
+        "spec_token_ids",
+        "status",
+        "stop_reason",
+    )
+
+    def __init__(self, request: EngineCoreRequest, *, max_model_len: int, seed: int) -> None:
+        params = request.sampling_params
+        assert params is not None, "pooling requests are refused at the edge"
+        self.request = request
+        self.request_id = request.request_id
+        self.sampling_params: SamplingParams = params
+        self.seed = seed
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self._all_token_ids = list(request.prompt_token_ids)
+        self._all_token_ids.extend(request.resume_output_token_ids)
+        room = max_model_len - self.num_prompt_tokens
+        self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | str | None = None
+        self.error: EngineError | None = None
+        self.num_computed_tokens = 0
+        # Of the prompt, found in the local prefix cache at the first scheduling.
+        self.num_cached_tokens = -1
+        # Of the prompt, pulled from a prefill worker.
+        self.num_external_tokens = 0
+        self.num_preemptions = 0
+        # Output tokens already sent to the front end.
+        self.num_emitted_tokens = len(request.resume_output_token_ids)
+        self.num_output_placeholders = 0
+        self.spec_token_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.events: list[EngineCoreEvent] = []
+        self.queued_time = time.monotonic()
+        self.first_scheduled_time: float | None = None
+        self.kv_ready_time: float | None = None
+        self.kv_transfer_stats: KVTransferStats | None = None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output tokens. Do not change it: use append_output_token_ids."""
+        return self._all_token_ids
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self._all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return len(self._all_token_ids) + len(self.spec_token_ids)
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def arrival_time(self) -> float:
+        return self.request.arrival_time
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        return self.request.kv_transfer_params
+
+    @property
+    def do_remote_decode(self) -> bool:
+        params = self.request.kv_transfer_params
+        return params is not None and params.do_remote_decode
+
+    @property
+    def do_remote_prefill(self) -> bool:
+        params = self.request.kv_transfer_params
+        return params is not None and params.do_remote_prefill
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _FINISH_REASONS.get(self.status)
+
+    def append_output_token_ids(self, token_ids: Sequence[int]) -> None:
+        self._all_token_ids.extend(token_ids)
+
+    def record_event(self, event_type: EngineCoreEventType) -> None:
+        self.events.append(EngineCoreEvent(event_type, time.monotonic()))
+
+    def take_events(self) -> tuple[EngineCoreEvent, ...]:
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+    def __lt__(self, other: "Request") -> bool:
+        """Priority order: lower value, then earlier arrival, then id."""
+        return (self.priority, self.arrival_time, self.request_id) < (
+            other.priority,
+            other.arrival_time,
+            other.request_id,
+        )

@@ -1,0 +1,72 @@
+"""What the scheduler tells the model runner each step: full data for new requests, diffs for the
+rest.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve_common.engine_types import LogprobsLists, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequestData:
+    """A request the runner has not seen, or lost at preemption: everything it needs to know."""
+
+    request_id: str
+    # Prompt, and for a resumed or transferred request also the output tokens known so far.
+    all_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    # The resolved random seed (the router draws one when the client sent none).
+    seed: int
+    eos_token_id: int | None
+    # One list of physical block ids per KV cache group, in logical order.
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class CachedRequestData:
+    """Requests the runner knows: only what changed since their last step. Lists run in parallel."""
+
+    request_ids: list[str] = field(default_factory=list)
+    # Newly allocated blocks per group, None when the request needed none.
+    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """One step's work."""
+
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    # request_id -> number of tokens to compute in this step.
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    # Requests that ended since the last step: the runner forgets them.
+    finished_req_ids: frozenset[str]
+    # Requests preempted in this step: forgotten too, they come back as new.
+    preempted_req_ids: frozenset[str]
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    num_common_prefix_blocks: tuple[int, ...] = ()
+    # What KVConnector.build_connector_meta returned; opaque to scheduler and runner.
+    kv_connector_metadata: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """One step's result: token ids and logprobs, never logits. Requests in `request_ids` order.
+
+    A request whose chunk did not reach its last known token has no sampled token: its tuple is
+    empty.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

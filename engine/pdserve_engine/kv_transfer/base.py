@@ -1,0 +1,208 @@
+"""The seams of KV transfer: the connector that the scheduler and the runner see, and the transport
+under it.
+
+The split follows vLLM's KVConnectorBase_V1: scheduler-side methods decide, worker-side methods
+move bytes. Both run on the engine thread. The other direction is `KVLinkPort`: the KvLink's
+messages, which arrive on the event loop's thread.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve_common.engine_types import EngineError, KVTransferStats
+from pdserve_common.kv_types import (
+    KVEndpoint,
+    KVLinkRequestMessage,
+    KVLinkResponseMessage,
+    KVLinkWelcome,
+    KVSessionId,
+)
+
+if TYPE_CHECKING:
+    from pdserve_engine.core.request import Request
+    from pdserve_engine.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLoad:
+    """One request's pull: read these blocks of the peer into these of ours (parallel lists)."""
+
+    request_id: str
+    session: KVSessionId
+    remote_block_ids: tuple[int, ...]
+    local_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVConnectorMetadata:
+    """What the scheduler side hands to the worker side in a step."""
+
+    loads: tuple[KVLoad, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class KVConnectorOutput:
+    """What changed since the scheduler last asked. Every list is handed over once."""
+
+    # D: announced requests, whose blocks can now be allocated.
+    ready_to_load: list[str] = field(default_factory=list)
+    # D: requests whose blocks are read and whose release was acknowledged as valid (rule K4).
+    finished_recving: dict[str, KVTransferStats] = field(default_factory=dict)
+    # D: requests that will not get their blocks.
+    failed_recving: dict[str, EngineError] = field(default_factory=dict)
+    # D: block ids of abandoned pulls whose READ has landed by now (rule K5): free them.
+    landed_block_ids: list[int] = field(default_factory=list)
+    # P: block ids whose session has ended or released them (rule K3: already fenced): free them.
+    released_block_ids: list[int] = field(default_factory=list)
+
+
+class KVConnector(ABC):
+    """One worker's side of the handoff. P and D differ by subclass."""
+
+    # ---- scheduler side
+    # ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def on_new_request(self, request: "Request") -> None:
+        """Take note of a request that entered the waiting queue (on D: its ticket)."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return (tokens that can be loaded beyond `num_computed_tokens`, whether loading is
+        asynchronous).
+
+        None means: not known yet, ask again after `ready_to_load` named the request.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        """Blocks for the load are allocated; `block_ids` are all blocks of the request in logical
+        order.
+
+        With external tokens the connector owns the request's blocks from here on until it names
+        the request in finished_recving, failed_recving, or returns the blocks in landed_block_ids
+        after an abort.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self) -> KVConnectorMetadata:
+        """Return this step's work for the worker side and reset it."""
+
+    @abstractmethod
+    def request_finished(self, request: "Request", block_ids: tuple[list[int], ...]) -> bool:
+        """The request has ended on this worker. True: the connector keeps the blocks and returns
+        them later.
+
+        On P a finished prefill opens a KV session and announces its blocks (rule K2: the step is
+        over). On D, and on P for an aborted request, open work on it is cancelled. Blocks under a
+        posted READ are kept (rule K5).
+        """
+
+    @abstractmethod
+    def fence_all(self, reason: str) -> None:
+        """End every session before blocks change hands (cache reset, sleep, weight change,
+        shutdown; rule K3).
+        """
+
+    @abstractmethod
+    def take_output(self) -> KVConnectorOutput:
+        """Return what changed since the last call."""
+
+    @abstractmethod
+    def num_open_sessions(self) -> int:
+        """Sessions (on D: tickets and pulls) that are not over."""
+
+    # ---- worker side
+    # -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def register_kv_cache(self, kv_cache: "KVCache") -> None:
+        """Register the pool's memory with the transport, once, before anything else."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Start the step's pulls; they run on the transfer thread and end in `take_output`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Fence everything, wait (bounded) for posted READs to land, release the transport."""
+
+
+class KVLinkSender(Protocol):
+    """Sends messages to the other end of one KvLink. May be called on any thread; never blocks."""
+
+    def __call__(self, message: KVLinkRequestMessage | KVLinkResponseMessage) -> None: ...
+
+
+ReadDone = Callable[["ReadResult"], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult:
+    """How a READ ended. After it no byte lands in its local blocks any more (rule K5)."""
+
+    is_ok: bool
+    num_bytes: int
+    duration_s: float
+    error: str = ""
+
+
+class KVTransport(ABC):
+    """Moves blocks between the KV pools of two workers. Thread-safe; callbacks run on its own
+    thread.
+    """
+
+    name: str
+
+    @abstractmethod
+    def register(self, kv_cache: "KVCache") -> None:
+        """Register the whole pool."""
+
+    @abstractmethod
+    def endpoint(self) -> KVEndpoint:
+        """What a peer needs to read from this pool."""
+
+    @abstractmethod
+    def add_peer(self, welcome: KVLinkWelcome) -> str:
+        """Make the pool behind `welcome` readable and return the peer's key. Raises
+        KVTransferError.
+        """
+
+    @abstractmethod
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer; its posted READs are polled on until they land."""
+
+    @abstractmethod
+    def read(
+        self,
+        peer: str,
+        remote_block_ids: Sequence[int],
+        local_block_ids: Sequence[int],
+        timeout_s: float,
+        on_done: ReadDone,
+        on_stall: Callable[[], None],
+    ) -> None:
+        """Post a READ of whole blocks. `on_done` runs exactly once, when nothing can land any more
+        (rule K5).
+
+        `on_stall` runs at most once, when `timeout_s` passed without progress: the caller gives
+        the request up but keeps its blocks until `on_done`.
+        """
+
+    @abstractmethod
+    def set_exporting(self, is_exporting: bool) -> None:
+        """P: blocks are announced, so keep progressing for peers that read them."""
+
+    @abstractmethod
+    def num_pending_reads(self) -> int:
+        """READs that have not landed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the transfer thread and deregister, after posted READs landed or 5 s."""

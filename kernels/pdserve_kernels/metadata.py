@@ -1,0 +1,42 @@
+"""What attention kernels are told about a batch: where each request's tokens and KV blocks are."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """One forward pass over `num_reqs` requests whose tokens lie one after another.
+
+    Requests are ordered so that the first `num_decodes` have exactly one query token each; the rest are
+    prefill chunks (which may also be one token long). Request i owns query rows
+    [query_start_loc[i], query_start_loc[i + 1]); its last query token is at position seq_lens[i] - 1.
+    The KV of all its positions, the chunk's own included, is read through the block table, so the
+    cache write must precede attention.
+    """
+
+    # [num_reqs + 1] int32, on the device.
+    query_start_loc: torch.Tensor
+    # [num_reqs] int32: tokens in the cache after this step's write.
+    seq_lens: torch.Tensor
+    # [num_reqs, max_blocks] int32; entries past a request's last block are 0 and must not be read into results.
+    block_table: torch.Tensor
+    # [num_tokens] int64: block_id * block_size + offset; -1 means the token is padding and is not written.
+    slot_mapping: torch.Tensor
+    # Host copies, so that no kernel wrapper has to synchronise with the device.
+    query_lens_host: tuple[int, ...]
+    seq_lens_host: tuple[int, ...]
+    num_decodes: int
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens_host)
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens_host)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.seq_lens_host)

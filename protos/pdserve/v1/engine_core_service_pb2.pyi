@@ -1,0 +1,140 @@
+from pdserve.v1 import engine_core_pb2 as _engine_core_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+
+class AttachHello(_message.Message):
+    __slots__ = ("router_id", "router_epoch")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    router_epoch: str
+    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ...) -> None: ...
+
+class AbortRequests(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("step_seq",)
+    STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
+    step_seq: int
+    def __init__(self, step_seq: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "add_request", "abort_requests", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ADD_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ABORT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: AttachHello
+    add_request: _engine_core_pb2.EngineCoreRequest
+    abort_requests: AbortRequests
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class AttachWelcome(_message.Message):
+    __slots__ = ("info", "client_index")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    info: EngineInfo
+    client_index: int
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("welcome", "outputs", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: AttachWelcome
+    outputs: _engine_core_pb2.EngineCoreOutputs
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., outputs: _Optional[_Union[_engine_core_pb2.EngineCoreOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class EngineCoreServiceGenerateRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: _engine_core_pb2.EngineCoreRequest
+    def __init__(self, request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ...) -> None: ...
+
+class EngineCoreServiceGenerateResponse(_message.Message):
+    __slots__ = ("output",)
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    output: _engine_core_pb2.EngineCoreOutput
+    def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_COMPATIBILITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    epoch: str
+    role: WorkerRole
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str
+    kv_compatibility_hash: str
+    kv_transport: str
+    determinism: str
+    version: str
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: EngineInfo
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ...) -> None: ...
+
+class PutTensorRequest(_message.Message):
+    __slots__ = ("ref", "chunk")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ref: _engine_core_pb2.TensorRef
+    chunk: bytes
+    def __init__(self, ref: _Optional[_Union[_engine_core_pb2.TensorRef, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class PutTensorResponse(_message.Message):
+    __slots__ = ("ttl_ms",)
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    ttl_ms: int
+    def __init__(self, ttl_ms: _Optional[int] = ...) -> None: ...

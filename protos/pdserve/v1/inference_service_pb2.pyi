@@ -1,0 +1,200 @@
+from pdserve.v1 import engine_core_pb2 as _engine_core_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class TokenPrompt(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "model", "text", "chat", "tokens", "sampling_params", "priority", "cache_salt", "lora_name")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    text: str
+    chat: ChatPrompt
+    tokens: TokenPrompt
+    sampling_params: _engine_core_pb2.SamplingParams
+    priority: int
+    cache_salt: str
+    lora_name: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_engine_core_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ...) -> None: ...
+
+class CompletionOutput(_message.Message):
+    __slots__ = ("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_token_id", "stop_string", "error")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRING_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cumulative_logprob: float
+    logprobs: _engine_core_pb2.LogprobsLists
+    finish_reason: _engine_core_pb2.FinishReason
+    stop_token_id: int
+    stop_string: str
+    error: _engine_core_pb2.EngineError
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cumulative_logprob: _Optional[float] = ..., logprobs: _Optional[_Union[_engine_core_pb2.LogprobsLists, _Mapping]] = ..., finish_reason: _Optional[_Union[_engine_core_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., error: _Optional[_Union[_engine_core_pb2.EngineError, _Mapping]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+
+class RequestMetrics(_message.Message):
+    __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id")
+    ROUTER_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    RETURN_NS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_EXPOSED_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RETURN_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ITL_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_ITL_NS_FIELD_NUMBER: _ClassVar[int]
+    E2E_NS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    router_queue_ns: int
+    tokenize_ns: int
+    dispatch_ns: int
+    prefill_queue_ns: int
+    prefill_ns: int
+    return_ns: int
+    ttft_ns: int
+    kv_transfer_exposed_ns: int
+    first_decode_step_ns: int
+    decode_return_ns: int
+    first_itl_ns: int
+    kv_transfer_ns: int
+    kv_transfer_bytes: int
+    kv_transport: str
+    mean_itl_ns: int
+    e2e_ns: int
+    path: str
+    prefill_engine_id: str
+    decode_engine_id: str
+    def __init__(self, router_queue_ns: _Optional[int] = ..., tokenize_ns: _Optional[int] = ..., dispatch_ns: _Optional[int] = ..., prefill_queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., return_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., kv_transfer_exposed_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., decode_return_ns: _Optional[int] = ..., first_itl_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transport: _Optional[str] = ..., mean_itl_ns: _Optional[int] = ..., e2e_ns: _Optional[int] = ..., path: _Optional[str] = ..., prefill_engine_id: _Optional[str] = ..., decode_engine_id: _Optional[str] = ...) -> None: ...
+
+class RequestOutput(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "usage", "metrics", "seed")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_logprobs: _engine_core_pb2.LogprobsLists
+    outputs: _containers.RepeatedCompositeFieldContainer[CompletionOutput]
+    finished: bool
+    usage: Usage
+    metrics: RequestMetrics
+    seed: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Union[_engine_core_pb2.LogprobsLists, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[CompletionOutput, _Mapping]]] = ..., finished: bool = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., metrics: _Optional[_Union[RequestMetrics, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("output",)
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    output: RequestOutput
+    def __init__(self, output: _Optional[_Union[RequestOutput, _Mapping]] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("model", "text", "chat")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    chat: ChatPrompt
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("token_ids", "max_model_len")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_model_len: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("model", "token_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("id", "max_model_len")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    max_model_len: int
+    def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
