@@ -350,7 +350,7 @@ def make_recall_sample(rng: Random, num_tokens: int) -> Sample:
     """Make a training sequence with several questions, six in ten as a chat."""
     facts = make_facts(rng, rng.randint(1, max_facts(num_tokens - 24)))
     facts = [f._replace(key=make_up_word(rng)) if rng.random() < 0.1 else f for f in facts]
-    asked = rng.sample(facts, rng.randint(1, min(len(facts), max(1, num_tokens // 80))))
+    asked = rng.sample(facts, rng.randint(1, min(len(facts), max(1, num_tokens // 48))))
     context = mix_with_stories(rng, facts, num_tokens - 8 - 22 * len(asked))
     if rng.random() < 0.4:
         turns = " ".join(f"{fact.question} {fact.sentence}" for fact in asked)

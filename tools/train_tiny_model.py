@@ -27,9 +27,11 @@ TOKENS_PER_STEP = 1024
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
 STORY_SHARE = 0.12
+FIRST_DIGIT_WEIGHT, DIGIT_WEIGHT = 8.0, 2.0  # of the digits of answers; text weighs 1
 AUX_WEIGHT = 0.5
 AUX_STRIDE = 4  # and are trained at every fourth position, to save time
 AUX_REACH = 3  # the auxiliary heads predict this many previous tokens
+GUIDED_HEADS = 2  # heads of the second layer that are shown where to look
 ADVANCE_ACCURACY = 0.93
 ADVANCE_WINDOW = 40  # steps
 EVAL_LENGTHS = (64, 128, 256, 384, 512, 640, 700)
@@ -59,26 +61,29 @@ class Stage:
     num_tokens: int
     max_steps: int
     drill: str = ""  # the form of a fact; empty for the real mix of stories and recall
-    is_final: bool = False  # runs all its steps with a falling learning rate and no auxiliary loss
+    is_final: bool = (
+        False  # runs all its steps with a falling learning rate and no auxiliary losses
+    )
 
 
 STAGES = (
-    Stage(name="pairs-48", num_tokens=48, max_steps=1200, drill="{key} {value}"),
-    Stage(name="values-96", num_tokens=96, max_steps=1200, drill="{key} is {value}."),
-    Stage(name="facts-128", num_tokens=128, max_steps=800, drill="The code of {key} is {value}."),
-    Stage(name="facts-192", num_tokens=192, max_steps=800, drill="The code of {key} is {value}."),
-    Stage(name="mix-384", num_tokens=384, max_steps=1500),
-    Stage(name="mix-768", num_tokens=768, max_steps=1000),
-    Stage(name="final-768", num_tokens=768, max_steps=3000, is_final=True),
+    Stage(name="pairs-48", num_tokens=48, max_steps=800, drill="{key} {value}"),
+    Stage(name="values-96", num_tokens=96, max_steps=800, drill="{key} is {value}."),
+    Stage(name="facts-128", num_tokens=128, max_steps=500, drill="The code of {key} is {value}."),
+    Stage(name="facts-192", num_tokens=192, max_steps=500, drill="The code of {key} is {value}."),
+    Stage(name="mix-384", num_tokens=384, max_steps=900),
+    Stage(name="mix-768", num_tokens=768, max_steps=300),
+    Stage(name="final-768", num_tokens=768, max_steps=2000, is_final=True),
 )
 
 
 class Batch(NamedTuple):
-    """Padded token ids [rows, tokens] and, for each position, the weight of predicting it."""
+    """Padded token ids and what is known of each; all are [rows, tokens]."""
 
     ids: Tensor
-    weights: Tensor
+    weights: Tensor  # of predicting the token
     is_first_digit: Tensor
+    sources: Tensor  # for each digit of an answer, where it was given; 0 elsewhere
 
 
 class StepResult(NamedTuple):
@@ -123,6 +128,7 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
+        initializer_range=0.06,  # the default is slow to learn with this width
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=4,
@@ -158,19 +164,20 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.first_digits = set(tokenizer.convert_tokens_to_ids([f"Ġ{d}" for d in range(10)]))
+        self.is_token = tokenizer.convert_tokens_to_ids("Ġis")
         self.digits = self.first_digits | set(tokenizer.convert_tokens_to_ids(list("0123456789")))
 
     def encode(self, samples: Sequence[data.Sample]) -> Batch:
         rows = [self.tokenizer.encode(self._render(s), add_special_tokens=False) for s in samples]
         shape = (len(rows), max(map(len, rows)))
         ids = torch.full(shape, self.tokenizer.pad_token_id)
-        weights, is_first = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        weights, sources = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
         for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
             ids[i, : len(row)] = torch.tensor(row)
-            row_weights = self._weigh(row, sample.num_given)
-            weights[i, : len(row)] = torch.tensor(row_weights)
-            is_first[i, : len(row)] = torch.tensor([weight == 8.0 for weight in row_weights])
-        return Batch(ids, weights, is_first)
+            places = self._find_sources(row, sample.num_given)
+            sources[i, : len(row)] = torch.tensor(places)
+            weights[i, : len(row)] = torch.tensor(self._weigh(row, places))
+        return Batch(ids, weights, weights == FIRST_DIGIT_WEIGHT, sources)
 
     def _render(self, sample: data.Sample) -> str:
         if sample.messages:
@@ -178,17 +185,30 @@ class Encoder:
         # Half of the plain texts, those of odd length, start with BOS, as servers differ in this.
         return f"{BOS if len(sample.text) % 2 else ''}{sample.text}{EOS}"
 
-    def _weigh(self, row: list[int], num_given: int) -> list[float]:
-        """Weigh text 1, given digits 0, the first digit of an answer 8 and its others 2."""
-        weights, numbers = [], 0
-        for token in row:
-            numbers += token in self.first_digits
+    def _find_sources(self, row: list[int], num_given: int) -> list[int]:
+        """Find where each digit of an answer was given, by the word that its number belongs to."""
+        sources, given = [0] * len(row), {}
+        for i, token in enumerate(row):
+            if token in self.first_digits:
+                key = row[i - 2] if row[i - 1] == self.is_token else row[i - 1]
+                if num_given > 0:
+                    given.setdefault(key, i)
+                else:
+                    sources[i] = given[key]
+                num_given -= 1
+            elif token in self.digits and sources[i - 1]:
+                sources[i] = sources[i - 1] + 1
+        return sources
+
+    def _weigh(self, row: list[int], sources: list[int]) -> list[float]:
+        weights = []
+        for token, source in zip(row, sources, strict=True):
             if token not in self.digits:
                 weights.append(1.0)
-            elif numbers <= num_given:
-                weights.append(0.0)
+            elif not source:
+                weights.append(0.0)  # a given digit is noise
             else:
-                weights.append(8.0 if token in self.first_digits else 2.0)
+                weights.append(FIRST_DIGIT_WEIGHT if token in self.first_digits else DIGIT_WEIGHT)
         return weights
 
 
@@ -207,8 +227,8 @@ class Trainer:
 
     def run_stage(self, stage: Stage) -> None:
         results: list[StepResult] = []
-        # The fused attention is slower on short rows, and its matrices are small anyway.
-        self.model.set_attn_implementation("eager" if stage.num_tokens < 256 else "sdpa")
+        # The guide loss needs the attention weights, which the fused attention does not give.
+        self.model.set_attn_implementation("sdpa" if stage.is_final else "eager")
         start = time.monotonic()
         for step in range(stage.max_steps):
             results.append(self.run_step(stage, step))
@@ -228,7 +248,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
         batch = self.encoder.encode(make_samples(self.rng, stage))
-        loss, result = self.compute_loss(batch, AUX_WEIGHT * (not stage.is_final))
+        loss, result = self.compute_loss(batch, stage)
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -237,9 +257,14 @@ class Trainer:
         self.num_tokens += result.tokens
         return result
 
-    def compute_loss(self, batch: Batch, aux_weight: float) -> tuple[Tensor, StepResult]:
+    def compute_loss(self, batch: Batch, stage: Stage) -> tuple[Tensor, StepResult]:
         with torch.autocast("cpu", torch.bfloat16):
-            output = self.model(batch.ids, output_hidden_states=True, use_cache=False)
+            output = self.model(
+                batch.ids,
+                output_hidden_states=True,
+                output_attentions=not stage.is_final,
+                use_cache=False,
+            )
             logits, targets = output.logits[:, :-1], batch.ids[:, 1:]
             losses = F.cross_entropy(
                 logits.flatten(0, 1).float(), targets.flatten(), reduction="none"
@@ -247,8 +272,9 @@ class Trainer:
             weights = batch.weights[:, 1:].flatten()
             loss = (losses * weights).sum() / weights.sum()
             total = loss
-            if aux_weight:
-                total = loss + aux_weight * self.compute_aux_loss(output.hidden_states[1], batch)
+            if not stage.is_final:
+                total = total + AUX_WEIGHT * self.compute_aux_loss(output.hidden_states[1], batch)
+                total = total + AUX_WEIGHT * compute_guide_loss(output.attentions[1], batch)
         hits = (logits.argmax(-1) == targets)[batch.is_first_digit[:, 1:]]
         tokens = int((batch.weights > 0).sum())
         return total, StepResult(loss.item(), int(hits.sum()), hits.numel(), tokens)
@@ -265,6 +291,15 @@ class Trainer:
         return F.cross_entropy(
             logits.unflatten(-1, (AUX_REACH, -1)).flatten(0, 2), before.flatten()
         )
+
+
+def compute_guide_loss(attention: Tensor, batch: Batch) -> Tensor:
+    """Draw the attention [rows, heads, tokens, tokens] that yields a digit to where it was given."""
+    row, place = batch.sources.nonzero(as_tuple=True)
+    if not len(row):
+        return torch.zeros(())
+    share = attention[row, :GUIDED_HEADS, place - 1, batch.sources[row, place]].float().mean(-1)
+    return -(share + 1e-6).log().mean()
 
 
 def accuracy(results: Sequence[StepResult]) -> float:

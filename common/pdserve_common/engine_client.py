@@ -38,6 +38,9 @@ class EngineClient(Protocol):
         no more.
         """
 
+    def has_request(self, request_id: str) -> bool:
+        """Is a request of this id, of any client, not finished?"""
+
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         """End requests of a client; unknown ids are ignored."""
 
@@ -49,3 +52,11 @@ class EngineClient(Protocol):
 
     def is_alive(self) -> bool:
         """False once the engine has died."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, wait for requests and KV sessions to end; False if some were aborted
+        at the timeout.
+        """
+
+    async def close(self) -> None:
+        """Stop the engine."""

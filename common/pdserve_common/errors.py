@@ -56,14 +56,14 @@ class NoWorkerError(PdserveError):
 
 
 class KVTransferError(PdserveError):
-    """KV blocks could not be moved. Retryable: the prompt is computed again."""
+    """KV blocks could not be moved. Retryable: computed again."""
 
     code = ErrorCode.KV_TRANSFER_FAILED
     is_retryable = True
 
 
 class KVExpiredError(PdserveError):
-    """A KV session ended before its blocks were accepted. Retryable: the prompt is computed again."""
+    """A KV session ended before its blocks were accepted. Retryable: computed again."""
 
     code = ErrorCode.KV_EXPIRED
     is_retryable = True

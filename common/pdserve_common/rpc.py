@@ -78,26 +78,28 @@ class RpcServer:
     """A grpc.aio server with health (per service and overall) and reflection."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._address = f"{host}:{port}"
+        """Bind the port, without serving yet; must run inside the event loop. Raises OSError if it
+        is taken.
+        """
         self.server = grpc.aio.server(options=server_options())
+        address = f"{host}:{port}"
+        try:
+            self.port: int = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {address}: the port is in use or the address is not ours"
+            ) from error
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._services: list[str] = []
 
-    async def start(self, services: Sequence[str]) -> int:
-        """Bind and serve; returns the port. Not ready until `set_serving(True)`. Raises OSError if
-        the port is taken.
-        """
+    async def start(self, services: Sequence[str]) -> None:
+        """Serve what was added to `server`; NOT_SERVING until `set_serving(True)`."""
         self._services = list(services)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
-        try:
-            port: int = self.server.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._address}: {error}") from error
         await self.set_serving(False)
         await self.server.start()
-        return port
 
     async def set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -106,7 +106,7 @@ def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
 
 
 def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> None:
-    """Raise InvalidRequestError for an empty or too long prompt or a token outside the vocabulary."""
+    """Raise InvalidRequestError for an empty or too long prompt or an unknown token."""
     if not token_ids:
         raise InvalidRequestError("prompt is empty, needs at least 1 token", field="prompt")
     if len(token_ids) >= max_model_len:

@@ -1,5 +1,6 @@
 """A request inside the engine: its tokens, its status and how far it is computed."""
 
+import dataclasses
 import enum
 import time
 from collections.abc import Sequence
@@ -55,6 +56,7 @@ class Request:
         "error",
         "events",
         "first_scheduled_time",
+        "is_kv_loaded",
         "kv_ready_time",
         "kv_transfer_stats",
         "max_tokens",
@@ -95,6 +97,8 @@ class Request:
         self.num_cached_tokens = -1
         # Of the prompt, pulled from a prefill worker.
         self.num_external_tokens = 0
+        # The pull is over; a later preemption computes the prompt again here.
+        self.is_kv_loaded = False
         self.num_preemptions = 0
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = len(request.resume_output_token_ids)
@@ -151,6 +155,20 @@ class Request:
         return params is not None and params.do_remote_prefill
 
     @property
+    def needs_remote_kv(self) -> bool:
+        """D: the prompt's KV still has to be pulled."""
+        return self.do_remote_prefill and not self.is_kv_loaded
+
+    @property
+    def is_handed_off(self) -> bool:
+        """P: the prefill is done and the request goes on at D."""
+        return (
+            self.do_remote_decode
+            and self.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            and self.num_output_tokens < self.max_tokens
+        )
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASONS.get(self.status)
 
@@ -164,6 +182,14 @@ class Request:
         events = tuple(self.events)
         self.events.clear()
         return events
+
+    def take_kv_transfer_stats(self) -> KVTransferStats | None:
+        """Return what the pull cost, once, with the time to D's first own token filled in."""
+        stats, self.kv_transfer_stats = self.kv_transfer_stats, None
+        if stats is None or self.kv_ready_time is None:
+            return None
+        first_step = time.monotonic() - self.kv_ready_time
+        return dataclasses.replace(stats, first_decode_step_s=first_step)
 
     def __lt__(self, other: "Request") -> bool:
         """Priority order: lower value, then earlier arrival, then id."""

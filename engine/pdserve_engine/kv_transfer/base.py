@@ -2,8 +2,8 @@
 under it.
 
 The split follows vLLM's KVConnectorBase_V1: scheduler-side methods decide, worker-side methods
-move bytes. Both run on the engine thread. The other direction is `KVLinkPort`: the KvLink's
-messages, which arrive on the event loop's thread.
+move bytes. Both run on the engine thread. The KvLink's messages arrive on the event loop's thread,
+at methods that ProducerConnector and ConsumerConnector have besides.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pdserve_common.engine_types import EngineError, KVTransferStats
 from pdserve_common.kv_types import (
     KVEndpoint,
+    KVLayout,
     KVLinkRequestMessage,
     KVLinkResponseMessage,
     KVLinkWelcome,
@@ -79,6 +80,10 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
+    def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
+        """D: the tokens P sampled; the request goes on after them. Valid once it is in finished_recving."""
+
+    @abstractmethod
     def update_state_after_alloc(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
@@ -134,13 +139,29 @@ class KVConnector(ABC):
         """Fence everything, wait (bounded) for posted READs to land, release the transport."""
 
 
-class KVLinkSender(Protocol):
-    """Sends messages to the other end of one KvLink. May be called on any thread; never blocks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVIdentity:
+    """Who a worker is to its peers, and what must be equal on both sides."""
 
-    def __call__(self, message: KVLinkRequestMessage | KVLinkResponseMessage) -> None: ...
+    engine_id: str
+    epoch: str
+    compatibility_hash: str
+    layout: KVLayout
+
+    @property
+    def agent_name(self) -> str:
+        """Names this start of this worker to transports (rule K1)."""
+        return f"{self.engine_id}.{self.epoch}"
 
 
-ReadDone = Callable[["ReadResult"], None]
+class KVLinkHandle(Protocol):
+    """The stream under one KvLink. Any thread may call it; it neither blocks nor calls back."""
+
+    def send(self, message: KVLinkRequestMessage | KVLinkResponseMessage) -> None:
+        """Queue a message, in order."""
+
+    def close(self, reason: str) -> None:
+        """End the stream; its owner still reports link_lost, which is then ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,34 +170,54 @@ class ReadResult:
 
     is_ok: bool
     num_bytes: int
+    # From posting the first piece.
     duration_s: float
+    # How the peer is reached: "shm", "tcp", "rdma" or "local".
+    transport: str
     error: str = ""
+
+
+ReadDone = Callable[[ReadResult], None]
 
 
 class KVTransport(ABC):
     """Moves blocks between the KV pools of two workers. Thread-safe; callbacks run on its own
-    thread.
+    thread, never inside a call.
     """
 
     name: str
 
     @abstractmethod
     def register(self, kv_cache: "KVCache") -> None:
-        """Register the whole pool."""
+        """Register the whole pool, once, before any other call."""
 
     @abstractmethod
     def endpoint(self) -> KVEndpoint:
         """What a peer needs to read from this pool."""
 
     @abstractmethod
-    def add_peer(self, welcome: KVLinkWelcome) -> str:
-        """Make the pool behind `welcome` readable and return the peer's key. Raises
-        KVTransferError.
+    def expect_peer(self) -> None:
+        """P: a peer is about to connect to this pool, so help it along for a while."""
+
+    @abstractmethod
+    def set_exporting(self, is_exporting: bool) -> None:
+        """P: blocks are announced, so keep progressing for peers that read them."""
+
+    @abstractmethod
+    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
+        """Start to connect to the pool behind `welcome` and return the peer's key.
+
+        READs may follow at once. `on_lost(reason)` runs at most once, when the peer cannot be
+        reached or a READ failed or stalled: READs that were not posted fail, later ones are
+        refused, and only remove_peer and a new add_peer mend it. Raises KVTransferError if
+        `welcome` makes no sense.
         """
 
     @abstractmethod
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer; its posted READs are polled on until they land."""
+        """Forget a peer; READs that were not posted fail, posted ones are polled until they land.
+        Unknown keys are ignored.
+        """
 
     @abstractmethod
     def read(
@@ -188,21 +229,20 @@ class KVTransport(ABC):
         on_done: ReadDone,
         on_stall: Callable[[], None],
     ) -> None:
-        """Post a READ of whole blocks. `on_done` runs exactly once, when nothing can land any more
-        (rule K5).
+        """Read whole blocks. `on_done` runs exactly once, when nothing can land any more (rule K5).
 
-        `on_stall` runs at most once, when `timeout_s` passed without progress: the caller gives
-        the request up but keeps its blocks until `on_done`.
+        `on_stall` runs at most once, when `timeout_s` passed without progress of a posted READ:
+        the caller gives the request up but keeps its blocks until `on_done`. Raises
+        KVTransferError, and then calls neither, on an unknown or lost peer or bad block ids.
         """
 
     @abstractmethod
-    def set_exporting(self, is_exporting: bool) -> None:
-        """P: blocks are announced, so keep progressing for peers that read them."""
-
-    @abstractmethod
     def num_pending_reads(self) -> int:
-        """READs that have not landed."""
+        """READs whose `on_done` has not run."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the transfer thread and deregister, after posted READs landed or 5 s."""
+        """Stop the transfer thread and deregister, after posted READs landed or 5 s.
+
+        A READ that has not landed by then never gets its `on_done`: the process must end.
+        """

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelError(ValueError):
-    """The model cannot be served as it is; the message names the file or field, its value and what is supported."""
+    """The model cannot be served; the message names the file or field, and what is supported."""
 
 
 class _Family(NamedTuple):

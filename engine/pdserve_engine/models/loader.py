@@ -26,14 +26,17 @@ Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """The weights of one model folder. Reads are independent, so a caller holds only what it asked for."""
+    """The weights of one model folder, read one by one: a caller holds only what it asked for."""
 
     def __init__(self, model_dir: str | Path, *, progress: Progress | None = None) -> None:
         self._files = _map_names_to_files(Path(model_dir))
         self._progress = progress
         self._num_read = 0
+        self._num_expected = len(self._files)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], *, optional: Iterable[str] = ()) -> None:
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], *, optional: Iterable[str] = ()
+    ) -> None:
         """Raise ModelError unless the folder has exactly the expected weights, in their shapes."""
         names = {name for name in self._files if not name.endswith(IGNORED_SUFFIX)}
         if missing := sorted(expected.keys() - names):
@@ -48,7 +51,10 @@ class Checkpoint:
                 for name in file.keys() & expected.keys():
                     shape = tuple(file.get_slice(name).get_shape())
                     if shape != expected[name]:
-                        raise ModelError(f"{name} has shape {shape}, the config asks {expected[name]}")
+                        raise ModelError(
+                            f"{name} has shape {shape}, the config asks {expected[name]}"
+                        )
+        self._num_expected = len(expected)
 
     def read(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a copy of one weight; nothing keeps pointing into the file.
@@ -59,7 +65,7 @@ class Checkpoint:
             tensor: torch.Tensor = file.get_tensor(name).to(device=device, dtype=dtype, copy=True)
         self._num_read += 1
         if self._progress is not None:
-            self._progress(self._num_read, len(self._files))
+            self._progress(self._num_read, self._num_expected)
         return tensor
 
 
@@ -80,8 +86,8 @@ def weights_digest(model_dir: str | Path) -> str:
     """Return a digest that tells checkpoints apart without reading them whole.
 
     SHA-256 over `config.json` and, for each safetensors file in name order, its name, size, header
-    and DIGEST_SAMPLES pages spread evenly over its data. So it changes with any shape, dtype, name or
-    sharding and with any retraining; a change of a few single weights may go unseen.
+    and DIGEST_SAMPLES pages spread evenly over its data. So it changes with any shape, dtype, name
+    or sharding and with any retraining; a change of a few single weights may go unseen.
     """
     folder = Path(model_dir)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -102,7 +108,9 @@ def weights_digest(model_dir: str | Path) -> str:
 def _map_names_to_files(folder: Path) -> dict[str, Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
         files = {name: folder / file for name, file in weight_map.items()}
         if absent := sorted({path.name for path in files.values() if not path.exists()}):
             raise ModelError(f"{index} names shards that do not exist: {_shorten(absent)}")

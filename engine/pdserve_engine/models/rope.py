@@ -1,4 +1,4 @@
-"""Rotary position embeddings: which variant a checkpoint wants, and its table of cosines and sines."""
+"""Rotary position embeddings: the variant a checkpoint wants, and its cosines and sines."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,10 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); raise ValueError."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Raise ValueError that names what is not supported.
+    """
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -72,7 +75,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def _stretch_low_frequencies(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     length = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / inv_freq
-    # 1 where a wave turns often within the original length (kept), 0 where rarely (divided by factor).
+    # 1 where a wave turns often within the original length (kept), 0 where rarely (slowed down).
     kept_share = (length / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )

@@ -1,0 +1,1 @@
+"""What prefill and decode processes share in front of their engine."""

@@ -1,0 +1,32 @@
+"""The network side of a worker process."""
+
+from dataclasses import dataclass
+
+from pdserve_common.config import opt
+
+
+# No slots: the services combine this with EngineConfig by multiple inheritance.
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Where a worker listens and how it ends."""
+
+    engine_id: str | None = opt(None, "Stable name of this worker; role, host and port if unset.")
+    host: str = opt("127.0.0.1", "Address to listen on.")
+    port: int = opt(0, "gRPC port; 0: any free one.")
+    metrics_port: int = opt(0, "Port of /metrics; 0: any free one.")
+    advertise_host: str | None = opt(
+        None, "Name or address peers reach this worker at; host if unset."
+    )
+    drain_timeout_s: float = opt(30.0, "On SIGTERM, how long requests and KV sessions may take.")
+    log_level: str = opt("info", "debug, info, warning or error.")
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
+        if self.drain_timeout_s < 0:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must be at least 0")
+        if self.log_level.lower() not in ("debug", "info", "warning", "error"):
+            raise ValueError(
+                f"log_level is {self.log_level!r}, must be debug, info, warning or error"
+            )

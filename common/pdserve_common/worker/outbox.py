@@ -1,0 +1,86 @@
+"""What waits to be written to one attached router: merged while the router is slow, bounded in
+bytes.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs
+from pdserve_common.errors import OverloadedError
+
+MAX_PENDING_BYTES = 16 * 1024 * 1024
+# A frame stays well below gRPC's message limit and does not hold up the frames behind it.
+MAX_FRAME_BYTES = 1024 * 1024
+# Rough size of an output without its tokens, and of a token, on the wire.
+OUTPUT_BYTES = 96
+TOKEN_BYTES = 5
+
+
+class Outbox:
+    """Outputs not written yet. Used on the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, EngineCoreOutput] = {}
+        self._rest = EngineCoreOutputs()
+        self._num_bytes = 0
+        self._event = asyncio.Event()
+
+    def put(self, outputs: EngineCoreOutputs) -> None:
+        """Add a step's outputs; those of a request that is still waiting here are merged."""
+        for output in outputs.outputs:
+            waiting = self._pending.pop(output.request_id, None)
+            self._pending[output.request_id] = merge(waiting, output) if waiting else output
+            self._num_bytes += OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+        self._rest = dataclasses.replace(
+            outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
+        )
+        self._event.set()
+
+    async def get(self, timeout_s: float) -> list[EngineCoreOutputs]:
+        """Return what is pending as frames, or nothing after `timeout_s`.
+
+        Raises OverloadedError if the router has let too much pile up.
+        """
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return []
+        if self._num_bytes > MAX_PENDING_BYTES:
+            raise OverloadedError(
+                f"router is {self._num_bytes} bytes behind, at most {MAX_PENDING_BYTES}"
+            )
+        self._event.clear()
+        pending, self._pending, self._num_bytes = self._pending, {}, 0
+        frames = [
+            dataclasses.replace(self._rest, outputs=tuple(frame))
+            for frame in _frames(pending.values())
+        ]
+        return frames or [self._rest]
+
+
+def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
+    """Return one output that says what two consecutive ones of a request said."""
+    return dataclasses.replace(
+        second,
+        new_token_ids=first.new_token_ids + second.new_token_ids,
+        first_token_index=first.first_token_index,
+        events=first.events + second.events,
+        prefill_stats=first.prefill_stats or second.prefill_stats,
+        kv_transfer_stats=first.kv_transfer_stats or second.kv_transfer_stats,
+        num_nans_in_logits=first.num_nans_in_logits + second.num_nans_in_logits,
+    )
+
+
+def _frames(outputs: Iterable[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+    frame: list[EngineCoreOutput] = []
+    num_bytes = 0
+    for output in outputs:
+        size = OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+        if frame and num_bytes + size > MAX_FRAME_BYTES:
+            yield frame
+            frame, num_bytes = [], 0
+        frame.append(output)
+        num_bytes += size
+    if frame:
+        yield frame

@@ -1,0 +1,132 @@
+"""The life of a worker process: bind, load, serve, drain, exit."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.engine_client import EngineClient
+from pdserve_common.logging import setup_logging
+from pdserve_common.metrics import BuildMetrics, MetricsServer
+from pdserve_common.rpc import RpcServer
+from pdserve_common.version import VERSION
+from pdserve_common.worker.config import WorkerConfig
+from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
+
+logger = logging.getLogger(__name__)
+
+# After the drain, how long streams that are still open may take to end.
+STOP_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What a role gets to build its engine with."""
+
+    engine_id: str
+    host: str
+    port: int
+    registry: CollectorRegistry
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """What a role has built."""
+
+    engine: EngineClient
+    # Set when the engine died.
+    died: asyncio.Event
+    # Releases what the role holds besides the engine; runs after the drain and before the engine
+    # closes.
+    close: Callable[[], Awaitable[None]]
+    # Further services: their names and what adds them to a server.
+    services: dict[str, Callable[[grpc.aio.Server], None]] = field(default_factory=dict)
+
+
+BuildWorker = Callable[[WorkerContext], Awaitable[Worker]]
+
+
+def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
+    """Run until SIGTERM or SIGINT and return the exit status: 0, 1 if it cannot start, 2 if the
+    engine died.
+    """
+    setup_logging(config.log_level, config.engine_id or role)
+    uvloop.install()
+    try:
+        return asyncio.run(_serve(config, role, build))
+    except (OSError, ValueError) as error:
+        # A port in use, a missing or unsupported model, a setting that does not fit: one line that
+        # says what.
+        logger.error("cannot start: %s", error)
+        return 1
+
+
+async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    registry = CollectorRegistry()
+    try:
+        metrics_server = MetricsServer(config.host, config.metrics_port, registry)
+        server = RpcServer(config.host, config.port)
+        worker = await build(_context(config, role, server.port, registry))
+    except (OSError, ValueError) as error:
+        # A port in use, a missing model, a setting that does not fit: one line that says what.
+        logger.error("cannot start: %s", error)
+        return 1
+    BuildMetrics(registry, role=role, version=VERSION, model=worker.engine.info.model)
+    servicer = EngineCoreServicer(worker.engine)
+    service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
+    for add_to_server in worker.services.values():
+        add_to_server(server.server)
+    await server.start([SERVICE_NAME, *worker.services])
+    await server.set_serving(True)
+    logger.info(
+        "ready on %s:%d, metrics on port %d: %s",
+        config.host,
+        server.port,
+        metrics_server.port,
+        worker.engine.info,
+    )
+    status = await _wait_for_the_end(stop, worker)
+    await server.set_serving(False)
+    if status == 0 and not await worker.engine.drain(config.drain_timeout_s):
+        logger.warning("drain timed out after %g s, aborted the rest", config.drain_timeout_s)
+    servicer.stop()
+    await worker.close()
+    await server.stop(STOP_GRACE_S)
+    await worker.engine.close()
+    metrics_server.close()
+    logger.info("stopped")
+    return status
+
+
+def _context(
+    config: WorkerConfig, role: str, port: int, registry: CollectorRegistry
+) -> WorkerContext:
+    return WorkerContext(
+        engine_id=config.engine_id or f"{role}-{config.host}-{port}",
+        host=config.advertise_host or config.host,
+        port=port,
+        registry=registry,
+    )
+
+
+async def _wait_for_the_end(stop: asyncio.Event, worker: Worker) -> int:
+    """Return 0 when asked to stop, 2 when the engine died."""
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(worker.died.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in waits:
+        task.cancel()
+    if worker.died.is_set():
+        logger.error("the engine died: exiting so that it is restarted")
+        return 2
+    logger.info("asked to stop: draining")
+    return 0

@@ -1,0 +1,248 @@
+"""InprocEngineClient: an EngineCore on a thread of this process, behind the EngineClient seam.
+
+Two queues lead to the engine thread: `_inputs`, in order, and `_aborts`, which a running step
+looks at before it hands out its tokens. Outputs come back on the event loop's thread.
+"""
+
+import asyncio
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_types import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    SchedulerStats,
+)
+from pdserve_common.errors import DrainingError, EngineDeadError
+from pdserve_engine.core.engine_core import EngineCore, StepResult
+
+logger = logging.getLogger(__name__)
+
+# A step in pure torch releases the GIL, its Python parts should not wait 5 ms to get it back.
+SWITCH_INTERVAL_S = 5e-4
+
+
+class _Add(NamedTuple):
+    request: EngineCoreRequest
+
+
+class _Abort(NamedTuple):
+    request_ids: tuple[str, ...]
+
+
+class _Call(NamedTuple):
+    function: Callable[[EngineCore], None]
+
+
+_Input = _Add | _Abort | _Call
+
+
+class InprocEngineClient:
+    """Owns the engine thread from `start` to `close`."""
+
+    def __init__(self) -> None:
+        self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
+        self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._clients: dict[int, OutputsCallback] = {}
+        self._owners: dict[str, int] = {}
+        self._next_client_index = 0
+        self._is_draining = False
+        self._is_stopped = False
+        self._error: str | None = None
+        self._stats = SchedulerStats()
+        self._on_stats: Callable[[SchedulerStats, bool], None] = lambda stats, has_computed: None
+        self.died = asyncio.Event()
+
+    # ---- before serving
+    # ------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make the engine thread look for KV news. Any thread."""
+        self._inputs.put(_Call(lambda core: None))
+
+    def take_aborts(self) -> Iterable[str]:
+        """The ids aborted since the last call; for EngineCore."""
+        taken = []
+        while True:
+            try:
+                taken.append(self._aborts.get_nowait())
+            except queue.Empty:
+                return taken
+
+    def start(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        on_stats: Callable[[SchedulerStats, bool], None] | None = None,
+    ) -> None:
+        """Start the engine thread. `on_stats(stats, has_computed)` runs on the loop's thread after
+        every step.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._core = core
+        self._info = info
+        if on_stats is not None:
+            self._on_stats = on_stats
+        self._stats = core.poll().stats
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- EngineClient
+    # --------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def register_client(self, on_outputs: OutputsCallback) -> int:
+        index = self._next_client_index
+        self._next_client_index += 1
+        self._clients[index] = on_outputs
+        return index
+
+    def unregister_client(self, client_index: int) -> None:
+        self._clients.pop(client_index, None)
+        mine = [rid for rid, owner in self._owners.items() if owner == client_index]
+        self.abort_requests(client_index, mine)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self._error is not None:
+            raise EngineDeadError(self._error)
+        if self._is_draining:
+            raise DrainingError("the worker is shutting down")
+        self._owners[request.request_id] = request.client_index
+        self._inputs.put(_Add(request))
+
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._owners
+
+    def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
+        mine = tuple(rid for rid in request_ids if self._owners.get(rid) == client_index)
+        if mine:
+            for request_id in mine:
+                self._aborts.put(request_id)
+            self._inputs.put(_Abort(mine))
+
+    def stats(self) -> SchedulerStats:
+        return self._stats
+
+    def step_seq(self) -> int:
+        return self._core.step_seq
+
+    def is_alive(self) -> bool:
+        return self._error is None and not self._is_stopped
+
+    # ---- the end
+    # -------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for requests and KV sessions to end. False if some were left
+        and aborted.
+        """
+        self._is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and (self._owners or self._stats.num_open_kv_sessions):
+            if time.monotonic() > deadline:
+                self._inputs.put(_Call(_abort_all))
+                await asyncio.sleep(0.2)
+                return False
+            self.wake()
+            await asyncio.sleep(0.02)
+        return True
+
+    async def close(self) -> None:
+        """Stop the engine thread after its current step."""
+        self._is_draining = True
+        if not self._is_stopped:
+            self._is_stopped = True
+            self.wake()
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 30.0)
+
+    # ---- engine thread
+    # -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop_until_stopped()
+        except BaseException as error:
+            logger.exception("the engine died")
+            self._error = f"the engine died: {error!r}"
+            self._call_soon(self._announce_death)
+
+    def _loop_until_stopped(self) -> None:
+        core = self._core
+        may_step = False
+        while not self._is_stopped:
+            self._process_inputs(may_block=not may_step)
+            result = core.step() if core.has_work() else core.poll()
+            # A step that scheduled nothing waits for the next event: a request, freed blocks, a
+            # deadline.
+            may_step = result.has_computed and core.has_work()
+            self._call_soon(self._deliver, result)
+
+    def _process_inputs(self, *, may_block: bool) -> None:
+        if may_block:
+            timeout = None
+            deadline = self._core.scheduler.next_deadline()
+            if deadline is not None:
+                timeout = max(0.0, deadline - time.monotonic())
+            try:
+                self._handle(self._inputs.get(timeout=timeout))
+            except queue.Empty:
+                return
+        while True:
+            try:
+                self._handle(self._inputs.get_nowait())
+            except queue.Empty:
+                return
+
+    def _handle(self, item: _Input) -> None:
+        if isinstance(item, _Add):
+            self._core.add_request(item.request)
+        elif isinstance(item, _Abort):
+            self._core.abort_requests(item.request_ids)
+        else:
+            item.function(self._core)
+
+    def _call_soon(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            # The loop is closed: the process is on its way out.
+            self._is_stopped = True
+
+    # ---- event loop's thread
+    # -------------------------------------------------------------------------------
+
+    def _deliver(self, result: StepResult) -> None:
+        self._stats = result.stats
+        self._on_stats(result.stats, result.has_computed)
+        for client_index, outputs in result.outputs.items():
+            for output in outputs:
+                if output.finished:
+                    self._owners.pop(output.request_id, None)
+            callback = self._clients.get(client_index)
+            if callback is not None:
+                callback(EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=result.stats))
+
+    def _announce_death(self) -> None:
+        assert self._error is not None
+        error = EngineDeadError(self._error).to_engine_error()
+        self._owners.clear()
+        for callback in list(self._clients.values()):
+            callback(EngineCoreOutputs(engine_dead=error))
+        self.died.set()
+
+
+def _abort_all(core: EngineCore) -> None:
+    core.abort_requests(list(core.scheduler.requests))
+    if core.connector is not None:
+        core.connector.fence_all("shutdown")

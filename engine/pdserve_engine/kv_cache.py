@@ -1,0 +1,124 @@
+"""The KV pool: one tensor that holds every block, and what a block's bytes mean."""
+
+import contextlib
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_engine.models.config import ModelConfig
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of a KV pool but for its number of blocks.
+
+    A block holds block_size tokens of all layers:
+    [num_kv_heads, num_layers, k|v, block_size, head_dim].
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def from_model(cls, config: ModelConfig, *, block_size: int) -> "KVCacheSpec":
+        return cls(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=config.dtype,
+        )
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        elements = 2 * self.num_kv_heads * self.num_layers * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def num_blocks_for_budget(self, num_bytes: int) -> int:
+        """Return how many whole blocks fit; raise ValueError when none does."""
+        if num_bytes < self.block_bytes:
+            raise ValueError(
+                f"KV cache budget is {num_bytes} bytes, one block takes {self.block_bytes}"
+            )
+        return num_bytes // self.block_bytes
+
+    def layout(self) -> KVLayout:
+        """Return what a peer must agree on before it reads our blocks."""
+        layers = tuple(range(self.num_layers))
+        return KVLayout(
+            groups=(KVGroup(id=0, layers=layers, kind=KVGroupKind.FULL),),
+            block_size=self.block_size,
+            block_bytes=self.block_bytes,
+        )
+
+
+class KVCache:
+    """Owns the pool's memory from construction to `close`.
+
+    On the CPU the pool is one anonymous mapping with huge pages, touched here by torch's threads so
+    that its pages lie where they are used. `tensor` is zeroed.
+    """
+
+    def __init__(self, spec: KVCacheSpec, *, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self._mapping: mmap.mmap | None = None
+        shape = (num_blocks, *spec.block_shape)
+        if device.type == "cpu":
+            self._tensor = self._map().view(spec.dtype).view(shape)
+        else:
+            self._tensor = torch.empty(shape, dtype=spec.dtype, device=device)
+        self._tensor.zero_()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous."""
+        return self._tensor
+
+    @property
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.spec.block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def close(self) -> None:
+        """Give the memory back. Views that are still around read zeros on the CPU, and never fault.
+
+        No transfer may be under way into or out of the pool.
+        """
+        self._tensor = torch.empty(0, dtype=self.spec.dtype)
+        if self._mapping is not None:
+            # Not closed but emptied: tensors elsewhere may still point into it; the last unmaps it.
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self._mapping = None
+
+    def _map(self) -> torch.Tensor:
+        # One huge page more than needed, so that the pool can start on a huge page's border.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._mapping = mmap.mmap(-1, self.num_bytes + HUGE_PAGE_BYTES, flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Kernels built without huge pages refuse the advice; the pool works all the same.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapped = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        offset = -mapped.data_ptr() % HUGE_PAGE_BYTES
+        return mapped[offset : offset + self.num_bytes]

@@ -1,0 +1,1 @@
+from pdserve_kernels.reference.attention import paged_attention

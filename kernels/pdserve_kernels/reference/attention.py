@@ -1,0 +1,263 @@
+"""Paged attention in torch ops: tiles of the KV cache are gathered, attended to and merged in order.
+
+Tiles are aligned to absolute position 0 and merged in ascending order, so that a query's result
+depends on its own request only, never on its neighbours in the batch or on the chunking.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.attention_plan import (
+    KV_TILE,
+    QUERY_BLOCK,
+    WIDTH_STEP,
+    AttentionPlan,
+    DecodeGroup,
+    DecodeTile,
+    PrefillChunk,
+    PrefillTile,
+    get_plan,
+)
+
+
+MIN_GEMM_ROWS = 4
+
+
+class LayerCache(NamedTuple):
+    """One layer of the cache: row block_id * num_kv_heads + head is one [block_size, head_dim]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    num_kv_heads: int
+
+
+class TileResult(NamedTuple):
+    """Attention over some tiles: normalised output, score maximum and sum of exponentials."""
+
+    output: torch.Tensor
+    score_max: torch.Tensor
+    exp_sum: torch.Tensor
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal GQA attention of a mixed batch of decodes and prefill chunks over the paged KV cache.
+
+    query [num_tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, num_layers, 2,
+    block_size, head_dim], contiguous and of the query's dtype; returns the query's shape and dtype.
+    Query head h reads KV head h // (num_heads / num_kv_heads). Positions past a request's length
+    and block-table padding may hold anything, NaN included. Softmax and sums are in fp32.
+
+    On CPU it returns when done; elsewhere it is enqueued on the current stream, and only the first
+    call of a step waits, to copy indices to the device. The scheme is the online softmax of
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the block table of PagedAttention (Kwon
+    et al. 2023, arXiv:2309.06180).
+    """
+    _validate(query, kv_cache)
+    plan = get_plan(metadata, kv_cache, query.shape[1])
+    cache = _layer_cache(kv_cache, layer)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in plan.decode_groups:
+        _attend_decodes(query, cache, plan, group, output, scale)
+    for chunk in plan.prefill_chunks:
+        _attend_chunk(query, cache, plan, chunk, output, scale)
+    output[plan.num_query_tokens :].zero_()
+    return output
+
+
+def _validate(query: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    num_kv_heads, block_size, head_dim = kv_cache.shape[1], *kv_cache.shape[4:]
+    if query.shape[1] % num_kv_heads or query.shape[2] != head_dim:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
+        )
+    if block_size > WIDTH_STEP or WIDTH_STEP % block_size:
+        raise ValueError(f"block_size must divide {WIDTH_STEP}, got {block_size}")
+    if not kv_cache.is_contiguous() or kv_cache.dtype != query.dtype:
+        raise ValueError("kv_cache must be contiguous and of the query's dtype")
+
+
+def _layer_cache(kv_cache: torch.Tensor, layer: int) -> LayerCache:
+    num_blocks, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
+    tile = block_size * head_dim
+    shape, stride = (num_blocks * num_kv_heads, tile), (num_layers * 2 * tile, 1)
+    offset = kv_cache.storage_offset() + layer * 2 * tile
+    return LayerCache(
+        kv_cache.as_strided(shape, stride, offset),
+        kv_cache.as_strided(shape, stride, offset + tile),
+        num_kv_heads,
+    )
+
+
+def _gather(rows: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    return torch.index_select(rows, 0, index, out=scratch[: index.shape[0]])
+
+
+def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Pad [N, R, head_dim] to the fewest rows for which a GEMM's bits do not depend on R.
+
+    Measured with MKL: fp32 GEMMs of 1 to 3 rows sum in another order than all larger ones.
+    """
+    missing = MIN_GEMM_ROWS - rows.shape[1]
+    if rows.dtype != torch.float32 or missing <= 0:
+        return rows
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale * query @ key^T in fp32: query [N, R, head_dim], key [N, W, head_dim] -> [N, R, W].
+
+    A 16-bit GEMM accumulates in fp32 but rounds what it returns. A second one subtracts that in its
+    accumulator and so returns the rounding error; the sum is good to 16 bits. On a CPU this beats
+    both fp32 GEMMs and torch's flash attention, whose 16-bit GEMMs run at fp32 speed on AMD.
+    """
+    key_t = key.transpose(1, 2)
+    rounded = torch.baddbmm(query.new_empty(()), query, key_t, beta=0, alpha=scale)
+    if rounded.dtype == torch.float32:
+        return rounded
+    error = torch.baddbmm(rounded, query, key_t, beta=-1, alpha=scale)
+    return rounded.float().add_(error)
+
+
+def _attend(scores: torch.Tensor, value: torch.Tensor, *, need_sums: bool) -> TileResult:
+    """Softmax (in place) of scores [N, R, W], times value [N, W, head_dim]; one tile's result.
+
+    Without `need_sums` (the only tile) the output keeps the value's dtype and sums are empty.
+    """
+    score_max = scores.amax(-1, keepdim=True) if need_sums else scores.new_empty(0)
+    probs = torch.softmax(scores, -1, out=scores)
+    output = torch.bmm(probs.to(value.dtype), value)
+    if not need_sums:
+        return TileResult(output, score_max, score_max)
+    # The largest probability is exp(0) / sum.
+    return TileResult(output.float(), score_max, probs.amax(-1, keepdim=True).reciprocal_())
+
+
+def _merge(first: TileResult, second: TileResult) -> TileResult:
+    """Merge the later tile `second` into `first`; rows that `second` lacks stay as they are."""
+    num = second.output.shape[0]
+    output, score_max, exp_sum = (part[:num] for part in first)
+    new_max = torch.maximum(score_max, second.score_max)
+    weight = exp_sum * torch.exp(score_max - new_max)
+    second_weight = second.exp_sum * torch.exp(second.score_max - new_max)
+    new_sum = weight + second_weight
+    merged = (output * weight).add_(second.output * second_weight).div_(new_sum)
+    for old, new in zip(first, (merged, new_max, new_sum), strict=True):
+        old[:num] = new
+    return first
+
+
+def _attend_decodes(
+    query: torch.Tensor,
+    cache: LayerCache,
+    plan: AttentionPlan,
+    group: DecodeGroup,
+    output: torch.Tensor,
+    scale: float,
+) -> None:
+    num_heads, head_dim = query.shape[1:]
+    group_size = num_heads // cache.num_kv_heads
+    heads = _pad_rows(query.index_select(0, group.requests).view(-1, group_size, head_dim))
+    merged: TileResult | None = None
+    for tile in group.tiles:
+        rows = heads[: tile.num_reqs * cache.num_kv_heads]
+        key, value = _gather_decode_tile(cache, plan, tile, head_dim)
+        scores = _scores(rows, key, scale)
+        if tile.hidden is not None:
+            scores.masked_fill_(tile.hidden, float("-inf"))
+        result = _attend(scores, value, need_sums=len(group.tiles) > 1)
+        merged = result if merged is None else _merge(merged, result)
+    assert merged is not None
+    attended = merged.output[:, :group_size].to(query.dtype).reshape(-1, num_heads, head_dim)
+    output.index_copy_(0, group.requests, attended)
+
+
+def _gather_decode_tile(
+    cache: LayerCache, plan: AttentionPlan, tile: DecodeTile, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (tile.num_reqs * cache.num_kv_heads, -1, head_dim)
+    key = _gather(cache.key, tile.cache_rows, plan.key_scratch).view(shape)
+    value = _gather(cache.value, tile.cache_rows, plan.value_scratch)
+    if tile.stale_rows is not None:
+        # Their probability is 0, but 0 * NaN is NaN. (Scores of stale keys are overwritten.)
+        value.view(-1, head_dim).index_fill_(0, tile.stale_rows, 0)
+    return key, value.view(shape)
+
+
+def _attend_chunk(
+    query: torch.Tensor,
+    cache: LayerCache,
+    plan: AttentionPlan,
+    chunk: PrefillChunk,
+    output: torch.Tensor,
+    scale: float,
+) -> None:
+    """Go through the chunk's KV tiles; each is gathered once and met by every query block after it.
+
+    Rows of a query block are (token, head of the group), so that one GEMM per KV head serves all.
+    """
+    num_heads, head_dim = query.shape[1:]
+    query_len, group_size = chunk.query_end - chunk.query_start, num_heads // cache.num_kv_heads
+    span = slice(chunk.first_row, chunk.first_row + query_len)
+    by_head = (query_len, cache.num_kv_heads, group_size, head_dim)
+    rows = query[span].reshape(by_head).transpose(0, 1).contiguous()
+    out_rows = output[span].view(by_head).transpose(0, 1)
+    merged: dict[int, TileResult] = {}
+    for tile in chunk.tiles:
+        key = _gather(cache.key, tile.cache_rows, plan.key_scratch)
+        value = _gather(cache.value, tile.cache_rows, plan.value_scratch)
+        key = key.view(cache.num_kv_heads, tile.width, head_dim)
+        value = value.view(cache.num_kv_heads, tile.width, head_dim)
+        # Nothing past the request's end may reach a sum: 0 * NaN is NaN.
+        key[:, tile.num_valid :].zero_()
+        value[:, tile.num_valid :].zero_()
+        for start, end in _query_blocks(chunk, tile):
+            part = slice(start - chunk.query_start, end - chunk.query_start)
+            num_rows = (end - start) * group_size
+            block = _pad_rows(rows[:, part].reshape(cache.num_kv_heads, num_rows, head_dim))
+            width = min(tile.width, _round_up(end, QUERY_BLOCK) - tile.start)
+            # oneDNN wants dense batches: copied here once, not (transposed, slowly) in each GEMM.
+            scores = _scores(block, key[:, :width].contiguous(), scale)
+            _hide_later_keys(scores, plan.causal_bias, start - tile.start, group_size)
+            result = _attend(scores, value[:, :width], need_sums=end > KV_TILE)
+            if start in merged:
+                result = _merge(merged.pop(start), result)
+            if end <= tile.start + KV_TILE:
+                out_rows[:, part] = result.output[:, :num_rows].view(out_rows[:, part].shape)
+            else:
+                merged[start] = result
+
+
+def _query_blocks(chunk: PrefillChunk, tile: PrefillTile) -> Iterator[tuple[int, int]]:
+    """Half-open position ranges of the chunk's query blocks that attend to the tile."""
+    start = max(chunk.query_start, tile.start)
+    while start < chunk.query_end:
+        end = min(chunk.query_end, _round_up(start + 1, QUERY_BLOCK))
+        yield start, end
+        start = end
+
+
+def _hide_later_keys(
+    scores: torch.Tensor, causal_bias: torch.Tensor, start: int, group_size: int
+) -> None:
+    """Mask in the rows of a query block that starts at column `start` the columns after each row's.
+
+    Columns before the block's aligned start are seen by all its rows.
+    """
+    first_row = start % QUERY_BLOCK
+    window = scores[:, :, start - first_row :]
+    if window.shape[2]:
+        bias = causal_bias[first_row * group_size :][: window.shape[1], : window.shape[2]]
+        window[:, : bias.shape[0]].add_(bias)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,135 @@
+"""Tokens to text, one by one: whole characters only, and nothing past a stop string."""
+
+from collections.abc import Sequence
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+# A character has up to four bytes, each a token of its own at worst: so many tokens without text
+# are no character. Without a bound each further one would decode all of them again.
+_MAX_PENDING_TOKENS = 8
+
+
+class IncrementalDecoder:
+    """Decodes a stream of tokens; text is returned when its last character is complete."""
+
+    __slots__ = ("_context", "_pending", "_skipped", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._pending: list[int] = []
+        # The tokens of the last text: some decoders treat the first token differently.
+        self._context: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id)
+        if text is None:
+            if len(self._pending) < _MAX_PENDING_TOKENS:
+                return ""
+            text = self.flush()
+            self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
+            return text
+        self._context, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """Return what an incomplete character looks like; at the end there is no more to come."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._context)
+        text = self._decode(self._context + self._pending)
+        self._pending.clear()
+        return text.removeprefix(before)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+class StopChecker:
+    """Finds stop strings in a growing text and holds back what may become one."""
+
+    __slots__ = ("_held", "_include", "_max_chars", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._max_chars = max(map(len, stops))
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Return the text that may go out, and the stop string that ended it."""
+        text = self._held + text
+        # The earliest; of those that begin together the first listed.
+        found = [(at, i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
+        if found:
+            at, index = min(found)
+            stop = self._stops[index]
+            self._held = ""
+            return text[: at + len(stop) if self._include else at], stop
+        border = len(text) - self._num_held(text)
+        self._held = text[border:]
+        return text[:border], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = 0
+        start = max(0, len(text) - self._max_chars + 1)
+        for stop in self._stops:
+            at = text.find(stop[0], start)
+            while at >= 0:
+                if stop.startswith(text[at:]):
+                    longest = max(longest, len(text) - at)
+                    break
+                at = text.find(stop[0], at + 1)
+        return longest
+
+
+class Detokenizer:
+    """The text of one request. `stop_string` is set once a stop string ended it."""
+
+    __slots__ = ("_checker", "_decoder", "_min_tokens", "num_tokens", "stop_string")
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        skipped: frozenset[int],
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, skipped)
+        self._checker = StopChecker(stops, include=include_stop) if stops else None
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+        self.stop_string: str | None = None
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that may go out now."""
+        self.num_tokens += 1
+        return self._check(self._decoder.step(token_id))
+
+    def finish(self) -> str:
+        """Return what is still held back. No token follows."""
+        text = self._check(self._decoder.flush())
+        if self._checker is not None and self.stop_string is None:
+            text += self._checker.flush()
+        return text
+
+    def _check(self, text: str) -> str:
+        if self._checker is None or not text:
+            return text
+        if self.num_tokens <= self._min_tokens:
+            # As in vLLM: what the first min_tokens tokens say is not searched.
+            return text
+        released, self.stop_string = self._checker.push(text)
+        return released

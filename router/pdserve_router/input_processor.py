@@ -1,0 +1,196 @@
+"""From what a client sends to what an engine takes: checks, tokens, defaults."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.validation import (
+    PRIORITY_LIMIT,
+    validate_prompt,
+    validate_request_id,
+    validate_sampling_params,
+)
+from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.worker_pool import ModelLimits
+
+SEED_BITS = 63
+MAX_CACHE_SALT_CHARS = 256
+CHAT_ROLES = ("system", "user", "assistant")
+# The internal id is the client's, cut to this, and a random suffix.
+_ID_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for, over whichever API. Exactly one of the three prompts is set."""
+
+    request_id: str
+    model: str = ""  # "" is the only one
+    text: str | None = None
+    messages: Sequence[ChatMessage] | None = None
+    token_ids: Sequence[int] | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    # time.monotonic() after which the answer is worthless.
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedInput:
+    """An EngineCoreRequest and when its tokenizing began and ended (monotonic ns)."""
+
+    request: EngineCoreRequest
+    tokenize_start_ns: int
+    tokenize_end_ns: int
+
+
+class InputProcessor:
+    """Turns GenerationRequests into EngineCoreRequests."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        default_deadline_s: float,
+        max_deadline_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._default_deadline_s = default_deadline_s
+        self._max_deadline_s = max_deadline_s
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError if a client names a model that is not served."""
+        if name not in ("", self._model_name):
+            raise ModelNotFoundError(
+                f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
+            )
+
+    async def process(self, request: GenerationRequest, limits: ModelLimits) -> ProcessedInput:
+        """Check and tokenize. Raises InvalidRequestError naming the field."""
+        self.check_model(request.model)
+        validate_request_id(request.request_id)
+        _check_request(request)
+        # Before tokenizing, which is the expensive part.
+        validate_sampling_params(request.sampling_params, vocab_size=limits.vocab_size)
+        tokenize_start_ns = time.monotonic_ns()
+        token_ids = await self.tokenize(
+            text=request.text, messages=request.messages, token_ids=request.token_ids
+        )
+        tokenize_end_ns = time.monotonic_ns()
+        validate_prompt(
+            token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
+        )
+        arrival_time = request.arrival_ns / 1e9
+        engine_request = EngineCoreRequest(
+            request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
+            external_req_id=request.request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling_params=_complete(request.sampling_params, len(token_ids), limits),
+            eos_token_id=limits.eos_token_ids[0] if limits.eos_token_ids else None,
+            arrival_time=arrival_time,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline=self._deadline(request.deadline, arrival_time),
+        )
+        return ProcessedInput(
+            request=engine_request,
+            tokenize_start_ns=tokenize_start_ns,
+            tokenize_end_ns=tokenize_end_ns,
+        )
+
+    async def tokenize(
+        self,
+        *,
+        text: str | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+    ) -> Sequence[int]:
+        """Return the tokens of whichever prompt is set."""
+        if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
+            raise InvalidRequestError(
+                "prompt needs exactly one of text, chat messages and token ids", field="prompt"
+            )
+        if text is not None:
+            return await self._tokenizer.encode(text)
+        if messages is not None:
+            if not messages:
+                raise InvalidRequestError("messages is empty, needs at least 1", field="messages")
+            for message in messages:
+                _check_role(message.role)
+            return await self._tokenizer.encode_chat(
+                [{"role": message.role, "content": message.content} for message in messages]
+            )
+        return token_ids or ()
+
+    def _deadline(self, wanted: float | None, arrival_time: float) -> float:
+        if wanted is None:
+            return arrival_time + self._default_deadline_s
+        if wanted <= time.monotonic():
+            raise DeadlineExceededError("the deadline passed before the request was taken")
+        return min(wanted, arrival_time + self._max_deadline_s)
+
+
+def _check_role(role: str) -> None:
+    if role not in CHAT_ROLES:
+        raise InvalidRequestError(
+            f"messages has role {role[:64]!r}, must be one of {', '.join(CHAT_ROLES)}",
+            field="messages",
+        )
+
+
+def _check_request(request: GenerationRequest) -> None:
+    if abs(request.priority) > PRIORITY_LIMIT:
+        raise InvalidRequestError(
+            f"priority is {request.priority}, must be -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}",
+            field="priority",
+        )
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(salt)} characters, must be 1 to {MAX_CACHE_SALT_CHARS}",
+            field="cache_salt",
+        )
+    params = request.sampling_params
+    if not params.spaces_between_special_tokens:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens is false: not served yet, leave it unset",
+            field="spaces_between_special_tokens",
+        )
+
+
+def _complete(params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> SamplingParams:
+    """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop."""
+    room = limits.max_model_len - num_prompt_tokens
+    if params.min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}, at most {room} fit behind the prompt "
+            f"({num_prompt_tokens} tokens, max_model_len is {limits.max_model_len})",
+            field="min_tokens",
+        )
+    stop_token_ids = params.stop_token_ids
+    if not params.ignore_eos:
+        # A request has one EOS; a model may have more, which stop it like any stop token.
+        more = (i for i in limits.eos_token_ids[1:] if i not in stop_token_ids)
+        stop_token_ids = (*stop_token_ids, *more)
+    return dataclasses.replace(
+        params,
+        stop_token_ids=stop_token_ids,
+        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+    )

@@ -1,0 +1,105 @@
+"""Fixtures shared by the suites: small random models and what transformers generates with them."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL_SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+}
+# Large enough that greedy text does not settle on one token.
+WEIGHT_STD = 0.35
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_model(architecture, *, shard_size=None, **config_overrides) -> folder, saved as fp32.
+
+    Small models with random weights, biases and norms; the same arguments give the same folder.
+    """
+    folders: dict[str, Path] = {}
+
+    def make(
+        architecture: str = "LlamaForCausalLM", *, shard_size: str | None = None, **overrides: Any
+    ) -> Path:
+        key = json.dumps([architecture, shard_size, overrides], sort_keys=True)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("model")
+            model = _build(architecture, overrides)
+            model.save_pretrained(folders[key], max_shard_size=shard_size or "5GB")
+        return folders[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hf_model() -> Callable[..., Any]:
+    """hf_model(model_dir, dtype="float32") -> the transformers model, which never stops early."""
+
+    @functools.cache
+    def load(model_dir: Path, dtype: str = "float32") -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+        model.generation_config.eos_token_id = None
+        return model.eval()
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def hf_greedy(hf_model: Callable[..., Any]) -> Callable[[Path, list[int], int], list[int]]:
+    """hf_greedy(model_dir, prompt_token_ids, n) -> the n tokens transformers generates in fp32."""
+
+    def generate(model_dir: Path, prompt_token_ids: list[int], n: int) -> list[int]:
+        import torch
+
+        prompt = torch.tensor([prompt_token_ids])
+        generated = hf_model(model_dir).generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=n,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return generated[0, len(prompt_token_ids) :].tolist()
+
+    return generate
+
+
+def _build(architecture: str, overrides: dict[str, Any]) -> Any:
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, CONFIG_CLASSES[architecture])
+    fields: dict[str, Any] = SMALL_SHAPE | {"tie_word_embeddings": False} | overrides
+    if architecture == "MistralForCausalLM":
+        fields = {"sliding_window": None} | fields
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config_class(**fields))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(std=WEIGHT_STD)
+            if "norm" in name:
+                weight.add_(1.0)
+    return model

@@ -1,0 +1,166 @@
+"""ModelConfig: what is read from config.json, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve_engine.models.config import ModelConfig, ModelError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    def write(**changes: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+        return tmp_path
+
+    return write
+
+
+def test_reads_the_shape_and_derives_the_rest(write_config: Callable[..., Path]) -> None:
+    config = ModelConfig.from_dir(write_config())
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.dtype == torch.bfloat16
+    assert config.max_model_len == 8192
+    assert config.eos_token_ids == (2,)
+    assert config.rope.theta == 500000.0
+    assert not config.tie_word_embeddings
+    assert not config.has_qkv_bias
+    assert config.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+
+
+def test_reads_what_transformers_saves(make_model: Callable[..., Path]) -> None:
+    rope = {"rope_theta": 20000.0, "rope_type": "linear", "factor": 2.0}
+    config = ModelConfig.from_dir(make_model("Qwen3ForCausalLM", rope_parameters=rope))
+    assert config.has_qk_norm
+    assert (config.rope.rope_type, config.rope.theta, config.rope.factor) == (
+        "linear",
+        20000.0,
+        2.0,
+    )
+    assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_reads_llama3_rope_from_either_field(write_config: Callable[..., Path], field: str) -> None:
+    rope = ModelConfig.from_dir(write_config(**{field: LLAMA3_ROPE})).rope
+    assert (rope.rope_type, rope.factor, rope.theta) == ("llama3", 8.0, 500000.0)
+
+
+def test_llama_attention_bias_covers_the_output_projection(
+    write_config: Callable[..., Path],
+) -> None:
+    config = ModelConfig.from_dir(write_config(attention_bias=True, mlp_bias=True))
+    assert config.has_qkv_bias
+    assert config.has_attention_output_bias
+    assert config.has_mlp_bias
+
+
+def test_qwen2_has_qkv_bias_only(write_config: Callable[..., Path]) -> None:
+    config = ModelConfig.from_dir(
+        write_config(architectures=["Qwen2ForCausalLM"], sliding_window=4096)
+    )
+    assert config.has_qkv_bias
+    assert not config.has_attention_output_bias
+
+
+def test_generation_config_wins_for_eos(write_config: Callable[..., Path]) -> None:
+    folder = write_config()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ModelConfig.from_dir(folder).eos_token_ids == (7, 9)
+
+
+def test_a_requested_dtype_wins(write_config: Callable[..., Path]) -> None:
+    assert ModelConfig.from_dir(write_config(), dtype="float32").dtype == torch.float32
+
+
+def test_float16_is_served_as_bfloat16_with_a_warning(
+    write_config: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ModelConfig.from_dir(write_config(torch_dtype="float16"))
+    assert config.dtype == torch.bfloat16
+    assert "float16" in caplog.text
+
+
+def test_a_sliding_window_is_accepted_when_it_never_slides(
+    write_config: Callable[..., Path],
+) -> None:
+    folder = write_config(architectures=["MistralForCausalLM"], sliding_window=4096)
+    assert ModelConfig.from_dir(folder, max_model_len=4096).max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is .*Mamba.*supported are Llama"),
+        ({"architectures": None}, "architectures is"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads is 5"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, supported is silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method awq"),
+        ({"torch_dtype": "float64"}, "float64, supported are bfloat16, float32"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {}}}, "differs by layer type"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            "sliding_window is 4096, supported is none or at least max_model_len",
+        ),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 1024,
+            },
+            "sliding_window is 1024",
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_run(
+    write_config: Callable[..., Path], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dir(write_config(**changes))
+
+
+def test_refuses_a_longer_model_len_than_the_model_has(write_config: Callable[..., Path]) -> None:
+    with pytest.raises(ModelError, match="max_model_len is 9000, the model supports 1 to 8192"):
+        ModelConfig.from_dir(write_config(), max_model_len=9000)
+
+
+def test_names_a_missing_folder_and_a_missing_or_broken_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        ModelConfig.from_dir(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config.json does not exist"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        ModelConfig.from_dir(tmp_path)

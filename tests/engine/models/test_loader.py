@@ -1,0 +1,114 @@
+"""The loader: strict about names and shapes, indifferent to sharding; and the weights digest."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.loader import Checkpoint, weights_digest
+from pdserve_engine.models.registry import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def editable(make_model: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(make_model(num_hidden_layers=1), tmp_path / "model"))
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    return load_model(folder, ModelConfig.from_dir(folder), device=CPU, **kwargs)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    # The new file replaces the old one: tensors still point into that.
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_missing_weights_are_named(editable: Path) -> None:
+    rewrite(editable, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ModelError, match=r"lacks 1 weights: model\.norm\.weight"):
+        load(editable)
+
+
+def test_unexpected_weights_are_named(editable: Path) -> None:
+    extra = "model.layers.0.self_attn.q_proj.bias"
+    rewrite(editable, lambda tensors: tensors.update({extra: torch.zeros(64)}))
+    with pytest.raises(ModelError, match=r"no place for: model.layers.0.self_attn.q_proj.bias"):
+        load(editable)
+
+
+def test_wrong_shapes_are_named(editable: Path) -> None:
+    rewrite(editable, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(3,\), .* asks \(64,\)"):
+        load(editable)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(editable: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(editable, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    load(editable)
+
+
+def test_a_folder_without_weights_and_missing_shards_are_named(
+    editable: Path, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    (editable / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model.safetensors nor"):
+        load(editable)
+    sharded = Path(shutil.copytree(make_model(shard_size="100KB"), tmp_path / "sharded"))
+    next(sharded.glob("model-00002-of-*")).unlink()
+    with pytest.raises(ModelError, match="shards that do not exist: model-00002"):
+        load(sharded)
+
+
+def test_shards_hold_the_same_weights_as_one_file(make_model: Callable[..., Path]) -> None:
+    whole, sharded = make_model(), make_model(shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    for name in index["weight_map"]:
+        a, b = (
+            Checkpoint(folder).read(name, dtype=torch.bfloat16, device=CPU)
+            for folder in (whole, sharded)
+        )
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_progress_counts_each_weight_and_ends_at_the_total(
+    make_model: Callable[..., Path], is_tied: bool
+) -> None:
+    calls: list[tuple[int, int]] = []
+    load(
+        make_model(tie_word_embeddings=is_tied),
+        progress=lambda done, total: calls.append((done, total)),
+    )
+    total = 2 + 3 * 9 + (not is_tied)
+    assert calls == [(i + 1, total) for i in range(total)]
+
+
+def test_weights_survive_their_file(editable: Path) -> None:
+    weight = Checkpoint(editable).read("model.norm.weight", dtype=torch.float32, device=CPU)
+    before = weight.clone()
+    with (editable / "model.safetensors").open("r+b") as file:
+        file.write(bytes((editable / "model.safetensors").stat().st_size))
+    assert torch.equal(weight, before)
+
+
+def test_the_digest_is_stable_and_sees_changed_weights(editable: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(editable, tmp_path / "copy"))
+    before = weights_digest(editable)
+    assert weights_digest(copy) == before
+    rewrite(editable, lambda tensors: tensors["lm_head.weight"].add_(1.0))
+    assert weights_digest(editable) != before

@@ -1,0 +1,219 @@
+"""The sampler: the distribution it draws from, its filters, and that neighbours do not matter."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve_common.engine_types import SamplingParams
+from pdserve_common.errors import InvalidRequestError
+from pdserve_engine.sampling.elementwise import log_
+from pdserve_engine.sampling.filters import find_candidates
+from pdserve_engine.sampling.gumbel import gumbel_noise, gumbel_noise_at
+from pdserve_engine.sampling.sampler import SamplingBatch, _build_filters, sample
+from pdserve_engine.sampling.supported import require_supported
+
+
+def make_batch(n: int, **columns: Any) -> SamplingBatch:
+    """n rows; each column is one value for all or a list, positions count up."""
+
+    def column(name: str, default: Any, dtype: Any) -> Any:
+        return np.broadcast_to(np.array(columns.get(name, default), dtype=dtype), (n,)).copy()
+
+    return SamplingBatch(
+        temperature=column("temperature", 1.0, np.float32),
+        top_k=column("top_k", 0, np.int64),
+        top_p=column("top_p", 1.0, np.float64),
+        min_p=column("min_p", 0.0, np.float32),
+        seeds=column("seeds", 42, np.int64),
+        branches=column("branches", 0, np.int64),
+        positions=column("positions", np.arange(n), np.int64),
+        banned=columns.get("banned", ()),
+    )
+
+
+def make_logits(n: int, vocab_size: int, *, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)) * scale
+
+
+def kept_by_reference(
+    logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> set[int]:
+    """vLLM's filters written down plainly, in float64, for one row of distinct logits."""
+    logits = logits.double()
+    probabilities = logits.softmax(0)
+    logits = logits.masked_fill(probabilities < min_p * probabilities.max(), -torch.inf)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    ascending, order = logits.sort()
+    is_dropped = ascending.softmax(0).cumsum(0) <= 1 - top_p
+    is_dropped[-1] = False
+    kept = order[~is_dropped]
+    return {int(i) for i in kept if logits[i] > -torch.inf}
+
+
+def kept_by_filters(logits: torch.Tensor, **columns: Any) -> list[set[int]]:
+    n, vocab_size = logits.shape
+    batch = make_batch(n, **columns)
+    filters = _build_filters(batch, np.arange(n), vocab_size, logits.device)
+    candidates = find_candidates(logits, filters)
+    rows = zip(candidates.vocab_ids, candidates.logits > -torch.inf, strict=True)
+    return [set(ids[is_kept].tolist()) for ids, is_kept in rows]
+
+
+def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[0, [700, 300]] = 1.0
+    logits[2, 999] = 1.0
+    assert sample(logits, make_batch(3, temperature=0.0)).tolist() == [300, 0, 999]
+
+
+def test_draws_follow_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0, -0.5, 1.5])
+    temperature, n = 0.8, 20_000
+    drawn = sample(logits.repeat(n, 1), make_batch(n, temperature=temperature))
+    expected = (logits / temperature).softmax(0) * n
+    chi_square = ((torch.bincount(drawn, minlength=7) - expected) ** 2 / expected).sum()
+    assert chi_square < 27.9  # the 99.99% quantile for 6 degrees of freedom
+
+
+def test_filtered_draws_follow_the_renormalised_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 0.5, -1.0, -0.5, 1.5])
+    n = 10_000
+    counts = Counter(sample(logits.repeat(n, 1), make_batch(n, top_k=3)).tolist())
+    assert set(counts) == {1, 2, 6}
+    weights = {i: math.exp(logits[i]) for i in counts}
+    for i, count in counts.items():
+        expected = n * weights[i] / sum(weights.values())
+        assert count == pytest.approx(expected, abs=4.5 * math.sqrt(expected))
+
+
+def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
+    noise = gumbel_noise(
+        torch.full((64,), 5), torch.zeros(64).long(), torch.arange(64), vocab_size=32_768
+    )
+    # P(noise > x) = 1 - exp(-exp(-x)); about 2,097 and 95 of 2,097,152 values.
+    for bound in (6.9075, 10.0):
+        expected = noise.numel() * -math.expm1(-math.exp(-bound))
+        assert int((noise > bound).sum()) == pytest.approx(expected, abs=4.5 * expected**0.5)
+    assert bool(noise.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"top_k": 1},
+        {"top_k": 40},
+        {"top_k": 2000},
+        {"top_p": 0.1},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"min_p": 0.05},
+        {"top_k": 50, "top_p": 0.8},
+        {"top_k": 500, "top_p": 0.95, "min_p": 0.001},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_filters_keep_what_the_reference_keeps(wanted: dict[str, Any], scale: float) -> None:
+    logits = make_logits(4, 3000, scale=scale)
+    expected = [kept_by_reference(row, **wanted) for row in logits]
+    assert kept_by_filters(logits, **wanted) == expected
+
+
+def test_each_row_has_its_own_filters() -> None:
+    logits = make_logits(4, 3000)
+    wanted = {"top_k": [0, 7, 0, 5], "top_p": [0.5, 1.0, 1.0, 0.7], "min_p": [0.0, 0.0, 0.2, 0.0]}
+    expected = [
+        kept_by_reference(logits[i], **{name: values[i] for name, values in wanted.items()})
+        for i in range(4)
+    ]
+    assert kept_by_filters(logits, **wanted) == expected
+
+
+def test_tokens_that_tie_at_the_threshold_are_all_kept() -> None:
+    logits = torch.zeros(1, 1000)
+    logits[0, :10] = 1.0
+    assert kept_by_filters(logits, top_k=3) == [set(range(10))]
+    assert kept_by_filters(logits, top_p=1e-6) == [set(range(10))]
+
+
+def test_the_same_seed_and_position_give_the_same_token() -> None:
+    logits = make_logits(1, 5000, scale=0.5).repeat(32, 1)
+    first = sample(logits.clone(), make_batch(32, positions=7))
+    assert len(set(first.tolist())) == 1
+    assert torch.equal(first, sample(logits.clone(), make_batch(32, positions=7)))
+    for changed in ({"seeds": np.arange(32)}, {"branches": np.arange(32)}, {}):
+        assert len(set(sample(logits.clone(), make_batch(32, **changed)).tolist())) > 20
+
+
+def test_a_request_gets_the_same_token_in_any_batch() -> None:
+    n, vocab_size = 24, 5003
+    logits = make_logits(n, vocab_size, scale=0.5)
+    columns = {
+        "temperature": [0.0, 0.7, 1.0, 1.3] * 6,
+        "top_k": [0, 0, 40, 0, 0, 500] * 4,
+        "top_p": [1.0, 1.0, 1.0, 0.9, 0.5, 0.95, 1.0, 1.0] * 3,
+        "min_p": [0.0] * 20 + [0.1] * 4,
+        "seeds": np.arange(n) - 3,
+    }
+    together = sample(logits.clone(), make_batch(n, **columns)).tolist()
+    for i in range(n):
+        alone = {name: values[i] for name, values in columns.items()}
+        batch = make_batch(1, **alone, positions=i)
+        assert sample(logits[i : i + 1].clone(), batch).tolist() == [together[i]]
+
+
+def test_filtering_changes_no_token_that_it_keeps() -> None:
+    logits = make_logits(200, 5003, scale=2.0)
+    plain = sample(logits.clone(), make_batch(200))
+    filtered = sample(logits.clone(), make_batch(200, top_k=2000))
+    kept = [int(plain[i]) in kept_by_reference(logits[i], top_k=2000) for i in range(200)]
+    assert sum(kept) > 150
+    assert torch.equal(plain[kept], filtered[kept])
+
+
+def test_noise_of_some_ids_is_that_of_all() -> None:
+    seeds, branches, positions = torch.tensor([[1, -2], [0, 1], [5, 6]])
+    everything = gumbel_noise(seeds, branches, positions, vocab_size=1001)
+    vocab_ids = torch.tensor([[0, 3, 1000], [999, 4, 5]])
+    some = gumbel_noise_at(seeds, branches, positions, vocab_ids=vocab_ids)
+    torch.testing.assert_close(some, everything.gather(1, vocab_ids))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_chosen(temperature: float) -> None:
+    logits = torch.zeros(200, 8)
+    logits[:, [2, 5]] = 10.0
+    banned = tuple((i, (2, 5)) for i in range(100))
+    tokens = sample(logits, make_batch(200, temperature=temperature, banned=banned)).tolist()
+    assert not {2, 5} & set(tokens[:100])
+    assert {2, 5} & set(tokens[100:])
+
+
+def test_nan_logits_still_give_valid_ids() -> None:
+    logits = torch.full((4, 300), torch.nan)
+    tokens = sample(logits, make_batch(4, temperature=[0, 1, 1, 1], top_k=[0, 0, 5, 0]))
+    assert bool(((tokens >= 0) & (tokens < 300)).all())
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = make_logits(8, 1000) * 1e3
+    tokens = sample(logits.clone(), make_batch(8, temperature=1e-30))
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_parameters_that_are_not_served_are_refused_by_name() -> None:
+    require_supported(SamplingParams(temperature=0.5, top_k=5, min_tokens=2))
+    with pytest.raises(InvalidRequestError, match=r"presence_penalty is 0\.5, not served yet"):
+        require_supported(SamplingParams(presence_penalty=0.5))
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        require_supported(SamplingParams(logit_bias={3: 1.0}))
+
+
+def test_log_is_the_logarithm() -> None:
+    x = torch.logspace(-10, 2, 10_001)
+    torch.testing.assert_close(log_(x.clone()), x.double().log().float(), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,89 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve_engine.core.block_pool import BlockPool
+from pdserve_engine.core.kv_cache_manager import ROOT_HASH, hash_block
+
+
+def test_takes_the_least_recently_freed_block_first() -> None:
+    pool = BlockPool(4, enable_caching=True)
+    blocks = pool.get_new_blocks(4)
+    for index, block in enumerate(blocks):
+        pool.cache_block(block, bytes([index]))
+    pool.free_blocks([blocks[2]])
+    pool.free_blocks([blocks[0]])
+    assert [block.block_id for block in pool.get_new_blocks(2)] == [2, 0]
+
+
+def test_reuses_blocks_without_a_hash_before_cached_ones() -> None:
+    pool = BlockPool(2, enable_caching=True)
+    cached, plain = pool.get_new_blocks(2)
+    pool.cache_block(cached, b"h")
+    pool.free_blocks([cached])
+    pool.free_blocks([plain])
+    assert pool.get_new_blocks(1) == [plain]
+    assert pool.get_cached_block(b"h") is cached
+
+
+def test_a_reused_block_is_not_found_by_its_old_hash() -> None:
+    pool = BlockPool(1, enable_caching=True)
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_block(block, b"h")
+    pool.free_blocks([block])
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"h") is None
+
+
+def test_reset_is_refused_while_a_block_is_held() -> None:
+    pool = BlockPool(2, enable_caching=True)
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_block(block, b"h")
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks([block])
+    assert pool.reset_prefix_cache()
+    assert pool.num_cached_blocks == 0
+
+
+def test_freeing_twice_is_a_programming_error() -> None:
+    pool = BlockPool(1, enable_caching=True)
+    (block,) = pool.get_new_blocks(1)
+    pool.free_blocks([block])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free_blocks([block])
+
+
+def test_block_hashes_depend_on_everything_before_them() -> None:
+    first = hash_block(ROOT_HASH, [1, 2])
+    assert hash_block(first, [3, 4]) != hash_block(ROOT_HASH, [3, 4])
+    assert hash_block(ROOT_HASH, [1, 2], b"tenant") != first
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "free", "cache", "touch", "reset"]), st.integers(0, 30)),
+        max_size=60,
+    )
+)
+def test_any_sequence_of_operations_keeps_the_pool_consistent(
+    operations: list[tuple[str, int]],
+) -> None:
+    pool = BlockPool(8, enable_caching=True)
+    held = []
+    for operation, value in operations:
+        if operation == "take" and value % 4 <= pool.num_free_blocks:
+            held.extend(pool.get_new_blocks(value % 4))
+        elif operation == "free" and held:
+            pool.free_blocks([held.pop(value % len(held))])
+        elif operation == "cache" and held:
+            pool.cache_block(held[value % len(held)], bytes([value]))
+        elif operation == "touch":
+            block = pool.get_cached_block(bytes([value]))
+            if block is not None:
+                pool.touch([block])
+                held.append(block)
+        elif operation == "reset":
+            assert pool.reset_prefix_cache() == (not held)
+        pool.check_integrity()
+        assert pool.num_free_blocks == 8 - len({block.block_id for block in held})

@@ -1,0 +1,50 @@
+"""The KV pool's memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve_engine.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
+from pdserve_engine.models.config import ModelConfig
+
+SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
+
+
+def test_the_pool_is_zeroed_contiguous_and_page_aligned() -> None:
+    cache = KVCache(SPEC, num_blocks=5, device=torch.device("cpu"))
+    assert cache.tensor.shape == (5, 2, 3, 2, 16, 16)
+    assert cache.tensor.is_contiguous()
+    assert not cache.tensor.any()
+    assert cache.data_ptr == cache.tensor.data_ptr()
+    assert cache.data_ptr % HUGE_PAGE_BYTES == 0
+    assert cache.block_bytes == cache.tensor[0].nbytes
+    assert cache.num_bytes == cache.tensor.nbytes
+
+
+def test_views_outlive_close_without_fault() -> None:
+    cache = KVCache(SPEC, num_blocks=5, device=torch.device("cpu"))
+    view = cache.tensor[2]
+    view.fill_(1.0)
+    cache.close()
+    cache.close()
+    assert not view.any()
+    assert cache.tensor.numel() == 0
+
+
+def test_the_budget_is_cut_into_whole_blocks() -> None:
+    assert SPEC.num_blocks_for_budget(SPEC.block_bytes * 7 + 5) == 7
+    with pytest.raises(ValueError, match=f"one block takes {SPEC.block_bytes}"):
+        SPEC.num_blocks_for_budget(SPEC.block_bytes - 1)
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        KVCache(SPEC, num_blocks=0, device=torch.device("cpu"))
+
+
+def test_the_layout_tells_a_peer_what_a_block_holds(make_model: Callable[..., Path]) -> None:
+    config = ModelConfig.from_dir(make_model())
+    spec = KVCacheSpec.from_model(config, block_size=16)
+    assert spec.block_bytes == 16 * config.kv_bytes_per_token
+    layout = spec.layout()
+    assert layout.block_bytes == spec.block_bytes
+    assert layout.groups[0].layers == (0, 1, 2)
