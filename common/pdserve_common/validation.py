@@ -102,7 +102,7 @@ def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
             f"stop_token_ids has {len(params.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}",
             field="stop_token_ids",
         )
-    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    validate_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
 def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size: int) -> None:
@@ -115,7 +115,7 @@ def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size:
             f"(max_model_len is {max_model_len}, one is for the answer)",
             field="prompt",
         )
-    _check_token_ids("prompt_token_ids", token_ids, vocab_size)
+    validate_token_ids("prompt_token_ids", token_ids, vocab_size)
 
 
 def validate_request_id(request_id: str) -> None:
@@ -145,7 +145,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     )
     validate_sampling_params(request.sampling_params, vocab_size=info.vocab_size)
     if request.eos_token_id is not None:
-        _check_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
+        validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
     params = request.kv_transfer_params
     if params is not None and params.do_remote_decode == params.do_remote_prefill:
         raise InvalidRequestError(
@@ -154,7 +154,8 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         )
 
 
-def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError for the first token id outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(

@@ -13,6 +13,7 @@ from pdserve_common.validation import (
     validate_prompt,
     validate_request_id,
     validate_sampling_params,
+    validate_token_ids,
 )
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
@@ -138,6 +139,11 @@ class InputProcessor:
             )
         return token_ids or ()
 
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included. Unknown ids are refused."""
+        validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
+        return self._tokenizer.decode(token_ids)
+
     def _deadline(self, wanted: float | None, arrival_time: float) -> float:
         if wanted is None:
             return arrival_time + self._default_deadline_s
@@ -191,6 +197,7 @@ def _complete(params: SamplingParams, num_prompt_tokens: int, limits: ModelLimit
     return dataclasses.replace(
         params,
         stop_token_ids=stop_token_ids,
+        top_k=min(params.top_k, limits.vocab_size),
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
     )

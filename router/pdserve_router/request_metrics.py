@@ -1,9 +1,10 @@
 """Where a request's time went: stages that exclude each other and sum exactly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from pdserve_common.engine_types import KVTransferStats, PrefillStats
+from pdserve_common.metrics import RouterMetrics
 
 TTFT_STAGES = ("router_queue", "tokenize", "dispatch", "prefill_queue", "prefill", "return")
 FIRST_ITL_STAGES = ("kv_transfer_exposed", "first_decode_step", "decode_return")
@@ -119,6 +120,29 @@ def measure(
         prefill_engine_id=prefill_engine_id,
         decode_engine_id=decode_engine_id,
     )
+
+
+def observe(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
+    """Export what a finished request took. Requests without a token only count as requests."""
+    registry.request_duration.labels(model=model).observe(metrics.e2e_ns / 1e9)
+    if metrics.ttft_ns:
+        ttft = registry.time_to_first_token.labels(model=model, path=metrics.path)
+        ttft.observe(metrics.ttft_ns / 1e9)
+        _observe_stages(registry, metrics, TTFT_STAGES)
+    if metrics.first_itl_ns:
+        _observe_stages(registry, metrics, FIRST_ITL_STAGES)
+    if metrics.mean_itl_ns:
+        registry.time_per_output_token.labels(model=model).observe(metrics.mean_itl_ns / 1e9)
+    if metrics.kv_transfer_ns:
+        _observe_stages(registry, metrics, ("kv_transfer",))
+
+
+def _observe_stages(
+    registry: RouterMetrics, metrics: RequestMetrics, stages: Sequence[str]
+) -> None:
+    for stage in stages:
+        seconds = getattr(metrics, f"{stage}_ns") / 1e9
+        registry.stage.labels(stage=stage).observe(seconds)
 
 
 def _since(start_ns: int, end_ns: int) -> int:

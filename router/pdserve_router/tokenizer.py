@@ -32,6 +32,7 @@ class Tokenizer:
         self.backend.no_padding()
         added = self.backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:

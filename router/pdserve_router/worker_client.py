@@ -120,8 +120,12 @@ class WorkerClient:
         self._outbox.put_nowait(service_pb2.AttachRequest(add_request=message))
 
     def abort(self, request_id: str) -> None:
-        """End a request; its callback is not called any more. Unknown ids are ignored."""
-        if self._listeners.pop(request_id, None) is not None:
+        """End a request; its callback is not called any more. Workers ignore ids they do not know,
+        so it may also be called after the last output.
+        """
+        self._listeners.pop(request_id, None)
+        # A lost stream has aborted its requests already.
+        if self.state in (WorkerState.READY, WorkerState.DRAINING):
             abort = service_pb2.AbortRequests(request_ids=[request_id])
             self._outbox.put_nowait(service_pb2.AttachRequest(abort_requests=abort))
 

@@ -51,7 +51,7 @@ class KVConnectorOutput:
     ready_to_load: list[str] = field(default_factory=list)
     # D: requests whose blocks are read and whose release was acknowledged as valid (rule K4).
     finished_recving: dict[str, KVTransferStats] = field(default_factory=dict)
-    # D: requests that will not get their blocks.
+    # D: requests that will not get their blocks; the scheduler ends them with request_finished.
     failed_recving: dict[str, EngineError] = field(default_factory=dict)
     # D: block ids of abandoned pulls whose READ has landed by now (rule K5): free them.
     landed_block_ids: list[int] = field(default_factory=list)
@@ -81,7 +81,9 @@ class KVConnector(ABC):
 
     @abstractmethod
     def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
-        """D: the tokens P sampled; the request goes on after them. Valid once it is in finished_recving."""
+        """D: the tokens P sampled; the request goes on after them. Valid from its naming in
+        finished_recving until request_finished.
+        """
 
     @abstractmethod
     def update_state_after_alloc(
@@ -90,9 +92,9 @@ class KVConnector(ABC):
         """Blocks for the load are allocated; `block_ids` are all blocks of the request in logical
         order.
 
-        With external tokens the connector owns the request's blocks from here on until it names
-        the request in finished_recving, failed_recving, or returns the blocks in landed_block_ids
-        after an abort.
+        The request is then named once in finished_recving or failed_recving, also when there are
+        no external tokens. The blocks stay the scheduler's; it does not free them but through
+        request_finished.
         """
 
     @abstractmethod
@@ -104,9 +106,10 @@ class KVConnector(ABC):
         """The request has ended on this worker. True: the connector keeps the blocks and returns
         them later.
 
-        On P a finished prefill opens a KV session and announces its blocks (rule K2: the step is
-        over). On D, and on P for an aborted request, open work on it is cancelled. Blocks under a
-        posted READ are kept (rule K5).
+        On P a request that is_handed_off opens a KV session and announces its blocks (rule K2: the
+        step is over): True, they come back in released_block_ids. For any other end the peer is
+        told: False. On D open work is cancelled; True only while a READ may still land in the
+        blocks (rule K5): they come back in landed_block_ids.
         """
 
     @abstractmethod

@@ -179,8 +179,8 @@ class LlamaModel:
         is_last = index + 1 == len(self._layers)
         return self._final_norm if is_last else self._layers[index + 1].input_norm
 
-    def _read(self, name: str) -> torch.Tensor:
-        return self._checkpoint.read(name, dtype=self.config.dtype, device=self.device)
+    def _read(self, *names: str) -> torch.Tensor:
+        return self._checkpoint.read(*names, dtype=self.config.dtype, device=self.device)
 
     def _read_layer(self, spec: _LayerSpec, layer: int) -> _Layer:
         prefix = _layer_prefix(layer)
@@ -197,10 +197,7 @@ class LlamaModel:
         )
 
     def _pack(self, prefix: str, projection: _Projection) -> Any:
-        weight = self._read_stacked(prefix, projection, "weight")
-        bias = self._read_stacked(prefix, projection, "bias") if projection.has_bias else None
+        names = [prefix + name for name, _ in projection.parts]
+        weight = self._read(*(f"{name}.weight" for name in names))
+        bias = self._read(*(f"{name}.bias" for name in names)) if projection.has_bias else None
         return self._kernels.pack_linear(weight, bias)
-
-    def _read_stacked(self, prefix: str, projection: _Projection, kind: str) -> torch.Tensor:
-        parts = [self._read(f"{prefix}{name}.{kind}") for name, _ in projection.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)

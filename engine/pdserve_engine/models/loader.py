@@ -6,9 +6,10 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from pdserve_engine.models.config import ModelError
@@ -47,7 +48,7 @@ class Checkpoint:
                 f" {_shorten(unexpected)}"
             )
         for path in sorted({self._files[name] for name in expected}):
-            with safe_open(path, framework="pt") as file:
+            with _open(path) as file:
                 for name in file.keys() & expected.keys():
                     shape = tuple(file.get_slice(name).get_shape())
                     if shape != expected[name]:
@@ -56,17 +57,26 @@ class Checkpoint:
                         )
         self._num_expected = len(expected)
 
-    def read(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a copy of one weight; nothing keeps pointing into the file.
+    def read(self, *names: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a copy of some weights, stacked by rows; nothing keeps pointing into the files.
 
-        The file is mapped for this one read, so its pages leave the process at once.
+        Files are mapped for this one read: the pages go straight into the new tensor and leave the
+        process at once.
         """
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name).to(device=device, dtype=dtype, copy=True)
-        self._num_read += 1
-        if self._progress is not None:
-            self._progress(self._num_read, self._num_expected)
-        return tensor
+        parts = [self._map(name) for name in names]
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=dtype, device=device)
+        for part, target in zip(parts, stacked.split([len(p) for p in parts]), strict=True):
+            target.copy_(part)
+            self._num_read += 1
+            if self._progress is not None:
+                self._progress(self._num_read, self._num_expected)
+        return stacked
+
+    def _map(self, name: str) -> torch.Tensor:
+        with _open(self._files[name]) as file:
+            mapped: torch.Tensor = file.get_tensor(name)
+        return mapped
 
 
 def tty_progress() -> Progress | None:
@@ -105,6 +115,13 @@ def weights_digest(model_dir: str | Path) -> str:
     return digest.hexdigest()
 
 
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
 def _map_names_to_files(folder: Path) -> dict[str, Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.exists():
@@ -117,7 +134,7 @@ def _map_names_to_files(folder: Path) -> dict[str, Path]:
         return files
     if not single.exists():
         raise ModelError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    with safe_open(single, framework="pt") as file:
+    with _open(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 

@@ -37,6 +37,6 @@ def log_(x: torch.Tensor) -> torch.Tensor:
     """
     bits = x.view(torch.int32)
     exponent = (bits - ONE_BITS) >> MANTISSA_BITS
-    # The mantissa m in [1, 2) replaces x: log(x) = exponent * log(2) + log1p(m - 1); m - 1 is exact.
+    # The mantissa m in [1, 2) replaces x: log(x) is exponent * log(2) + log1p(m - 1), m - 1 exact.
     bits.bitwise_and_(MANTISSA_MASK).bitwise_or_(ONE_BITS)
     return x.sub_(1.0).log1p_().add_(exponent * math.log(2.0))

@@ -72,6 +72,13 @@ def test_a_folder_without_weights_and_missing_shards_are_named(
         load(sharded)
 
 
+def test_a_truncated_file_is_named(editable: Path) -> None:
+    path = editable / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model.safetensors is damaged"):
+        load(editable)
+
+
 def test_shards_hold_the_same_weights_as_one_file(make_model: Callable[..., Path]) -> None:
     whole, sharded = make_model(), make_model(shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2

@@ -1,0 +1,58 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Tell me a story.
+INSTALLED := $(VENV)/.installed
+PROTOS := $(wildcard protos/pdserve/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help install run up test test-fast test-gpu bench protos lint format typecheck clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,client,dev]'
+	@touch $@
+
+install: $(INSTALLED) ## Make .venv with everything in it
+
+run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
+	@$(BIN)/pdserve run --prompt "$(PROMPT)"
+
+up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
+	@$(BIN)/pdserve up
+
+test: $(INSTALLED) ## Run all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-gpu: $(INSTALLED) ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/bench_engine.py
+	$(BIN)/python benchmarks/bench_router.py
+
+protos: $(INSTALLED) ## Regenerate the code beside the .proto files
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
+	@rm -f protos/pdserve/v1/engine_core_pb2_grpc.py
+
+lint: $(INSTALLED) ## Check style and, where npm is there, the protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@if command -v npx >/dev/null; then npx --yes @bufbuild/buf@1.75.0 lint; else echo 'npx is missing: buf lint skipped'; fi
+
+format: $(INSTALLED) ## Rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(INSTALLED) ## Check types
+	$(BIN)/mypy
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) .run .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,168 @@
+"""The `pdserve` command: up, run, generate, bench."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import grpc
+
+from pdserve_client.bench import add_bench_flags, run_bench
+from pdserve_client.client import Client, Prompt
+from pdserve_client.config import StackConfig
+from pdserve_client.stack import Stack, StackError
+from pdserve_client.waterfall import format_waterfall
+from pdserve_common.config import add_config_flags, build_config
+from pdserve_common.engine_types import SamplingParams
+from pdserve_common.version import VERSION
+
+DEFAULT_PROMPT = "Tell me a story."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except (StackError, ValueError) as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        return 1
+    except grpc.RpcError as error:
+        print(f"pdserve: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pdserve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"pdserve {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="keep a whole stack serving on this machine until Ctrl-C")
+    add_config_flags(up, StackConfig)
+    up.set_defaults(command=_up)
+    run = commands.add_parser(
+        "run", help="start a stack, send one prompt, print its waterfall, stop"
+    )
+    add_config_flags(run, StackConfig)
+    _add_generate_flags(run)
+    run.set_defaults(command=_run)
+    generate = commands.add_parser("generate", help="send one prompt to a router that is up")
+    generate.add_argument("--address", default="127.0.0.1:50051", help="the router (%(default)s)")
+    _add_generate_flags(generate)
+    generate.set_defaults(command=_generate)
+    bench = commands.add_parser("bench", help="load a router that is up and print latencies")
+    add_bench_flags(bench)
+    bench.set_defaults(command=run_bench)
+    return parser
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the prompt (%(default)s)")
+    parser.add_argument("--raw", action="store_true", help="send the text as it is, not as a chat")
+    parser.add_argument("--max-tokens", type=int, default=128, help="at most so many (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (%(default)s)")
+    parser.add_argument("--seed", type=int, help="repeats an answer; drawn if unset")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline (%(default)s)")
+
+
+def _stack_config(args: argparse.Namespace) -> StackConfig:
+    flags = vars(args)
+    if "metrics_port" not in flags and args.command is _run:
+        # A single run needs no fixed ports: it must work beside a stack that is up.
+        flags = {"grpc_port": 0, "http_port": 0, "metrics_port": 0, "worker_port": 0, **flags}
+        flags.setdefault("log_dir", os.path.join(".run", "run"))
+    names = {
+        name: value for name, value in flags.items() if name in StackConfig.__dataclass_fields__
+    }
+    return build_config(StackConfig, names, os.environ)
+
+
+def _up(args: argparse.Namespace) -> int:
+    config = _stack_config(args)
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    stack = Stack(config)
+    try:
+        stack.start()
+        _wait_until_ready(stack)
+        _print_addresses(stack)
+        while True:
+            time.sleep(0.5)
+            stack.check_alive()
+    except KeyboardInterrupt:
+        print(
+            f"\nstopping: running requests may take up to {config.drain_timeout_s:g} s to finish",
+            file=sys.stderr,
+        )
+        return 0
+    finally:
+        stack.stop()
+
+
+def _run(args: argparse.Namespace) -> int:
+    with Stack(_stack_config(args)) as stack:
+        _wait_until_ready(stack)
+        with Client(stack.grpc_address) as client:
+            return _stream(client, args)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    with Client(args.address) as client:
+        return _stream(client, args)
+
+
+def _stream(client: Client, args: argparse.Namespace) -> int:
+    prompt: Prompt = args.prompt if args.raw else [{"role": "user", "content": args.prompt}]
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    for output in client.generate(prompt, params, timeout_s=args.timeout_s):
+        for completion in output.outputs:
+            print(completion.text, end="", flush=True)
+            if completion.HasField("error"):
+                print(f"\npdserve: {completion.error.message}", file=sys.stderr)
+                return 1
+        if output.finished:
+            print("\n")
+            print(format_waterfall(output.metrics, output.usage))
+    return 0
+
+
+def _wait_until_ready(stack: Stack) -> None:
+    """Say what is waited for: one line that changes on a terminal, one line a change elsewhere."""
+    start = time.monotonic()
+    shown = ""
+    is_terminal = sys.stderr.isatty()
+    for waiting in stack.wait_until_ready():
+        text = "; ".join(f"{name}: {message[:60]}" for name, message in waiting.items())
+        if is_terminal:
+            elapsed = time.monotonic() - start
+            print(f"\r\x1b[K[{elapsed:5.1f} s] {text}"[:160], end="", file=sys.stderr, flush=True)
+        elif text != shown and text:
+            print(f"waiting for {text}", file=sys.stderr, flush=True)
+        shown = text
+    if is_terminal:
+        print("\r\x1b[K", end="", file=sys.stderr)
+    elapsed = time.monotonic() - start
+    print(f"ready after {elapsed:.1f} s: {len(stack.processes)} processes", file=sys.stderr)
+
+
+def _print_addresses(stack: Stack) -> None:
+    host = stack.config.host
+    print(f"gRPC     {stack.grpc_address}")
+    print(f"HTTP     http://{host}:{stack.http_port}/v1")
+    for process in stack.processes:
+        print(f"metrics  http://{host}:{process.metrics_port}/metrics  ({process.name})")
+    print("Ctrl-C stops", flush=True)
+
+
+def _raise_keyboard_interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""`pdserve bench`: seeded random load on a router, and the latencies a client sees."""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import SamplingParams
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class RequestResult:
+    """What one request looked like from outside. Times in seconds."""
+
+    start: float
+    token_times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.start
+
+    @property
+    def tpot(self) -> float:
+        return (self.token_times[-1] - self.token_times[0]) / max(self.num_tokens - 1, 1)
+
+    @property
+    def itls(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pdserve bench`."""
+    parser.add_argument("--address", default="127.0.0.1:50051", help="the router (%(default)s)")
+    parser.add_argument("--num-requests", type=int, default=32, help="how many (%(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once"
+    )
+    parser.add_argument("--concurrency", type=int, default=256, help="at most so many open at once")
+    parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (%(default)s)")
+    parser.add_argument("--output-len", type=int, default=32, help="generated tokens (%(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=1000, help="token ids drawn below this")
+    parser.add_argument("--goodput-ttft-ms", type=float, default=2000.0, help="TTFT objective")
+    parser.add_argument("--goodput-tpot-ms", type=float, default=100.0, help="TPOT objective")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="deadline of each request")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (%(default)s)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run the load and print the result; 1 if a request failed."""
+    for name in ("num_requests", "concurrency", "input_len", "output_len", "vocab_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} is {getattr(args, name)}, must be at least 1")
+    started = time.monotonic()
+    results = asyncio.run(_run(args))
+    summary = summarize(results, time.monotonic() - started, args)
+    print(json.dumps(summary) if args.json else format_summary(summary))
+    return 1 if summary["num_failed"] else 0
+
+
+async def _run(args: argparse.Namespace) -> list[RequestResult]:
+    rng = random.Random(args.seed)
+    client = AsyncClient(args.address)
+    places = asyncio.Semaphore(args.concurrency)
+    tasks = []
+    try:
+        for index in range(args.num_requests):
+            prompt = [rng.randrange(3, args.vocab_size) for _ in range(args.input_len)]
+            tasks.append(asyncio.create_task(_one(client, prompt, index, places, args)))
+            if args.rate > 0:
+                await asyncio.sleep(rng.expovariate(args.rate))
+        return await asyncio.gather(*tasks)
+    finally:
+        await client.close()
+
+
+async def _one(
+    client: AsyncClient,
+    prompt: list[int],
+    seed: int,
+    places: asyncio.Semaphore,
+    args: argparse.Namespace,
+) -> RequestResult:
+    params = SamplingParams(max_tokens=args.output_len, ignore_eos=True, seed=seed)
+    async with places:
+        result = RequestResult(time.monotonic())
+        try:
+            async for output in client.generate(prompt, params, timeout_s=args.timeout_s):
+                for completion in output.outputs:
+                    if completion.token_ids:
+                        result.token_times.append(time.monotonic())
+                        result.num_tokens += len(completion.token_ids)
+                    if completion.HasField("error"):
+                        result.error = completion.error.message
+        except grpc.aio.AioRpcError as error:
+            result.error = f"{error.code().name}: {error.details()}"
+    return result
+
+
+def summarize(
+    results: list[RequestResult], wall_s: float, args: argparse.Namespace
+) -> dict[str, float | int | str | None]:
+    """Return the figures: rates, goodput, and percentiles in milliseconds."""
+    good = [result for result in results if result.error is None and result.token_times]
+    met = [
+        result
+        for result in good
+        if result.ttft * 1e3 <= args.goodput_ttft_ms and result.tpot * 1e3 <= args.goodput_tpot_ms
+    ]
+    summary: dict[str, float | int | str | None] = {
+        "num_requests": len(results),
+        "num_failed": len(results) - len(good),
+        "first_error": next((result.error for result in results if result.error), None),
+        "requests_per_s": len(good) / wall_s,
+        "goodput_requests_per_s": len(met) / wall_s,
+        "output_tokens_per_s": sum(result.num_tokens for result in good) / wall_s,
+    }
+    series = {
+        "ttft_ms": [result.ttft for result in good],
+        "tpot_ms": [result.tpot for result in good if result.num_tokens > 1],
+        "itl_ms": [itl for result in good for itl in result.itls],
+    }
+    for name, values in series.items():
+        for percent in PERCENTILES:
+            summary[f"{name}_p{percent}"] = percentile(values, percent) * 1e3
+    return summary
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return the nearest-rank percentile, 0 for no values."""
+    if not values:
+        return 0.0
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))]
+
+
+def format_summary(summary: dict[str, float | int | str | None]) -> str:
+    """Return the figures as lines for people."""
+    lines = []
+    for name, value in summary.items():
+        shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+        lines.append(f"{name:<24}{shown}")
+    return "\n".join(lines)

@@ -1,0 +1,265 @@
+"""Starts a router and its services as processes, watches them, and stops them in order.
+
+Services are started by module name and never imported: the client needs neither torch nor an
+engine.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve_client.config import StackConfig
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+
+
+class StackError(Exception):
+    """The stack cannot start or has lost a process; the message says what to do."""
+
+
+@dataclass(slots=True)
+class ServiceProcess:
+    """One process of the stack."""
+
+    name: str
+    module: str
+    port: int
+    metrics_port: int
+    flags: list[str]
+    log_path: Path
+    process: "subprocess.Popen[bytes] | None" = field(default=None)
+
+    def start(self) -> None:
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", self.module, *self.flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C goes to us alone: we stop the router first, so that nothing is cut off.
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+    def exit_status(self) -> int | None:
+        return self.process.poll() if self.process is not None else None
+
+    def last_message(self) -> str:
+        """Return the newest line of its log, for people."""
+        lines = (
+            self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        )
+        for line in reversed(lines):
+            with contextlib.suppress(json.JSONDecodeError):
+                return str(json.loads(line)["msg"])
+            if line.strip():
+                return line.strip()
+        return "starting"
+
+
+class Stack:
+    """A running stack; use as a context manager."""
+
+    def __init__(self, config: StackConfig) -> None:
+        self.config = config
+        self._check_model()
+        log_dir = Path(config.log_dir)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.grpc_port, self.http_port = _ports(
+            config.host, "grpc_port", config.grpc_port, 1
+        ) + _ports(config.host, "http_port", config.http_port, 1)
+        num_workers = config.prefill + config.decode
+        ports = _ports(config.host, "worker_port", config.worker_port, num_workers)
+        metrics_ports = _ports(config.host, "metrics_port", config.metrics_port, num_workers + 1)
+        names = [f"prefill-{i}" for i in range(config.prefill)]
+        names += [f"decode-{i}" for i in range(config.decode)]
+        self.workers = [
+            self._worker(name, port, metrics_port, log_dir)
+            for name, port, metrics_port in zip(names, ports, metrics_ports[1:], strict=True)
+        ]
+        self.router = self._router(metrics_ports[0], log_dir)
+        self.processes = [*self.workers, self.router]
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.config.host}:{self.grpc_port}"
+
+    def start(self) -> None:
+        """Start all processes at once; they find each other."""
+        for process in self.processes:
+            process.start()
+
+    def wait_until_ready(self) -> Iterator[dict[str, str]]:
+        """Yield the state of every process that is not ready, until all are. Raises StackError."""
+        deadline = time.monotonic() + self.config.ready_timeout_s
+        waiting = list(self.processes)
+        while waiting:
+            self.check_alive()
+            waiting = [process for process in waiting if not _is_serving(self._address(process))]
+            yield {process.name: process.last_message() for process in waiting}
+            if time.monotonic() > deadline:
+                names = ", ".join(process.name for process in waiting)
+                raise StackError(
+                    f"not ready after {self.config.ready_timeout_s:g} s: {names}; "
+                    f"see {self.config.log_dir}/*.log or raise --ready-timeout-s"
+                )
+            if waiting:
+                time.sleep(POLL_S)
+
+    def check_alive(self) -> None:
+        """Raise StackError if a process has ended."""
+        for process in self.processes:
+            status = process.exit_status()
+            if status is not None:
+                raise StackError(
+                    f"{process.name} ended with status {status}: {process.last_message()} "
+                    f"(log: {process.log_path})"
+                )
+
+    def stop(self) -> None:
+        """Router first, so that open streams end, then decode and prefill services; kill what
+        hangs.
+        """
+        for group in ([self.router], self.workers):
+            for process in group:
+                if process.exit_status() is None and process.process is not None:
+                    process.process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + self.config.drain_timeout_s + 5.0
+            for process in group:
+                if process.process is None:
+                    continue
+                try:
+                    process.process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.process.kill()
+                    process.process.wait()
+
+    def __enter__(self) -> "Stack":
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _check_model(self) -> None:
+        if not (Path(self.config.model) / "config.json").is_file():
+            raise StackError(
+                f"no model at {self.config.model!r}: it has no config.json; pass --model DIR"
+            )
+
+    def _address(self, process: ServiceProcess) -> str:
+        return f"{self.config.host}:{process.port}"
+
+    def _worker(self, name: str, port: int, metrics_port: int, log_dir: Path) -> ServiceProcess:
+        config = self.config
+        num_workers = config.prefill + config.decode
+        threads = config.num_threads or max(1, (os.cpu_count() or 1) // num_workers)
+        flags = {
+            "engine-id": name,
+            "host": config.host,
+            "port": port,
+            "metrics-port": metrics_port,
+            "model": config.model,
+            "device": config.device,
+            "dtype": config.dtype,
+            "num-threads": threads,
+            "max-model-len": config.max_model_len,
+            "kv-cache-memory-mib": config.kv_cache_memory_mib,
+            "max-num-seqs": config.max_num_seqs,
+            "max-num-batched-tokens": config.max_num_batched_tokens,
+            "require-transport": config.require_transport,
+            "drain-timeout-s": config.drain_timeout_s,
+            "log-level": config.log_level,
+        }
+        role = name.split("-")[0]
+        return ServiceProcess(
+            name, f"pdserve_{role}", port, metrics_port, _flags(flags), log_dir / f"{name}.log"
+        )
+
+    def _router(self, metrics_port: int, log_dir: Path) -> ServiceProcess:
+        config = self.config
+        addresses = {
+            role: ",".join(
+                f"{config.host}:{worker.port}"
+                for worker in self.workers
+                if worker.name.startswith(role)
+            )
+            for role in ("prefill", "decode")
+        }
+        flags = {
+            "host": config.host,
+            "grpc-port": self.grpc_port,
+            "http-port": self.http_port,
+            "metrics-port": metrics_port,
+            "prefill": addresses["prefill"] or None,
+            "decode": addresses["decode"],
+            "model": config.model,
+            "drain-timeout-s": config.drain_timeout_s,
+            "log-level": config.log_level,
+        }
+        return ServiceProcess(
+            "router",
+            "pdserve_router",
+            self.grpc_port,
+            metrics_port,
+            _flags(flags),
+            log_dir / "router.log",
+        )
+
+
+def _flags(values: dict[str, object]) -> list[str]:
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _ports(host: str, flag: str, first: int, count: int) -> list[int]:
+    """Return `count` ports from `first` on, checked to be free, or any free ones. Raises
+    StackError.
+    """
+    wanted = [0] * count if first == 0 else list(range(first, first + count))
+    sockets = []
+    try:
+        for port in wanted:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                raise StackError(
+                    f"cannot use {host}:{port}: {error.strerror}; stop what listens there "
+                    f"or pass --{flag.replace('_', '-')}"
+                ) from error
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _is_serving(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: get SIGTERM if the parent is killed, so that nothing is left
+    running.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,116 @@
+"""What P's and D's connectors share: their open KvLinks, who is still alive, and the handshake."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from pdserve_common.kv_types import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    KVLayout,
+    KVLinkHeartbeat,
+    KVLinkHello,
+)
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
+
+# How often the services call `on_tick`.
+TICK_S = 1.0
+# A peer that says nothing for this long is dead.
+SILENCE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class KVLink:
+    """One KvLink as its connector sees it; P gives the number."""
+
+    number: int
+    engine_id: str
+    epoch: str
+    handle: KVLinkHandle
+    last_heard: float
+    # D: the transport's key of this peer.
+    peer: str = ""
+
+
+class LinkTable:
+    """The open links, at most one for each peer engine. Guarded by its connector's lock."""
+
+    def __init__(self, now: float) -> None:
+        self._links: dict[str, KVLink] = {}
+        self._last_tick = now
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def add(self, link: KVLink) -> None:
+        assert link.engine_id not in self._links, "the old link is dropped first"
+        self._links[link.engine_id] = link
+
+    def get(self, engine_id: str) -> KVLink | None:
+        return self._links.get(engine_id)
+
+    def all(self) -> list[KVLink]:
+        return list(self._links.values())
+
+    def is_open(self, link: KVLink) -> bool:
+        return self._links.get(link.engine_id) is link
+
+    def remove(self, link: KVLink) -> bool:
+        """Return False if it was gone already."""
+        if not self.is_open(link):
+            return False
+        del self._links[link.engine_id]
+        return True
+
+    def tick(self, now: float, step_seq: int) -> list[KVLink]:
+        """Send heartbeats and return the links whose peer has gone silent."""
+        # Messages that came while our own event loop hung are read after this tick: not the
+        # peers' silence.
+        overslept = max(0.0, now - self._last_tick - TICK_S)
+        self._last_tick = now
+        for link in self._links.values():
+            link.last_heard = min(now, link.last_heard + overslept)
+            link.handle.send(KVLinkHeartbeat(step_seq=step_seq))
+        return [link for link in self._links.values() if now - link.last_heard > SILENCE_S]
+
+
+class RecentKeys:
+    """A set that forgets its oldest members. What falls out only costs time: a deadline ends it."""
+
+    def __init__(self, max_len: int = 4096) -> None:
+        self._keys: OrderedDict[Hashable, None] = OrderedDict()
+        self._max_len = max_len
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._keys
+
+    def add(self, key: Hashable) -> None:
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._max_len:
+            self._keys.popitem(last=False)
+
+
+def find_mismatch(identity: KVIdentity, connector: str, hello: KVLinkHello) -> str | None:
+    """P: say why D cannot read our blocks, naming what differs, or return None if it can."""
+    if not hello.min_protocol_version <= PROTOCOL_VERSION <= hello.max_protocol_version:
+        return (
+            f"protocol versions differ: P speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
+            f"D {hello.min_protocol_version} to {hello.max_protocol_version}"
+        )
+    if hello.connector != connector:
+        return f"connector differs: {connector} on P, {hello.connector} on D"
+    for name in KVLayout.__slots__:
+        ours, theirs = getattr(identity.layout, name), getattr(hello.layout, name)
+        if ours != theirs:
+            return f"layout.{name} differs: {ours} on P, {theirs} on D"
+    return find_hash_mismatch(identity.compatibility_hash, hello.compatibility_hash)
+
+
+def find_hash_mismatch(p_hash: str, d_hash: str) -> str | None:
+    if p_hash == d_hash:
+        return None
+    return (
+        f"compatibility_hash differs: {p_hash} on P, {d_hash} on D "
+        "(model, weights, tokenizer, dtype or numerics)"
+    )

@@ -1,0 +1,98 @@
+"""One request's pull on D: its state, and what the announcements of P must look like."""
+
+import enum
+from dataclasses import dataclass, field
+
+from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, KVLinkWelcome, PrefillDone
+from pdserve_engine.kv_transfer.links import KVLink
+
+
+class PullState(enum.Enum):
+    """See the table in consumer.py."""
+
+    WAITING = enum.auto()
+    READY = enum.auto()
+    ALLOCATED = enum.auto()
+    LOADING = enum.auto()
+    RELEASING = enum.auto()
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+OPEN_STATES = frozenset(PullState) - {PullState.DONE, PullState.FAILED}
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """Guarded by the connector's lock."""
+
+    request_id: str
+    attempt: int
+    engine_id: str  # of P
+    deadline: float
+    # False: P's announcement came before the router's ticket.
+    has_ticket: bool = False
+    # Tokens the request brought; 0 while there is no ticket.
+    num_tokens: int = 0
+    state: PullState = PullState.WAITING
+    link: KVLink | None = None
+    session: KVSessionId | None = None
+    # For each KV group, P's block ids announced so far.
+    remote_block_ids: list[list[int]] = field(default_factory=list)
+    num_announced_tokens: int = 0
+    output_token_ids: tuple[int, ...] = ()
+    is_prefill_done: bool = False
+    # What is read, parallel; set by update_state_after_alloc.
+    load_remote: tuple[int, ...] = ()
+    load_local: tuple[int, ...] = ()
+    # The READ may still write into load_local (rule K5).
+    is_reading: bool = False
+    # The request has ended under the READ: its blocks, given back when it has landed.
+    kept_block_ids: list[int] | None = None
+    announced_at: float = 0.0
+    allocated_at: float = 0.0
+    landed_at: float = 0.0
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    transport: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN_STATES
+
+    @property
+    def num_remote_blocks(self) -> int:
+        return len(self.remote_block_ids[0]) if self.remote_block_ids else 0
+
+    def add_blocks(self, message: BlocksReady) -> bool:
+        """Append an announcement. False: it is a repetition, or leaves a hole."""
+        if self.is_prefill_done or message.first_block != self.num_remote_blocks:
+            return False
+        if not self.remote_block_ids:
+            self.remote_block_ids = [[] for _ in message.block_ids]
+        for mine, ids in zip(self.remote_block_ids, message.block_ids, strict=True):
+            mine.extend(ids)
+        return True
+
+
+def find_bad_blocks(message: BlocksReady, layout: KVLayout, welcome: KVLinkWelcome) -> str | None:
+    """Say what is wrong with announced block ids, or return None."""
+    if len(message.block_ids) != len(layout.groups):
+        return f"announces {len(message.block_ids)} KV groups, the layout has {len(layout.groups)}"
+    if len({len(ids) for ids in message.block_ids}) != 1:
+        return "announces unequal numbers of blocks in its KV groups"
+    num_blocks = sum(region.num_blocks for region in welcome.endpoint.regions)
+    for ids in message.block_ids:
+        if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
+            return f"announces block {max(ids)} of a pool of {num_blocks}"
+    return None
+
+
+def find_bad_end(pull: Pull, message: PrefillDone, layout: KVLayout) -> str | None:
+    """Say why a PrefillDone does not fit the blocks announced before it, or return None."""
+    num_needed = -(-message.num_tokens // layout.block_size)
+    if message.num_tokens < 1 or pull.num_remote_blocks != num_needed:
+        return f"announced {pull.num_remote_blocks} blocks for {message.num_tokens} tokens"
+    if not message.output_token_ids:
+        return "sent no token"
+    return None

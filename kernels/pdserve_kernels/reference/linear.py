@@ -1,0 +1,63 @@
+"""Dense layers, with weights packed once for oneDNN where this makes small batches faster."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# Row count that oneDNN is told to pack for: decode batches are small and bound by weight reads.
+PACK_FOR_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearWeight:
+    """A weight ready for `linear`: [out_features, in_features], opaque to torch ops if `is_packed`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    is_packed: bool
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+    """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
+
+    A bf16 weight on CPU is copied into oneDNN's layout and not kept; drop yours to free its memory.
+    """
+    weight = weight.detach()
+    is_packed = _can_pack(weight)
+    return LinearWeight(
+        weight=torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_ROWS)
+        if is_packed
+        else weight,
+        bias=None if bias is None else bias.detach(),
+        out_features=weight.shape[0],
+        in_features=weight.shape[1],
+        is_packed=is_packed,
+    )
+
+
+def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x [..., in_features] @ weight^T + bias -> [..., out_features], in x's dtype; fp32 sums.
+
+    In bf16 on CPU a row's bits do not depend on the number of rows (measured for 1 to 512), and
+    equal F.linear's. Never synchronises.
+    """
+    if not packed.is_packed:
+        return F.linear(x, packed.weight, packed.bias)
+    output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        x, packed.weight, packed.bias, "none", [], ""
+    )
+    return output
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )

@@ -1,0 +1,151 @@
+"""The router's core, the same for every API: admission, dispatch, drain."""
+
+import asyncio
+import logging
+
+from pdserve_common.errors import DrainingError, OverloadedError, PdserveError
+from pdserve_common.logging import request_id_var
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.handoff import Handoff
+from pdserve_router.input_processor import GenerationRequest, InputProcessor, ProcessedInput
+from pdserve_router.output_processor import RequestState
+from pdserve_router.request_metrics import Timeline, observe
+from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+OVERLOADED_RETRY_AFTER_MS = 1000
+
+
+class Router:
+    """Takes requests and hands each to its workers."""
+
+    def __init__(
+        self,
+        *,
+        pool: WorkerPool,
+        tokenizer: Tokenizer,
+        input_processor: InputProcessor,
+        metrics: RouterMetrics,
+        model_name: str,
+        max_num_queued_requests: int,
+        enable_disaggregation: bool,
+    ) -> None:
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.input_processor = input_processor
+        self.model_name = model_name
+        self.is_draining = False
+        self._metrics = metrics
+        self._max_num_queued_requests = max_num_queued_requests
+        self._enable_disaggregation = enable_disaggregation
+        self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
+        self._num_queued = 0
+        self._live: set[Handoff] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a request could be served now."""
+        return self.pool.is_ready and not self.is_draining
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._live)
+
+    async def submit(self, request: GenerationRequest) -> Handoff:
+        """Check, tokenize and dispatch. Raises a PdserveError if the request cannot be taken; once
+        taken it ends with exactly one finished output.
+        """
+        request_id_var.set(request.request_id)
+        try:
+            self._admit()
+        except PdserveError:
+            self._count("rejected")
+            raise
+        self._num_queued += 1
+        is_dispatched = False
+        try:
+            processed = await self.input_processor.process(request, self.pool.model_limits())
+            handoff = self._dispatch(request, processed)
+            is_dispatched = True
+        except PdserveError:
+            self._count("rejected")
+            raise
+        finally:
+            if not is_dispatched:
+                self._num_queued -= 1
+        return handoff
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, let what runs finish, and end the rest at the timeout."""
+        self.is_draining = True
+        logger.info("draining, %d requests are running", self.num_in_flight)
+        try:
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            logger.warning("drain timeout, %d requests are cut", self.num_in_flight)
+        for handoff in list(self._live):
+            handoff.fail(DrainingError("the router shut down before the answer was complete"))
+
+    def _admit(self) -> None:
+        if self.is_draining:
+            raise DrainingError("the router is shutting down", retry_after_ms=1000)
+        if self._num_queued >= self._max_num_queued_requests:
+            raise OverloadedError(
+                f"{self._num_queued} requests wait for their first token, "
+                f"at most {self._max_num_queued_requests} may",
+                retry_after_ms=OVERLOADED_RETRY_AFTER_MS,
+            )
+
+    def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> Handoff:
+        route = self.pool.route(
+            processed.request, enable_disaggregation=self._enable_disaggregation
+        )
+        state = RequestState(
+            processed.request,
+            tokenizer=self.tokenizer,
+            timeline=Timeline(
+                arrival_ns=request.arrival_ns,
+                tokenize_start_ns=processed.tokenize_start_ns,
+                tokenize_end_ns=processed.tokenize_end_ns,
+            ),
+            metrics=self._metrics,
+        )
+        handoff = Handoff(
+            state,
+            route,
+            metrics=self._metrics,
+            on_tokens=self._on_tokens,
+            on_end=self._on_end,
+        )
+        handoff.start()
+        self._live.add(handoff)
+        self._is_idle.clear()
+        self._metrics.requests_in_flight.inc()
+        self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
+        num_prompt_tokens = len(processed.request.prompt_token_ids)
+        self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
+        return handoff
+
+    def _on_tokens(self, num_before: int, num_new: int) -> None:
+        if num_before == 0:
+            self._num_queued -= 1
+        self._generation_tokens.inc(num_new)
+
+    def _on_end(self, handoff: Handoff) -> None:
+        self._live.discard(handoff)
+        if not self._live:
+            self._is_idle.set()
+        if not handoff.state.token_ids:
+            self._num_queued -= 1
+        ending = handoff.state.ending
+        assert ending is not None
+        self._metrics.requests_in_flight.dec()
+        self._count(str(ending.finish_reason))
+        observe(self._metrics, ending.metrics, model=self.model_name)
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()

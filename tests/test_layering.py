@@ -1,0 +1,87 @@
+"""The import rules of docs/architecture.md, checked over every module's syntax tree."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "pdserve_common": ("common", {"pdserve"}),
+    "pdserve_kernels": ("kernels", set()),
+    "pdserve_engine": ("engine", {"pdserve_kernels", "pdserve_common"}),
+    "pdserve_prefill": ("prefill_svc", {"pdserve_engine", "pdserve_common", "pdserve"}),
+    "pdserve_decode": ("decode_svc", {"pdserve_engine", "pdserve_common", "pdserve"}),
+    "pdserve_router": ("router", {"pdserve_common", "pdserve"}),
+    "pdserve_client": ("client", {"pdserve_common", "pdserve"}),
+}
+OURS = {"pdserve", *PACKAGES}
+# Third-party modules and the only places that may import them.
+FENCED = {
+    "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
+    "triton": ("kernels/",),
+    "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
+    "grpc": ("common/", "prefill_svc/", "decode_svc/", "router/", "client/"),
+    "google": ("common/", "prefill_svc/", "decode_svc/", "router/", "client/"),
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package, (root, _) in PACKAGES.items():
+        for path in sorted((ROOT / root / package).rglob("*.py")):
+            yield package, path
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def test_packages_import_only_what_lies_below_them() -> None:
+    wrong = []
+    for package, path in modules():
+        allowed = {package, *PACKAGES[package][1]}
+        for line, name in imports(path):
+            top = name.split(".")[0]
+            if top in OURS and top not in allowed:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_fenced_libraries_stay_behind_their_seam() -> None:
+    wrong = []
+    for _, path in modules():
+        where = str(path.relative_to(ROOT))
+        for line, name in imports(path):
+            places = FENCED.get(name.split(".")[0])
+            if places is not None and not where.startswith(places):
+                wrong.append(f"{where}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_edges_touch_generated_code() -> None:
+    wrong = []
+    for package, path in modules():
+        is_edge = path.parent.name == "wire" or path.name in (
+            "service.py",
+            "process.py",
+            "server.py",
+        )
+        if is_edge or path.stem.endswith("client") or package == "pdserve_client":
+            continue
+        for line, name in imports(path):
+            if name.startswith("pdserve.v1"):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("root", sorted(root for root, _ in PACKAGES.values()))
+def test_a_component_root_is_no_package_itself(root: str) -> None:
+    assert not (ROOT / root / "__init__.py").exists()
+    assert not list((ROOT / root).glob("*.py"))
