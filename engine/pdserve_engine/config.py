@@ -44,7 +44,7 @@ class EngineConfig:
     enable_prefix_caching: bool = opt(True, "Share KV blocks between requests with equal prefixes.")
     enable_chunked_prefill: bool = opt(True, "Compute long prompts in several steps.")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "Order of the waiting queue.")
-    kv_connector: Literal["nixl", "local", "none"] = opt("nixl", "How KV blocks are handed over.")
+    kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     kv_session_timeout_s: float = opt(30.0, "P fences a session after this long without progress.")
     kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")

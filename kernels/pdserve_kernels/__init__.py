@@ -12,7 +12,9 @@ import torch
 def select(device: torch.device) -> ModuleType:
     """Return the kernel set for `device`: Triton on CUDA, torch reference elsewhere."""
     if device.type == "cuda":
-        from pdserve_kernels import triton as kernel_set
-    else:
-        from pdserve_kernels import reference as kernel_set
-    return kernel_set
+        from pdserve_kernels import triton
+
+        return triton
+    from pdserve_kernels import reference
+
+    return reference

@@ -9,8 +9,8 @@ import torch
 class StepMemo:
     """What a kernel set derives from the metadata once per step and reuses in every layer.
 
-    Private to the kernel set that filled it; it dies with its `AttentionMetadata`, so nothing can be
-    stale. Only the thread that runs the forward pass may touch it.
+    Private to the kernel set that filled it; it dies with its `AttentionMetadata`, so nothing can
+    be stale. Only the thread that runs the forward pass may touch it.
     """
 
     plan: object | None = None

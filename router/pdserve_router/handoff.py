@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import TracebackType
 
 from pdserve_common.engine_types import (
@@ -50,6 +50,7 @@ class Handoff:
         self._prefill_stats: PrefillStats | None = None
         self._transfer_stats: KVTransferStats | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._is_read = False
 
     def __enter__(self) -> "Handoff":
         return self
@@ -66,13 +67,16 @@ class Handoff:
     def request(self) -> EngineCoreRequest:
         return self.state.request
 
-    async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """Yield what is new until the end; exactly one output is `finished`, the last."""
-        while True:
-            output = await self.state.collector.get()
-            yield output
-            if output.finished:
-                return
+    def __aiter__(self) -> "Handoff":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return what is new; exactly one output is `finished`, the last. One reader."""
+        if self._is_read:
+            raise StopAsyncIteration
+        output = await self.state.collector.get()
+        self._is_read = output.finished
+        return output
 
     def start(self) -> None:
         """Send the legs. Raises NoWorkerError if a worker is gone."""

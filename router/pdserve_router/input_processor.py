@@ -94,9 +94,7 @@ class InputProcessor:
             text=request.text, messages=request.messages, token_ids=request.token_ids
         )
         tokenize_end_ns = time.monotonic_ns()
-        validate_prompt(
-            token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
-        )
+        validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         arrival_time = request.arrival_ns / 1e9
         engine_request = EngineCoreRequest(
             request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
@@ -180,7 +178,9 @@ def _check_request(request: GenerationRequest) -> None:
         )
 
 
-def _complete(params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits) -> SamplingParams:
+def _complete(
+    params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits
+) -> SamplingParams:
     """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop."""
     room = limits.max_model_len - num_prompt_tokens
     if params.min_tokens > room:

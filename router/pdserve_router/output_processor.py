@@ -1,6 +1,7 @@
 """From engine outputs to what clients get: rule K7, text, usage, and one collector per stream."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_router.detokenizer import Detokenizer
 from pdserve_router.request_metrics import RequestMetrics, Timeline
 from pdserve_router.tokenizer import Tokenizer
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,29 +96,37 @@ class RequestOutputCollector:
         """Wait for news and return all of it; the last one is `finished`."""
         await self._wake.wait()
         self._wake.clear()
-        ending = self._ending
+        text = "".join(self._text)
+        completion = CompletionOutput(text=text, token_ids=tuple(self._token_ids))
         output = RequestOutput(
             request_id=self._request.external_req_id or self._request.request_id,
-            completion=CompletionOutput(
-                text="".join(self._text),
-                token_ids=tuple(self._token_ids),
-                finish_reason=ending and ending.finish_reason,
-                stop_reason=ending and ending.stop_reason,
-                error=ending and ending.error,
-            ),
+            completion=completion,
             seed=_seed(self._request),
             prompt_token_ids=self._request.prompt_token_ids if self._is_first else (),
-            finished=ending is not None,
-            usage=ending and ending.usage,
-            metrics=ending and ending.metrics,
         )
         self._is_first = False
         if self._kind is RequestOutputKind.DELTA:
             self._text.clear()
             self._token_ids.clear()
         else:
-            self._text = [output.completion.text]
-        return output
+            self._text = [text]
+        return output if self._ending is None else _finished(output, self._ending)
+
+
+def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
+    completion = dataclasses.replace(
+        output.completion,
+        finish_reason=ending.finish_reason,
+        stop_reason=ending.stop_reason,
+        error=ending.error,
+    )
+    return dataclasses.replace(
+        output,
+        completion=completion,
+        finished=True,
+        usage=ending.usage,
+        metrics=ending.metrics,
+    )
 
 
 class RequestState:
@@ -187,9 +195,7 @@ class RequestState:
         if first_index == num_known:
             return token_ids
         if first_index > num_known:
-            raise PdserveError(
-                f"tokens {num_known} to {first_index - 1} of the answer are missing"
-            )
+            raise PdserveError(f"tokens {num_known} to {first_index - 1} of the answer are missing")
         known = self.token_ids[first_index : first_index + len(token_ids)]
         is_match = list(token_ids[: len(known)]) == known
         self._metrics.duplicate_tokens.labels(match=str(is_match).lower()).inc(len(known))

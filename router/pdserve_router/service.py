@@ -34,7 +34,7 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
         self._client_stall_timeout_s = client_stall_timeout_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        pb2_grpc.add_InferenceServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
 
     async def Generate(
         self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -51,7 +51,7 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
 
     async def _stream(self, handoff: Handoff, context: grpc.aio.ServicerContext) -> None:
         with StallGuard(self._client_stall_timeout_s) as guard:
-            async for output in handoff.outputs():
+            async for output in handoff:
                 if output.finished:
                     context.set_trailing_metadata(_trailers(output))
                 message = pb2.GenerateResponse(output=_request_output_to_proto(output))

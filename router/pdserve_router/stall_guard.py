@@ -37,9 +37,7 @@ class StallGuard:
         except asyncio.CancelledError:
             if not self._is_stalled:
                 raise
-            raise ClientTooSlowError(
-                f"the client read nothing for {self._timeout_s:g} s"
-            ) from None
+            raise ClientTooSlowError(f"the client read nothing for {self._timeout_s:g} s") from None
         finally:
             self._write_began = None
 

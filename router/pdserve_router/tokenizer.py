@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, safe to use beside the event loop."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -44,7 +44,7 @@ class Tokenizer:
             return self._encode(text)
         return await self._in_thread(self._encode, text)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+    async def encode_chat(self, messages: list[dict[str, str]]) -> Sequence[int]:
         """Return the tokens of a conversation. Raises InvalidRequestError if the chat template
         refuses it.
         """
@@ -64,18 +64,19 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         if not self._pretrained.chat_template:
             raise InvalidRequestError(
                 "messages are set, the model has no chat template", field="messages"
             )
         try:
             text = self._pretrained.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
+        assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
         return self._encode(text, add_special_tokens=False)

@@ -131,7 +131,7 @@ class WorkerClient:
 
     async def _run(self) -> None:
         async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
-            stub = service_grpc.EngineCoreServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub = service_grpc.EngineCoreServiceStub(channel)
             while True:
                 try:
                     await self._attach_once(stub)

@@ -112,9 +112,7 @@ class WorkerPool:
     def _local(self, request: EngineCoreRequest, reason: str) -> Route:
         self.model_limits()
         ready = [worker for worker in self.decode if worker.is_ready]
-        return Route(
-            decode=self._policies[WorkerRole.DECODE].pick(ready, request), reason=reason
-        )
+        return Route(decode=self._policies[WorkerRole.DECODE].pick(ready, request), reason=reason)
 
     def _on_change(self) -> None:
         self._refresh()

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.engine_client import EngineClient
+from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import BuildMetrics, MetricsServer
 from pdserve_common.rpc import RpcServer
@@ -60,7 +61,7 @@ def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
     uvloop.install()
     try:
         return asyncio.run(_serve(config, role, build))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, PdserveError) as error:
         # A port in use, a missing or unsupported model, a setting that does not fit: one line that
         # says what.
         logger.error("cannot start: %s", error)
@@ -77,7 +78,7 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         metrics_server = MetricsServer(config.host, config.metrics_port, registry)
         server = RpcServer(config.host, config.port)
         worker = await build(_context(config, role, server.port, registry))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, PdserveError) as error:
         # A port in use, a missing model, a setting that does not fit: one line that says what.
         logger.error("cannot start: %s", error)
         return 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve_common.engine_types import EngineError, KVTransferStats
+from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     KVEndpoint,
     KVLayout,
@@ -249,3 +250,26 @@ class KVTransport(ABC):
 
         A READ that has not landed by then never gets its `on_done`: the process must end.
         """
+
+
+def check_block_ids(block_ids: Sequence[int], num_blocks: int, whose: str) -> None:
+    """Raise KVTransferError unless all ids lie in a pool of `num_blocks`."""
+    if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+        raise KVTransferError(
+            f"{whose} block ids {min(block_ids)} to {max(block_ids)} leave a pool of {num_blocks}"
+        )
+
+
+def num_region_blocks(welcome: KVLinkWelcome, block_bytes: int) -> int:
+    """Return the size of a peer's pool. Raises KVTransferError unless its regions follow on one
+    another and hold addresses.
+    """
+    num_blocks = 0
+    for region in welcome.endpoint.regions:
+        end = region.base_address + region.num_blocks * block_bytes
+        if region.first_block != num_blocks or region.num_blocks < 1 or not 0 < end < 1 << 64:
+            raise KVTransferError(f"P {welcome.engine_id} sent a memory region that is not one")
+        num_blocks += region.num_blocks
+    if num_blocks == 0:
+        raise KVTransferError(f"P {welcome.engine_id} sent no memory region")
+    return num_blocks

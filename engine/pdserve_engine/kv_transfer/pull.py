@@ -3,12 +3,14 @@
 import enum
 from dataclasses import dataclass, field
 
-from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, KVLinkWelcome, PrefillDone
+from pdserve_common.engine_types import EngineError
+from pdserve_common.kv_types import BlocksReady, KVLayout, KVLinkWelcome, KVSessionId, PrefillDone
+from pdserve_engine.kv_transfer.base import ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
 
 
 class PullState(enum.Enum):
-    """See the table in consumer.py."""
+    """See the table in pull_table.py."""
 
     WAITING = enum.auto()
     READY = enum.auto()
@@ -42,19 +44,20 @@ class Pull:
     num_announced_tokens: int = 0
     output_token_ids: tuple[int, ...] = ()
     is_prefill_done: bool = False
-    # What is read, parallel; set by update_state_after_alloc.
+    # What is read, parallel; set when blocks are allocated.
     load_remote: tuple[int, ...] = ()
     load_local: tuple[int, ...] = ()
     # The READ may still write into load_local (rule K5).
     is_reading: bool = False
+    result: ReadResult | None = None
     # The request has ended under the READ: its blocks, given back when it has landed.
     kept_block_ids: list[int] | None = None
+    error: EngineError | None = None
+    # When P ends the session unless it hears of us.
+    session_deadline: float = 0.0
     announced_at: float = 0.0
     allocated_at: float = 0.0
     landed_at: float = 0.0
-    num_bytes: int = 0
-    transfer_s: float = 0.0
-    transport: str = ""
 
     @property
     def is_open(self) -> bool:

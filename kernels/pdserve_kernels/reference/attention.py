@@ -1,4 +1,4 @@
-"""Paged attention in torch ops: tiles of the KV cache are gathered, attended to and merged in order.
+"""Paged attention in torch ops: KV tiles are gathered, attended to and merged in order.
 
 Tiles are aligned to absolute position 0 and merged in ascending order, so that a query's result
 depends on its own request only, never on its neighbours in the batch or on the chunking.
@@ -22,7 +22,7 @@ from pdserve_kernels.reference.attention_plan import (
     get_plan,
 )
 
-
+# fp32 GEMMs of fewer rows sum in another order than all larger ones (measured with MKL).
 MIN_GEMM_ROWS = 4
 
 
@@ -102,10 +102,7 @@ def _gather(rows: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> t
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Pad [N, R, head_dim] to the fewest rows for which a GEMM's bits do not depend on R.
-
-    Measured with MKL: fp32 GEMMs of 1 to 3 rows sum in another order than all larger ones.
-    """
+    """Pad [N, R, head_dim] to the fewest rows for which a GEMM's bits do not depend on R."""
     missing = MIN_GEMM_ROWS - rows.shape[1]
     if rows.dtype != torch.float32 or missing <= 0:
         return rows

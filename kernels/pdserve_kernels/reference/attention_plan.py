@@ -1,4 +1,4 @@
-"""Which cache rows every attention tile of a step gathers; derived once per step from the metadata."""
+"""Which cache rows each attention tile of a step gathers; derived once per step."""
 
 from dataclasses import dataclass
 
@@ -71,9 +71,7 @@ class AttentionPlan:
     causal_bias: torch.Tensor
 
 
-def get_plan(
-    metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int
-) -> AttentionPlan:
+def get_plan(metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int) -> AttentionPlan:
     """Return the step's plan; the first layer of a step builds it."""
     if not isinstance(metadata.memo.plan, AttentionPlan):
         metadata.memo.plan = _build_plan(metadata, kv_cache, num_heads)
@@ -105,9 +103,9 @@ def _build_plan(
         )
         row += query_len
     block_size, head_dim = kv_cache.shape[4:]
-    rows = max(
-        (tile.cache_rows.shape[0] for part in (*groups, *chunks) for tile in part.tiles), default=0
-    )
+    index_sizes = [tile.cache_rows.shape[0] for group in groups for tile in group.tiles]
+    index_sizes += [tile.cache_rows.shape[0] for chunk in chunks for tile in chunk.tiles]
+    rows = max(index_sizes, default=0)
     return AttentionPlan(
         num_query_tokens=row,
         decode_groups=groups,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the last dimension of x [..., hidden] by its root mean square, times weight [hidden].
+    """Divide the last dimension of x [..., hidden] by its root mean square, times weight [hidden].
 
     Statistics are in fp32; x * rsqrt(...) is rounded to x's dtype before the weight is applied, as
     in Hugging Face's LlamaRMSNorm, bit for bit. Returns a new tensor; never synchronises.
@@ -42,7 +42,7 @@ def rotary_embedding(
     signed_sin = torch.cat((-sin, sin), -2)
     rot_dim = cos_sin_cache.shape[1]
     for tensor in (query, key):
-        halves = tensor[..., :rot_dim].unflatten(-1, (2, rot_dim // 2))
+        halves = tensor[..., :rot_dim].view(*tensor.shape[:-1], 2, rot_dim // 2)
         rotated = (halves * cos).add_(halves.flip(-2) * signed_sin)
         halves.copy_(rotated)
 

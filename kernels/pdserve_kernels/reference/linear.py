@@ -11,7 +11,7 @@ PACK_FOR_ROWS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearWeight:
-    """A weight ready for `linear`: [out_features, in_features], opaque to torch ops if `is_packed`."""
+    """A weight ready for `linear`: [out_features, in_features], or oneDNN's if `is_packed`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -56,7 +56,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,4 +1,5 @@
-"""Paged attention in Triton: one kernel for decodes (split over the context), one for prefill chunks.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Paged attention in Triton: a kernel for decodes, split over the context, and one for prefill.
 
 Both attend to KV tiles of 512 tokens aligned to absolute position 0 and merge these in ascending
 order, so that a result depends neither on the other requests nor on the number of SMs.
@@ -223,10 +224,7 @@ def _decode_kernel(
     mask = (row < GROUP_SIZE)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP_SIZE + row
     query = tl.load(
-        query_ptr
-        + request * stride_query_token
-        + head[:, None] * stride_query_head
-        + dim[None, :],
+        query_ptr + request * stride_query_token + head[:, None] * stride_query_head + dim[None, :],
         mask=mask,
         other=0.0,
     )
@@ -286,6 +284,50 @@ def _merge_kernel(
 
 
 @triton.jit
+def _attend_tiles(
+    query,
+    query_position,
+    kv_ptr,
+    table_ptr,
+    kv_end,
+    stride_block,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to [0, kv_end) tile by tile and merge as `_merge_kernel` does; output and sum."""
+    output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for tile_start in range(0, kv_end, KV_TILE):
+        other, other_max, other_sum = _attend_tile(
+            query,
+            query_position,
+            kv_ptr,
+            table_ptr,
+            tile_start,
+            tl.minimum(kv_end, tile_start + KV_TILE),
+            stride_block,
+            scale_log2,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            BLOCK_N,
+        )
+        # Every row sees position 0, so from the first tile on the maximum is finite.
+        new_max = tl.maximum(row_max, other_max)
+        decay, other_decay = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
+        output = output * decay[:, None] + other * other_decay[:, None]
+        row_sum = row_sum * decay + other_sum * other_decay
+        row_max = new_max
+    return output, row_sum
+
+
+@triton.jit
 def _prefill_kernel(
     query_ptr,
     kv_cache_ptr,
@@ -328,31 +370,20 @@ def _prefill_kernel(
     query = tl.load(query_row[:, None] + dim[None, :], mask=mask, other=0.0)
     query_position = seq_len - query_len + token
     kv_end = tl.minimum(seq_len, seq_len - query_len + first_token + tokens_per_block)
-    output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for tile_start in range(0, kv_end, KV_TILE):
-        other, other_max, other_sum = _attend_tile(
-            query,
-            query_position,
-            kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
-            block_table_ptr + request * stride_table,
-            tile_start,
-            tl.minimum(kv_end, tile_start + KV_TILE),
-            stride_block,
-            scale_log2,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        # Every row sees position 0, so after the first tile the maximum is finite.
-        new_max = tl.maximum(row_max, other_max)
-        decay, other_decay = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
-        output = output * decay[:, None] + other * other_decay[:, None]
-        row_sum = row_sum * decay + other_sum * other_decay
-        row_max = new_max
+    output, row_sum = _attend_tiles(
+        query,
+        query_position,
+        kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
+        block_table_ptr + request * stride_table,
+        kv_end,
+        stride_block,
+        scale_log2,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_N,
+    )
     result = (output / row_sum[:, None]).to(output_ptr.dtype.element_ty)
     output_row = output_ptr + (first_row + token) * stride_output_token + head * HEAD_DIM
     tl.store(output_row[:, None] + dim[None, :], result, mask=mask)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Writing new keys and values into the paged cache."""
 
 import torch

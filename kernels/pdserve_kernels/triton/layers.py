@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Norms, rotary embedding and activation; one row per program, whatever the batch."""
 
 import torch

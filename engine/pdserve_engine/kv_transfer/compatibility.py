@@ -1,0 +1,39 @@
+"""One digest of everything that must be equal before D may use P's KV blocks."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from pdserve_common.kv_types import PROTOCOL_VERSION, KVLayout
+from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.loader import weights_digest
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def compatibility_hash(model_dir: str | Path, config: ModelConfig, layout: KVLayout) -> str:
+    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype and block layout.
+
+    max_model_len is left out: P and D may differ in it, requests are checked against each.
+    """
+    shape = dataclasses.asdict(config)
+    del shape["max_model_len"]
+    parts = {
+        "protocol": PROTOCOL_VERSION,
+        "model": shape,
+        "weights": weights_digest(model_dir),
+        "tokenizer": _tokenizer_digest(Path(model_dir)),
+        "layout": dataclasses.asdict(layout),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _tokenizer_digest(model_dir: Path) -> str:
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        path = model_dir / name
+        if path.is_file():
+            digest.update(name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

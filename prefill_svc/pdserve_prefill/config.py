@@ -1,0 +1,15 @@
+"""The prefill service's flags."""
+
+from dataclasses import dataclass
+
+from pdserve_common.worker.config import WorkerConfig
+from pdserve_engine.config import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(EngineConfig, WorkerConfig):
+    """Computes prompts and hands their KV blocks over to decode services."""
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        WorkerConfig.__post_init__(self)

@@ -1,0 +1,270 @@
+"""The OpenAI-compatible HTTP API."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pdserve_common.errors import (
+    ClientTooSlowError,
+    InvalidRequestError,
+    PdserveError,
+    RequestAbortedError,
+    error_from_engine,
+)
+from pdserve_common.validation import validate_request_id
+from pdserve_router.handoff import Handoff
+from pdserve_router.input_processor import GenerationRequest
+from pdserve_router.openai_format import (
+    AnswerFormat,
+    BodyTooLargeError,
+    error_event,
+    error_headers,
+    error_object,
+    http_status,
+    plain_error_object,
+)
+from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from pdserve_router.output_processor import RequestOutput
+from pdserve_router.router import Router
+from pdserve_router.stall_guard import StallGuard
+
+logger = logging.getLogger(__name__)
+
+# Closes the connection of a scope at once, data not sent yet included.
+CutConnection = Callable[[Scope], None]
+
+# The server reports a connection that was cut within a turn of the event loop.
+_CUT_TIMEOUT_S = 1.0
+
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+def build_app(
+    router: Router, *, client_stall_timeout_s: float, max_body_bytes: int, cut: CutConnection
+) -> Starlette:
+    """Return the ASGI application."""
+
+    def endpoint(body: type[CompletionBody] | type[ChatCompletionBody]) -> GenerationEndpoint:
+        return GenerationEndpoint(
+            router,
+            body,
+            client_stall_timeout_s=client_stall_timeout_s,
+            max_body_bytes=max_body_bytes,
+            cut=cut,
+        )
+
+    info = InfoEndpoints(router)
+    return Starlette(
+        routes=[
+            Route("/v1/completions", endpoint(CompletionBody), methods=["POST"]),
+            Route("/v1/chat/completions", endpoint(ChatCompletionBody), methods=["POST"]),
+            Route("/v1/models", info.list_models),
+            Route("/v1/models/{model:path}", info.get_model),
+            Route("/health", info.health),
+        ],
+        exception_handlers={
+            HTTPException: _on_http_exception,
+            PdserveError: _on_error,
+            Exception: _on_unexpected,
+        },
+    )
+
+
+class InfoEndpoints:
+    """What is served, and whether."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._created = int(time.time())
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def get_model(self, request: Request) -> Response:
+        self._router.input_processor.check_model(request.path_params["model"])
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        if self._router.is_ready:
+            return JSONResponse({"status": "ok"})
+        reason = "draining" if self._router.is_draining else "no decode worker is ready"
+        return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+
+    def _model(self) -> dict[str, object]:
+        limits = self._router.pool.limits
+        return {
+            "id": self._router.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdserve",
+            "max_model_len": limits.max_model_len if limits is not None else None,
+        }
+
+
+class GenerationEndpoint:
+    """An ASGI application for one of the two POST endpoints."""
+
+    def __init__(
+        self,
+        router: Router,
+        body: type[CompletionBody] | type[ChatCompletionBody],
+        *,
+        client_stall_timeout_s: float,
+        max_body_bytes: int,
+        cut: CutConnection,
+    ) -> None:
+        self._router = router
+        self._body = body
+        self._is_chat = body is ChatCompletionBody
+        self._client_stall_timeout_s = client_stall_timeout_s
+        self._max_body_bytes = max_body_bytes
+        self._cut = cut
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival_ns = time.monotonic_ns()
+        http = Request(scope, receive)
+        request_id = http.headers.get("x-request-id") or secrets.token_hex(12)
+        validate_request_id(request_id)
+        body = parse_body(self._body, await _read_body(http, self._max_body_bytes))
+        request = GenerationRequest(
+            request_id=request_id,
+            model=body.model,
+            sampling_params=body.sampling_params(),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            arrival_ns=arrival_ns,
+            **body.prompt_input(),
+        )
+        if not body.model:
+            raise InvalidRequestError("model is empty", field="model")
+        form = AnswerFormat(
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}",
+            model=self._router.model_name,
+            created=int(time.time()),
+            is_chat=self._is_chat,
+            include_usage=body.include_usage,
+        )
+        with await self._router.submit(request) as handoff:
+            async with _abort_on_disconnect(handoff, receive) as disconnected:
+                # An error before the first token still becomes a status.
+                first = await anext(handoff)
+                _raise_error(first)
+                try:
+                    with StallGuard(self._client_stall_timeout_s) as guard:
+                        if body.stream:
+                            await _stream(first, handoff, form, send, guard)
+                        else:
+                            await guard.write(_answer(first, form)(scope, receive, send))
+                except ClientTooSlowError as error:
+                    handoff.fail(error)
+                    self._cut(scope)
+                    await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+
+
+async def _stream(
+    first: RequestOutput, handoff: Handoff, form: AnswerFormat, send: Send, guard: StallGuard
+) -> None:
+    headers = {**_STREAM_HEADERS, "x-request-id": first.request_id}
+    await guard.write(send(_start_message(headers)))
+    await guard.write(send(_body_message(form.first_events() + form.events(first))))
+    async for output in handoff:
+        if output.completion.error is not None:
+            data = error_event(error_from_engine(output.completion.error))
+        else:
+            data = form.events(output)
+        if data:
+            await guard.write(send(_body_message(data)))
+    await guard.write(send({"type": "http.response.body", "body": b""}))
+
+
+def _answer(output: RequestOutput, form: AnswerFormat) -> Response:
+    assert output.metrics is not None, "the only output of a FINAL_ONLY request is its last"
+    headers = {
+        **dict(output.metrics.trailers()),
+        "pdserve-seed": str(output.seed),
+        "x-request-id": output.request_id,
+    }
+    return JSONResponse(form.answer(output), headers=headers)
+
+
+def _raise_error(output: RequestOutput) -> None:
+    if output.completion.error is not None:
+        raise error_from_engine(output.completion.error)
+
+
+@asynccontextmanager
+async def _abort_on_disconnect(handoff: Handoff, receive: Receive) -> AsyncIterator[asyncio.Event]:
+    """End the request when its client disconnects; the event says that it did."""
+    disconnected = asyncio.Event()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        disconnected.set()
+        handoff.abort()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield disconnected
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _read_body(http: Request, limit: int) -> bytes:
+    """Read the body. Raises BodyTooLargeError as soon as it is known to be too large."""
+    declared = http.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLargeError(f"body has {declared} bytes, at most {limit}")
+    chunks = []
+    num_bytes = 0
+    try:
+        async for chunk in http.stream():
+            num_bytes += len(chunk)
+            if num_bytes > limit:
+                raise BodyTooLargeError(f"body has more than {limit} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise RequestAbortedError("the client disconnected while sending its body") from error
+    return b"".join(chunks)
+
+
+def _start_message(headers: dict[str, str]) -> dict[str, object]:
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+def _body_message(data: bytes) -> dict[str, object]:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PdserveError)
+    return JSONResponse(
+        error_object(error), status_code=http_status(error), headers=error_headers(error)
+    )
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(
+        plain_error_object(str(error.detail), status=error.status_code),
+        status_code=error.status_code,
+        headers=error.headers,
+    )
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    # Starlette raises the error again behind this answer, and uvicorn logs it.
+    message = "internal error, see the server's log"
+    return JSONResponse(plain_error_object(message, status=500), status_code=500)

@@ -1,0 +1,134 @@
+"""The router process: every part assembled, started, drained and closed."""
+
+import asyncio
+import logging
+import signal
+
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.metrics import BuildMetrics, MetricsServer, RouterMetrics
+from pdserve_common.rpc import RpcServer
+from pdserve_common.version import VERSION
+from pdserve_router.config import RouterConfig
+from pdserve_router.http_server import HttpServer
+from pdserve_router.input_processor import InputProcessor
+from pdserve_router.openai_http import build_app
+from pdserve_router.router import Router
+from pdserve_router.service import SERVICE_NAME, InferenceService
+from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.worker_client import LinkTimings
+from pdserve_router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+
+class RouterServer:
+    """One router: gRPC, HTTP and metrics on one event loop. Ports are known after `start`."""
+
+    def __init__(self, config: RouterConfig, *, timings: LinkTimings | None = None) -> None:
+        self.config = config
+        self._is_serving = False
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        registry = CollectorRegistry()
+        metrics = RouterMetrics(registry)
+        BuildMetrics(registry, role="router", version=VERSION, model=config.model_name)
+        self.registry = registry
+        self.pool = WorkerPool(
+            prefill=config.prefill,
+            decode=config.decode,
+            router_id=config.router_id,
+            routing_policy=config.routing_policy,
+            metrics=metrics,
+            on_change=self._on_workers_changed,
+            timings=timings,
+        )
+        self._tokenizer = Tokenizer(config.model)
+        self.router = Router(
+            pool=self.pool,
+            tokenizer=self._tokenizer,
+            input_processor=InputProcessor(
+                self._tokenizer,
+                model_name=config.model_name,
+                default_deadline_s=config.default_deadline_s,
+                max_deadline_s=config.max_deadline_s,
+            ),
+            metrics=metrics,
+            model_name=config.model_name,
+            max_num_queued_requests=config.max_num_queued_requests,
+            enable_disaggregation=config.disaggregation,
+        )
+        self._rpc = RpcServer(config.host, config.grpc_port)
+        self._http: HttpServer | None = None
+        self._metrics_server: MetricsServer | None = None
+        self.grpc_port = self.http_port = self.metrics_port = 0
+
+    async def start(self) -> None:
+        """Listen and attach to the workers. Raises OSError if a port is taken."""
+        config = self.config
+        self._http = HttpServer(config.host, config.http_port)
+        self._metrics_server = MetricsServer(config.host, config.metrics_port, self.registry)
+        service = InferenceService(
+            self.router, client_stall_timeout_s=config.client_stall_timeout_s
+        )
+        service.add_to(self._rpc.server)
+        await self._rpc.start([SERVICE_NAME])
+        self.grpc_port = self._rpc.port
+        app = build_app(
+            self.router,
+            client_stall_timeout_s=config.client_stall_timeout_s,
+            max_body_bytes=config.max_body_bytes,
+            cut=self._http.cut,
+        )
+        self._http.start(app)
+        self.http_port = self._http.port
+        self.metrics_port = self._metrics_server.port
+        self.pool.start()
+        logger.info(
+            "listening: gRPC on %s, HTTP on %s, metrics on %s",
+            self.grpc_port,
+            self.http_port,
+            self.metrics_port,
+        )
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Become not ready, finish what runs, close everything."""
+        self.router.is_draining = True
+        await self._set_health()
+        await self.router.drain(drain_timeout_s)
+        # The ends just written need a moment to reach their clients.
+        await self._rpc.stop(grace_s=2.0)
+        if self._http is not None:
+            await self._http.close()
+        await self.pool.close()
+        await asyncio.gather(*self._health_tasks)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+        self._tokenizer.close()
+
+    def _on_workers_changed(self) -> None:
+        if self.router.is_ready != self._is_serving:
+            task = asyncio.create_task(self._set_health())
+            self._health_tasks.add(task)
+            task.add_done_callback(self._health_tasks.discard)
+
+    async def _set_health(self) -> None:
+        if self.router.is_ready != self._is_serving:
+            self._is_serving = self.router.is_ready
+            logger.info("the router is %s", "ready" if self._is_serving else "not ready")
+            await self._rpc.set_serving(self._is_serving)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Run a router until SIGTERM or SIGINT, then drain."""
+    logger.info("config: %s", config)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = RouterServer(config)
+    try:
+        await server.start()
+        await stopping.wait()
+    finally:
+        await server.stop(config.drain_timeout_s)
+    logger.info("stopped")

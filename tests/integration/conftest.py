@@ -1,0 +1,145 @@
+"""Real stacks: router, prefill and decode services as processes on loopback, NIXL between them."""
+
+import contextlib
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from pdserve_client.config import StackConfig
+from pdserve_client.stack import Stack
+
+READY_TIMEOUT_S = 120.0
+SETTLE_TIMEOUT_S = 10.0
+
+
+class RunningStack(Stack):
+    """A stack that can say what its processes hold."""
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the samples of one process, by name with labels as Prometheus prints them."""
+        (process,) = [process for process in self.processes if process.name == name]
+        url = f"http://127.0.0.1:{process.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {sample: float(value) for sample, value in samples}
+
+    def worker_names(self) -> list[str]:
+        return [worker.name for worker in self.workers]
+
+    def assert_idle(self) -> None:
+        """Every block, session and request comes back within SETTLE_TIMEOUT_S."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            left = self._left_over()
+            if not left:
+                return
+            assert time.monotonic() < deadline, f"not idle: {left}"
+            time.sleep(0.05)
+
+    def resources(self) -> dict[str, tuple[int, int]]:
+        """Return (file descriptors, threads) of every process."""
+        found = {}
+        for process in self.processes:
+            assert process.process is not None
+            handle = psutil.Process(process.process.pid)
+            found[process.name] = (handle.num_fds(), handle.num_threads())
+        return found
+
+    def _left_over(self) -> dict[str, float]:
+        left = {}
+        for name in self.worker_names():
+            samples = self.metrics(name)
+            for sample in (
+                'pdserve_kv_blocks{state="used"}',
+                "pdserve_kv_sessions",
+                "pdserve_kv_zombie_reads",
+                "pdserve_requests_running",
+                "pdserve_requests_waiting",
+            ):
+                if samples[sample]:
+                    left[f"{name} {sample}"] = samples[sample]
+        if in_flight := self.metrics("router")["pdserve_requests_in_flight"]:
+            left["router in flight"] = in_flight
+        return left
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+VOCAB_SIZE = 300
+
+
+@pytest.fixture(scope="session")
+def make_served_model(make_model: Callable[..., Path]) -> Callable[..., Path]:
+    """make_model's random models with what a router needs besides: a byte-level tokenizer."""
+
+    def make(architecture: str, **overrides: object) -> Path:
+        folder = make_model(architecture, vocab_size=VOCAB_SIZE, **overrides)
+        if not (folder / "tokenizer.json").exists():
+            alphabet = sorted(ByteLevel.alphabet())
+            vocab = {"<bos>": 0, "<eos>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+            tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+            tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = ByteLevelDecoder()
+            tokenizer.add_special_tokens(["<bos>", "<eos>"])
+            fast = PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
+            )
+            fast.chat_template = CHAT_TEMPLATE
+            fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+StartStack = Callable[..., "contextlib.AbstractContextManager[RunningStack]"]
+
+
+@pytest.fixture(scope="session")
+def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
+    """Start a stack on free ports: `with start_stack(model=..., prefill=2) as stack`.
+
+    On the way out it must be idle, and every process must end with status 0 on SIGTERM.
+    """
+
+    @contextlib.contextmanager
+    def start(*, model: Path | str, **fields: object) -> Iterator[RunningStack]:
+        defaults: dict[str, object] = {
+            "grpc_port": 0,
+            "http_port": 0,
+            "metrics_port": 0,
+            "worker_port": 0,
+            "kv_cache_memory_mib": 32,
+            "ready_timeout_s": READY_TIMEOUT_S,
+            "drain_timeout_s": 10.0,
+            "log_dir": str(tmp_path_factory.mktemp("logs")),
+        }
+        stack = RunningStack(StackConfig(model=str(model), **{**defaults, **fields}))  # type: ignore[arg-type]
+        try:
+            stack.start()
+            for _ in stack.wait_until_ready():
+                pass
+            yield stack
+            stack.check_alive()
+            stack.assert_idle()
+        except BaseException:
+            for process in stack.processes:
+                print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
+            raise
+        finally:
+            stack.stop()
+        statuses = {process.name: process.exit_status() for process in stack.processes}
+        assert set(statuses.values()) == {0}, statuses
+
+    return start

@@ -1,0 +1,123 @@
+"""Greedy tokens through router, P, NIXL and D are those of Hugging Face transformers."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import SamplingParams
+
+MAX_MODEL_LEN = 1280
+NUM_TOKENS = 8
+PROMPT_LENS = (1, 15, 16, 17, 1030)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama-rope-llama3": (
+        "LlamaForCausalLM",
+        {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
+    ),
+    "llama-bias-rope-linear": (
+        "LlamaForCausalLM",
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2-qkv-bias": ("Qwen2ForCausalLM", {}),
+    "qwen3-qk-norm": ("Qwen3ForCausalLM", {}),
+}
+
+
+def random_prompt(length: int, seed: int, vocab_size: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab_size) for _ in range(length)]
+
+
+async def generate(
+    client: AsyncClient, prompt: list[int], num_tokens: int = NUM_TOKENS
+) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    tokens: list[int] = []
+    async for output in client.generate(prompt, params, timeout_s=60):
+        for completion in output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens.extend(completion.token_ids)
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+async def test_tokens_equal_transformers(
+    name: str,
+    make_served_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    start_stack: Any,
+) -> None:
+    arch, overrides = MODELS[name]
+    model = make_served_model(arch, max_position_embeddings=MAX_MODEL_LEN, **overrides)
+    prompts = [random_prompt(length, seed, 190) for seed, length in enumerate(PROMPT_LENS)]
+    expected = [hf_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+    with start_stack(model=model, dtype="float32", max_num_batched_tokens=256) as stack:
+        client = AsyncClient(stack.grpc_address)
+        try:
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                assert await generate(client, prompt) == tokens, f"{len(prompt)} tokens, cold"
+                assert await generate(client, prompt) == tokens, f"{len(prompt)} tokens, cached"
+            batch = await asyncio.gather(*(generate(client, prompts[i % 5]) for i in range(16)))
+            assert batch == [expected[i % 5] for i in range(16)]
+        finally:
+            await client.close()
+        router = stack.metrics("router")
+        assert router['pdserve_handoffs_total{outcome="ok"}'] == 26
+        assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] > 0
+
+
+@pytest.mark.slow
+async def test_tokens_equal_transformers_without_prefix_cache(
+    make_served_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    start_stack: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_ENABLE_PREFIX_CACHING", "false")
+    model = make_served_model("Qwen3ForCausalLM", max_position_embeddings=MAX_MODEL_LEN)
+    prompts = [random_prompt(length, seed, 190) for seed, length in enumerate(PROMPT_LENS)]
+    expected = [hf_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+    with start_stack(model=model, dtype="float32", prefill=2, decode=2) as stack:
+        client = AsyncClient(stack.grpc_address)
+        try:
+            batch = await asyncio.gather(*(generate(client, prompts[i % 5]) for i in range(16)))
+        finally:
+            await client.close()
+        assert batch == [expected[i % 5] for i in range(16)]
+        assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] == 0
+
+
+@pytest.mark.slow
+async def test_disaggregated_and_aggregated_paths_agree_in_bf16(
+    make_served_model: Callable[..., Path], start_stack: Any
+) -> None:
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=MAX_MODEL_LEN)
+    prompts = [random_prompt(length, seed, 190) for seed, length in enumerate(PROMPT_LENS)]
+    answers = []
+    for prefill in (1, 0):
+        with start_stack(model=model, dtype="bfloat16", prefill=prefill) as stack:
+            client = AsyncClient(stack.grpc_address)
+            try:
+                answers.append([await generate(client, prompt, 32) for prompt in prompts])
+            finally:
+                await client.close()
+    assert answers[0] == answers[1]

@@ -1,0 +1,149 @@
+"""Many streams, clients that leave, deadlines: survivors are right and everything comes back."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=1024)
+    with start_stack(model=model, dtype="float32", kv_cache_memory_mib=16) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(stack: Any) -> AsyncIterator[AsyncClient]:
+    client = AsyncClient(stack.grpc_address)
+    yield client
+    await client.close()
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(3, 190) for _ in range(rng.choice([1, 16, 17, 40, 200]))]
+
+
+async def collect(
+    client: AsyncClient, prompt: list[int], num_tokens: int, stop_after: int | None = None
+) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    tokens: list[int] = []
+    stream = client.generate(prompt, params, timeout_s=60)
+    async for output in stream:
+        for completion in output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens.extend(completion.token_ids)
+        if stop_after is not None and len(tokens) >= stop_after:
+            await stream.aclose()
+            break
+    return tokens
+
+
+@pytest.mark.slow
+async def test_64_streams_with_random_cancels(stack: Any, client: AsyncClient) -> None:
+    rng = random.Random(7)
+    prompts = [random_prompt(rng) for _ in range(64)]
+    alone = [await collect(client, prompt, 24) for prompt in prompts[::8]]
+    stack.assert_idle()
+    before = stack.resources()
+    stops = [rng.choice([None, None, 1, 2, 5, 12]) for _ in prompts]
+    answers = await asyncio.gather(
+        *(collect(client, p, 24, stop) for p, stop in zip(prompts, stops, strict=True))
+    )
+    for index, (answer, stop) in enumerate(zip(answers, stops, strict=True)):
+        if index % 8 == 0:
+            whole = alone[index // 8]
+            assert answer == (whole if stop is None else whole[: len(answer)])
+        assert len(answer) >= (24 if stop is None else stop)
+    stack.assert_idle()
+    for name, (fds, threads) in stack.resources().items():
+        assert fds <= before[name][0] + 2, f"{name} has {fds} descriptors, had {before[name][0]}"
+        assert threads <= before[name][1] + 2, f"{name} has {threads} threads"
+
+
+async def test_a_client_deadline_ends_the_request_on_every_hop(
+    stack: Any, client: AsyncClient
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    started = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in client.generate([5] * 16, params, timeout_s=0.3):
+            pass
+    assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - started < 2.0
+    stack.assert_idle()
+
+
+async def test_a_cancelled_client_frees_both_workers(stack: Any, client: AsyncClient) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    stream = client.generate(list(range(3, 150)), params)
+    async for output in stream:
+        if output.outputs:
+            break
+    await stream.aclose()
+    stack.assert_idle()
+
+
+async def test_the_stages_sum_to_what_the_router_measured(stack: Any, client: AsyncClient) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    started = time.monotonic_ns()
+    first = None
+    async for output in client.generate(list(range(3, 120)), params):
+        first = first or time.monotonic_ns()
+        if output.finished:
+            metrics = output.metrics
+    assert first is not None
+    ttft = (
+        metrics.router_queue_ns + metrics.tokenize_ns + metrics.dispatch_ns
+        + metrics.prefill_queue_ns + metrics.prefill_ns + metrics.return_ns
+    )  # fmt: skip
+    assert ttft == metrics.ttft_ns
+    first_itl = (
+        metrics.kv_transfer_exposed_ns + metrics.first_decode_step_ns + metrics.decode_return_ns
+    )
+    assert first_itl == metrics.first_itl_ns
+    assert 0 < metrics.ttft_ns <= first - started
+    assert metrics.kv_transfer_bytes > 0
+    assert metrics.kv_transfer_ns > 0
+    assert metrics.path == "disaggregated"
+    assert metrics.prefill_engine_id == "prefill-0"
+    assert metrics.decode_engine_id == "decode-0"
+
+
+async def test_every_hop_exports_its_metrics(stack: Any, client: AsyncClient) -> None:
+    await collect(client, list(range(3, 60)), 4)
+    router = stack.metrics("router")
+    assert any(name.startswith("pdserve_request_stage_seconds_bucket") for name in router)
+    assert any(name.startswith("pdserve_time_to_first_token_seconds_count") for name in router)
+    prefill, decode = stack.metrics("prefill-0"), stack.metrics("decode-0")
+    for samples in (prefill, decode):
+        assert samples["pdserve_engine_step_duration_seconds_count"] > 0
+        assert samples["pdserve_kv_links"] == 1
+    assert prefill['pdserve_kv_release_acks_total{valid="true"}'] > 0
+    moved = {name: value for name, value in decode.items() if "kv_transfer_bytes_total" in name}
+    assert sum(moved.values()) > 0
+
+
+async def test_sampling_repeats_with_its_seed_and_differs_without(client: AsyncClient) -> None:
+    async def sample(seed: int | None) -> tuple[list[int], int]:
+        params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=seed)
+        tokens: list[int] = []
+        used = 0
+        async for output in client.generate([7, 8, 9], params):
+            used = output.seed or used
+            for completion in output.outputs:
+                tokens.extend(completion.token_ids)
+        return tokens, used
+
+    (first, seed), (second, _) = await sample(None), await sample(None)
+    assert first != second
+    assert (await sample(seed))[0] == first

@@ -1,0 +1,129 @@
+"""Batches over a paged cache whose every unused slot is NaN, and a dense answer for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pdserve_kernels.metadata import AttentionMetadata
+
+BLOCK_SIZE = 16
+NUM_LAYERS = 2
+LAYER = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    metadata: AttentionMetadata
+    scale: float
+
+    def on(self, device: str) -> "Batch":
+        tensors = {
+            name: getattr(self.metadata, name).to(device)
+            for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        }
+        metadata = AttentionMetadata(
+            **tensors,
+            query_lens_host=self.metadata.query_lens_host,
+            seq_lens_host=self.metadata.seq_lens_host,
+            num_decodes=self.metadata.num_decodes,
+        )
+        return Batch(self.query.to(device), self.kv_cache.to(device), metadata, self.scale)
+
+    def only(self, request: int, *, first: int = 0, last: int | None = None) -> "Batch":
+        """The request alone, or only its query tokens [first, last) as a prefill chunk."""
+        metadata = self.metadata
+        query_len, seq_len = metadata.query_lens_host[request], metadata.seq_lens_host[request]
+        stop = query_len if last is None else last
+        row = sum(metadata.query_lens_host[:request])
+        seq_len += stop - query_len
+        alone = AttentionMetadata(
+            query_start_loc=torch.tensor([0, stop - first], dtype=torch.int32),
+            seq_lens=torch.tensor([seq_len], dtype=torch.int32),
+            block_table=metadata.block_table[request : request + 1],
+            slot_mapping=metadata.slot_mapping[row + first : row + stop],
+            query_lens_host=(stop - first,),
+            seq_lens_host=(seq_len,),
+            num_decodes=1 if request < metadata.num_decodes else 0,
+        )
+        return Batch(self.query[row + first : row + stop], self.kv_cache, alone, self.scale)
+
+
+def _make_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    num_decodes: int,
+    dtype: torch.dtype,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+) -> Batch:
+    torch.manual_seed(0)
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens) + 5
+    # Block 0, which block tables are padded with, belongs to nobody and stays NaN.
+    free = (torch.randperm(num_blocks - 1) + 1).tolist()
+    shape = (num_blocks, num_kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, head_dim)
+    kv_cache = torch.full(shape, float("nan"), dtype=dtype)
+    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // BLOCK_SIZE) + 2, dtype=torch.int32)
+    slots: list[int] = []
+    for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        blocks = [free.pop() for _ in range(-(-seq_len // BLOCK_SIZE))]
+        table[request, : len(blocks)] = torch.tensor(blocks)
+        for index, block in enumerate(blocks):
+            used = min(BLOCK_SIZE, seq_len - index * BLOCK_SIZE)
+            content = torch.randn(num_kv_heads, NUM_LAYERS, 2, used, head_dim)
+            kv_cache[block, :, :, :, :used] = content.to(dtype)
+        slots += [
+            blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for position in range(seq_len - query_len, seq_len)
+        ]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.tensor(slots),
+        query_lens_host=tuple(query_lens),
+        seq_lens_host=tuple(seq_lens),
+        num_decodes=num_decodes,
+    )
+    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    return Batch(query, kv_cache, metadata, head_dim**-0.5)
+
+
+def _dense_attention(batch: Batch) -> torch.Tensor:
+    """The same answer in fp64, one request after another, with whole K, V and scores."""
+    query, kv_cache, metadata = batch.query.double(), batch.kv_cache, batch.metadata
+    group_size = query.shape[1] // kv_cache.shape[1]
+    outputs = []
+    row = 0
+    for request, seq_len in enumerate(metadata.seq_lens_host):
+        query_len = metadata.query_lens_host[request]
+        blocks = metadata.block_table[request, : -(-seq_len // BLOCK_SIZE)].long()
+        key, value = (
+            kv_cache[blocks, :, LAYER, which]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :seq_len]
+            .repeat_interleave(group_size, 0)
+            .double()
+            for which in (0, 1)
+        )
+        scores = query[row : row + query_len].transpose(0, 1) @ key.transpose(1, 2) * batch.scale
+        position = torch.arange(seq_len)
+        scores.masked_fill_(position > position[seq_len - query_len :, None], float("-inf"))
+        outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
+        row += query_len
+    return torch.cat(outputs)
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., Batch]:
+    return _make_batch
+
+
+@pytest.fixture(scope="session")
+def dense_attention() -> Callable[[Batch], torch.Tensor]:
+    return _dense_attention

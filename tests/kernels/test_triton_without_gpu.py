@@ -1,0 +1,85 @@
+"""What can be known of the Triton kernels without a GPU: their results and that they compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+CONSTANTS = {"GROUP_SIZE": 2, "BLOCK_SIZE": 16, "BLOCK_N": 64}
+
+
+def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
+    suite = Path(__file__).with_name("test_triton_kernels.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+    assert "skipped" not in result.stdout
+
+
+def signature_of(kernel, constants):
+    """Type every argument as serving passes it: bf16 tensors, int32 indices, int64 slots."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in ("slot_mapping_ptr", "positions_ptr"):
+            signature[name] = "*i64"
+        elif name in ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"):
+            signature[name] = "*i32"
+        elif name.startswith("tile_") or name == "cos_sin_ptr":
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = "*bf16"
+        elif name in ("eps", "scale_log2"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i64" if name.startswith(("stride_block", "stride_head")) else "i32"
+    return signature
+
+
+def kernel_cases():
+    from pdserve_kernels.triton import attention, cache, layers
+
+    cases = []
+    for head_dim in (64, 128):
+        head = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
+        half = {"NUM_HEADS": 16, "HALF": head_dim // 2, "BLOCK_HALF": head_dim // 2}
+        cases += [
+            (attention._decode_kernel, CONSTANTS | head | {"BLOCK_M": 16}),
+            (attention._prefill_kernel, CONSTANTS | head | {"BLOCK_M": 64}),
+            (attention._merge_kernel, head),
+            (cache._reshape_and_cache_kernel, head | {"BLOCK_SIZE": 16}),
+            (layers._rotary_kernel, half),
+        ]
+    for add in (False, True):
+        constants = {"HIDDEN": 1024, "BLOCK": 1024, "ADD_RESIDUAL": add}
+        cases.append((layers._rms_norm_kernel, constants))
+    cases.append((layers._silu_and_mul_kernel, {"BLOCK": 1024}))
+    return cases
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(kernel_cases())],
+)
+def test_every_triton_kernel_compiles_for_sm_90(kernel, constants, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= 227 * 1024
