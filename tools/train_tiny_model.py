@@ -1,7 +1,7 @@
 """Train pdserve-tiny, the small bundled Llama that tells stories and recalls codes.
 
 Everything is made here: the text (tiny_model_data.py), the tokenizer, the weights and the model
-card. About a quarter of an hour on one CPU core.
+card. About 20 minutes on one CPU core.
 """
 
 import argparse
@@ -16,18 +16,24 @@ from typing import NamedTuple
 
 import tiny_model_data as data
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_model_tokens import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    MAX_POSITIONS,
+    PAD,
+    Batch,
+    Encoder,
+    train_tokenizer,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 1536  # room for each word of the texts as one token
-MAX_POSITIONS = 2048
 TOKENS_PER_STEP = 1024
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
 STORY_SHARE = 0.12
-FIRST_DIGIT_WEIGHT, DIGIT_WEIGHT = 8.0, 2.0  # of the digits of answers; text weighs 1
 AUX_WEIGHT = 0.5
 AUX_STRIDE = 4  # and are trained at every fourth position, to save time
 AUX_REACH = 3  # the auxiliary heads predict this many previous tokens
@@ -37,20 +43,6 @@ ADVANCE_WINDOW = 40  # steps
 EVAL_LENGTHS = (64, 128, 256, 384, 512, 640, 700)
 EVAL_SEED = 1_000_000
 MODEL_CARD = Path(__file__).with_name("tiny_model_card.md")
-
-BOS, EOS, PAD = "<|bos|>", "<|end|>", "<|pad|>"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('Unknown role: ' + message['role']) -}}
-{%- endif -%}
-{{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,52 +69,11 @@ STAGES = (
 )
 
 
-class Batch(NamedTuple):
-    """Padded token ids and what is known of each; all are [rows, tokens]."""
-
-    ids: Tensor
-    weights: Tensor  # of predicting the token
-    is_first_digit: Tensor
-    sources: Tensor  # for each digit of an answer, where it was given; 0 elsewhere
-
-
 class StepResult(NamedTuple):
     loss: float
     correct: int
     asked: int
     tokens: int
-
-
-def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE in which each digit is a token, with or without a leading space."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, BOS, EOS, *ROLES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    samples = [data.make_recall_sample(rng, 400) for _ in range(1500)]
-    samples += [data.make_story_sample(rng) for _ in range(5000)]
-    texts = (s.text or " ".join(m["content"] for m in s.messages) for s in samples)
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        extra_special_tokens=list(ROLES),
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -156,60 +107,6 @@ def make_samples(rng: Random, stage: Stage) -> list[data.Sample]:
     if stage.drill:
         return [data.make_drill_sample(rng, stage.drill, num_tokens) for _ in range(rows)]
     return [data.make_recall_sample(rng, num_tokens) for _ in range(rows)]
-
-
-class Encoder:
-    """Turns samples into batches; digits are found by their ids, as stories hold none."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        self.first_digits = set(tokenizer.convert_tokens_to_ids([f"Ġ{d}" for d in range(10)]))
-        self.is_token = tokenizer.convert_tokens_to_ids("Ġis")
-        self.digits = self.first_digits | set(tokenizer.convert_tokens_to_ids(list("0123456789")))
-
-    def encode(self, samples: Sequence[data.Sample]) -> Batch:
-        rows = [self.tokenizer.encode(self._render(s), add_special_tokens=False) for s in samples]
-        shape = (len(rows), max(map(len, rows)))
-        ids = torch.full(shape, self.tokenizer.pad_token_id)
-        weights, sources = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-        for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-            ids[i, : len(row)] = torch.tensor(row)
-            places = self._find_sources(row, sample.num_given)
-            sources[i, : len(row)] = torch.tensor(places)
-            weights[i, : len(row)] = torch.tensor(self._weigh(row, places))
-        return Batch(ids, weights, weights == FIRST_DIGIT_WEIGHT, sources)
-
-    def _render(self, sample: data.Sample) -> str:
-        if sample.messages:
-            return str(self.tokenizer.apply_chat_template(sample.messages, tokenize=False))
-        # Half of the plain texts, those of odd length, start with BOS, as servers differ in this.
-        return f"{BOS if len(sample.text) % 2 else ''}{sample.text}{EOS}"
-
-    def _find_sources(self, row: list[int], num_given: int) -> list[int]:
-        """Find where each digit of an answer was given, by the word that its number belongs to."""
-        sources, given = [0] * len(row), {}
-        for i, token in enumerate(row):
-            if token in self.first_digits:
-                key = row[i - 2] if row[i - 1] == self.is_token else row[i - 1]
-                if num_given > 0:
-                    given.setdefault(key, i)
-                else:
-                    sources[i] = given[key]
-                num_given -= 1
-            elif token in self.digits and sources[i - 1]:
-                sources[i] = sources[i - 1] + 1
-        return sources
-
-    def _weigh(self, row: list[int], sources: list[int]) -> list[float]:
-        weights = []
-        for token, source in zip(row, sources, strict=True):
-            if token not in self.digits:
-                weights.append(1.0)
-            elif not source:
-                weights.append(0.0)  # a given digit is noise
-            else:
-                weights.append(FIRST_DIGIT_WEIGHT if token in self.first_digits else DIGIT_WEIGHT)
-        return weights
 
 
 class Trainer:
@@ -250,7 +147,7 @@ class Trainer:
         batch = self.encoder.encode(make_samples(self.rng, stage))
         loss, result = self.compute_loss(batch, stage)
         self.optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.params, 1.0)
         self.optimizer.step()
         self.num_steps += 1
@@ -294,7 +191,7 @@ class Trainer:
 
 
 def compute_guide_loss(attention: Tensor, batch: Batch) -> Tensor:
-    """Draw the attention [rows, heads, tokens, tokens] that yields a digit to where it was given."""
+    """Draw the attention [rows, heads, tokens, tokens] for a digit to where it was given."""
     row, place = batch.sources.nonzero(as_tuple=True)
     if not len(row):
         return torch.zeros(())
@@ -331,7 +228,7 @@ def recalls(
     given = tokenizer.encode(head, add_special_tokens=False)
     answer = tokenizer.encode(prompt.answer + EOS, add_special_tokens=False)
     logits = model(torch.tensor([given + answer])).logits[0]
-    return logits[len(given) - 1 : -1].argmax(-1).tolist() == answer
+    return bool(logits[len(given) - 1 : -1].argmax(-1).tolist() == answer)
 
 
 def evaluate(
@@ -414,7 +311,7 @@ def main() -> None:
     for stage in STAGES:
         trainer.run_stage(stage)
     seconds = time.monotonic() - start
-    model = trainer.model.to(torch.bfloat16).eval()
+    model = trainer.model.bfloat16()
     table = evaluate(model, tokenizer, args.eval_count)
     save(args.out, model, tokenizer)
     write_model_card(args.out / "README.md", trainer, seconds=seconds, seed=args.seed, table=table)

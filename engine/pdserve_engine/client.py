@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pdserve_common.engine_client import OutputsCallback
 from pdserve_common.engine_types import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
@@ -22,11 +23,13 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_engine.core.engine_core import EngineCore, StepResult
+from pdserve_engine.loading import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
 # A step in pure torch releases the GIL, its Python parts should not wait 5 ms to get it back.
 SWITCH_INTERVAL_S = 5e-4
+JOIN_TIMEOUT_S = 30.0
 
 
 class _Add(NamedTuple):
@@ -42,6 +45,8 @@ class _Call(NamedTuple):
 
 
 _Input = _Add | _Abort | _Call
+# Called as observer(stats, outputs, has_computed).
+StepObserver = Callable[[SchedulerStats, Sequence[EngineCoreOutput], bool], None]
 
 
 class InprocEngineClient:
@@ -57,7 +62,7 @@ class InprocEngineClient:
         self._is_stopped = False
         self._error: str | None = None
         self._stats = SchedulerStats()
-        self._on_stats: Callable[[SchedulerStats, bool], None] = lambda stats, has_computed: None
+        self._on_step: StepObserver | None = None
         self.died = asyncio.Event()
 
     # ---- before serving
@@ -78,19 +83,15 @@ class InprocEngineClient:
 
     def start(
         self,
-        core: EngineCore,
-        info: EngineInfo,
-        on_stats: Callable[[SchedulerStats, bool], None] | None = None,
+        loaded: LoadedEngine,
+        on_step: StepObserver | None = None,
     ) -> None:
-        """Start the engine thread. `on_stats(stats, has_computed)` runs on the loop's thread after
-        every step.
-        """
+        """Start the engine thread. `on_step` runs on the loop's thread after every step."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._core = core
-        self._info = info
-        if on_stats is not None:
-            self._on_stats = on_stats
-        self._stats = core.poll().stats
+        self._loaded = loaded
+        self._core = loaded.core
+        self._on_step = on_step
+        self._stats = loaded.core.poll().stats
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -100,7 +101,7 @@ class InprocEngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        return self._info
+        return self._loaded.info
 
     def register_client(self, on_outputs: OutputsCallback) -> int:
         index = self._next_client_index
@@ -159,12 +160,18 @@ class InprocEngineClient:
         return True
 
     async def close(self) -> None:
-        """Stop the engine thread after its current step."""
+        """Stop the engine thread after its current step and release transport and memory."""
         self._is_draining = True
-        if not self._is_stopped:
-            self._is_stopped = True
-            self.wake()
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 30.0)
+        self._is_stopped = True
+        self.wake()
+        await asyncio.get_running_loop().run_in_executor(None, self._join_and_release)
+
+    def _join_and_release(self) -> None:
+        self._thread.join(JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the engine thread hangs in a step: leaving its memory to the system")
+            return
+        self._loaded.close()
 
     # ---- engine thread
     # -------------------------------------------------------------------------------------
@@ -182,10 +189,11 @@ class InprocEngineClient:
         may_step = False
         while not self._is_stopped:
             self._process_inputs(may_block=not may_step)
-            result = core.step() if core.has_work() else core.poll()
-            # A step that scheduled nothing waits for the next event: a request, freed blocks, a
-            # deadline.
-            may_step = result.has_computed and core.has_work()
+            is_step = core.has_work()
+            result = core.step() if is_step else core.poll()
+            # A step that could compute nothing waits for an event: a request, freed blocks, a
+            # deadline. A poll may have brought work.
+            may_step = core.has_work() and (result.has_computed or not is_step)
             self._call_soon(self._deliver, result)
 
     def _process_inputs(self, *, may_block: bool) -> None:
@@ -224,14 +232,16 @@ class InprocEngineClient:
 
     def _deliver(self, result: StepResult) -> None:
         self._stats = result.stats
-        self._on_stats(result.stats, result.has_computed)
-        for client_index, outputs in result.outputs.items():
-            for output in outputs:
+        if self._on_step is not None:
+            outputs = [output for group in result.outputs.values() for output in group]
+            self._on_step(result.stats, outputs, result.has_computed)
+        for client_index, group in result.outputs.items():
+            for output in group:
                 if output.finished:
                     self._owners.pop(output.request_id, None)
             callback = self._clients.get(client_index)
             if callback is not None:
-                callback(EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=result.stats))
+                callback(EngineCoreOutputs(outputs=tuple(group), scheduler_stats=result.stats))
 
     def _announce_death(self) -> None:
         assert self._error is not None

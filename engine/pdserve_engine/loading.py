@@ -1,4 +1,6 @@
-"""Turns an EngineConfig into an EngineCore: device, weights, KV pool, connector, scheduler, warm-up."""
+"""Turns an EngineConfig into an EngineCore: device, weights, KV pool, connector, scheduler, warm-
+up.
+"""
 
 import gc
 import logging

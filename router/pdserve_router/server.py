@@ -22,6 +22,9 @@ from pdserve_router.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 
+_CLOSE_GRACE_S = 2
+
+
 class RouterServer:
     """One router: gRPC, HTTP and metrics on one event loop. Ports are known after `start`."""
 
@@ -96,9 +99,10 @@ class RouterServer:
         await self._set_health()
         await self.router.drain(drain_timeout_s)
         # The ends just written need a moment to reach their clients.
-        await self._rpc.stop(grace_s=2.0)
+        closing = [self._rpc.stop(grace_s=_CLOSE_GRACE_S)]
         if self._http is not None:
-            await self._http.close()
+            closing.append(self._http.close(grace_s=_CLOSE_GRACE_S))
+        await asyncio.gather(*closing)
         await self.pool.close()
         await asyncio.gather(*self._health_tasks)
         if self._metrics_server is not None:

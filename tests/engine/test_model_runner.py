@@ -148,6 +148,19 @@ def make_prompt(length: int, *, seed: int = 0) -> list[int]:
     return [generator.randrange(199) for _ in range(length)]
 
 
+def record_logits(driver: Driver) -> list[torch.Tensor]:
+    """Return a list that from now on gets the logits of each step that samples."""
+    model, seen = driver.runner.model, []
+    compute_logits = model.compute_logits
+
+    def record(hidden_rows: torch.Tensor) -> torch.Tensor:
+        seen.append(compute_logits(hidden_rows))
+        return seen[-1]
+
+    model.compute_logits = record
+    return seen
+
+
 @pytest.fixture
 def driver(make_model: Callable[..., Path]) -> Iterator[Driver]:
     driver = Driver(make_model())
@@ -193,7 +206,7 @@ def test_greedy_text_is_that_of_transformers(
     prompts = {str(n): make_prompt(n) for n in (1, 15, 16, 17, 300)}
     for request_id, prompt in prompts.items():
         driver.add(request_id, prompt)
-    # 64 cuts the long prompt off the block borders' grid: its neighbours decode meanwhile.
+    # Chunks of 70 are cut inside blocks, and the short prompts decode beside the long one's.
     driver.run(*prompts, num_tokens=20, chunk=70)
     for request_id, prompt in prompts.items():
         expected = hf_greedy(folder, prompt, 20)
@@ -218,7 +231,6 @@ def test_a_long_prompt_in_any_chunks_is_that_of_transformers(
 def test_logits_are_close_to_transformers(
     make_model: Callable[..., Path],
     hf_model: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
     dtype: str,
     atol: float,
@@ -226,13 +238,7 @@ def test_logits_are_close_to_transformers(
     architecture, overrides = MODELS[name]
     folder = make_model(architecture, **overrides)
     driver = Driver(folder, dtype=dtype)
-    seen: list[torch.Tensor] = []
-    compute_logits = driver.runner.model.compute_logits
-    monkeypatch.setattr(
-        type(driver.runner.model),
-        "compute_logits",
-        lambda _, hidden: seen.append(compute_logits(hidden)) or seen[-1],
-    )
+    seen = record_logits(driver)
     prompt = make_prompt(75)
     driver.add("a", prompt)
     driver.run("a", num_tokens=2, chunk=40)
@@ -243,6 +249,24 @@ def test_logits_are_close_to_transformers(
     assert seen[0].dtype == torch.float32
     scale = expected.std() if dtype == "bfloat16" else 1.0
     assert float((torch.cat(seen) - expected).abs().max() / scale) < atol
+
+
+@pytest.mark.parametrize("chunk", [10_000, 96, 50])
+def test_bfloat16_logits_have_the_same_bits_in_any_batch_and_chunking(
+    make_model: Callable[..., Path], chunk: int
+) -> None:
+    def last_logits(*neighbours: int, chunk: int) -> torch.Tensor:
+        driver = Driver(make_model("Qwen3ForCausalLM"), dtype="bfloat16")
+        driver.add("a", make_prompt(150))
+        for length in neighbours:
+            driver.add(str(length), make_prompt(length))
+        driver.run("a", *map(str, neighbours), num_tokens=4, chunk=chunk)
+        seen = record_logits(driver)
+        output = driver.step(dict.fromkeys(driver.sequences, 1))
+        return seen[0][output.request_ids.index("a")]
+
+    alone = last_logits(chunk=10_000)
+    assert torch.equal(last_logits(3, 65, 140, chunk=chunk), alone)
 
 
 def test_requests_may_come_and_go_and_share_steps(

@@ -1,4 +1,6 @@
-"""The scheduler alone: a stand-in executor returns a token that depends on the request's tokens only."""
+"""The scheduler alone: a stand-in executor returns a token that depends on the request's tokens
+only.
+"""
 
 import itertools
 import time

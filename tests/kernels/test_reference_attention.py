@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.reference import paged_attention
+from pdserve_kernels.reference import attention_plan, paged_attention
 
 LENGTHS = [1, 15, 16, 17, 511, 512, 513, 1100]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -93,6 +93,24 @@ def test_a_token_gets_the_same_bits_as_a_decode_and_within_a_prompt(make_batch, 
     )
     decoded = paged_attention(token.query, batch.kv_cache, 1, decode, batch.scale)
     assert torch.equal(decoded[0], attend(batch)[position])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decodes_get_the_same_bits_however_they_are_grouped(make_batch, monkeypatch, dtype):
+    batch = make_batch([1] * len(LENGTHS), LENGTHS, num_decodes=len(LENGTHS), dtype=dtype)
+    together = attend(batch)
+    monkeypatch.setattr(attention_plan, "GROUP_BYTES", 3 * 512 * 64 * 2 * dtype.itemsize)
+    assert torch.equal(attend(batch.on("cpu")), together)
+
+
+def test_one_step_may_meet_caches_of_several_shapes(make_batch, dense_attention):
+    batch, other = (
+        make_batch([1, 40], [9, 50], num_decodes=1, dtype=torch.float32, num_kv_heads=heads)
+        for heads in (2, 4)
+    )
+    attend(batch)
+    shared = paged_attention(other.query, other.kv_cache, 1, batch.metadata, other.scale)
+    assert_matches(shared, dense_attention(other), torch.float32)
 
 
 def test_query_rows_that_are_padding_come_back_as_zeros(make_batch):

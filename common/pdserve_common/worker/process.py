@@ -36,6 +36,10 @@ class WorkerContext:
     registry: CollectorRegistry
 
 
+async def _nothing_to_close() -> None:
+    pass
+
+
 @dataclass(slots=True, kw_only=True)
 class Worker:
     """What a role has built."""
@@ -43,9 +47,8 @@ class Worker:
     engine: EngineClient
     # Set when the engine died.
     died: asyncio.Event
-    # Releases what the role holds besides the engine; runs after the drain and before the engine
-    # closes.
-    close: Callable[[], Awaitable[None]]
+    # Closes what the role holds besides the engine: after the drain, before the engine.
+    close: Callable[[], Awaitable[None]] = _nothing_to_close
     # Further services: their names and what adds them to a server.
     services: dict[str, Callable[[grpc.aio.Server], None]] = field(default_factory=dict)
 

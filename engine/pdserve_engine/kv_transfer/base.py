@@ -9,15 +9,13 @@ at methods that ProducerConnector and ConsumerConnector have besides.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pdserve_common.engine_types import EngineError, KVTransferStats
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     KVEndpoint,
     KVLayout,
-    KVLinkRequestMessage,
-    KVLinkResponseMessage,
     KVLinkWelcome,
     KVSessionId,
 )
@@ -158,10 +156,13 @@ class KVIdentity:
         return f"{self.engine_id}.{self.epoch}"
 
 
-class KVLinkHandle(Protocol):
+MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
+
+
+class KVLinkHandle(Protocol[MessageT_contra]):
     """The stream under one KvLink. Any thread may call it; it neither blocks nor calls back."""
 
-    def send(self, message: KVLinkRequestMessage | KVLinkResponseMessage) -> None:
+    def send(self, message: MessageT_contra) -> None:
         """Queue a message, in order."""
 
     def close(self, reason: str) -> None:

@@ -13,7 +13,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def compatibility_hash(model_dir: str | Path, config: ModelConfig, layout: KVLayout) -> str:
-    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype and block layout.
+    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype and block
+    layout.
 
     max_model_len is left out: P and D may differ in it, requests are checked against each.
     """

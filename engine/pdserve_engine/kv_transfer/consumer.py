@@ -18,6 +18,7 @@ from pdserve_common.kv_types import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     KVLinkHello,
+    KVLinkRequestMessage,
     KVLinkResponseMessage,
     KVLinkWelcome,
 )
@@ -178,7 +179,9 @@ class ConsumerConnector(KVConnector):
             connector=self._transport.name,
         )
 
-    def link_up(self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle) -> KVLink:
+    def link_up(
+        self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle[KVLinkRequestMessage]
+    ) -> KVLink:
         """P has welcomed us on a link dialed for `engine_id`. Raises KVTransferError if it is not
         the P we want; then the caller reports link_failed.
         """

@@ -28,6 +28,6 @@ def make_transport(
     if require_transport in _UCX_TLS:
         os.environ["UCX_TLS"] = _UCX_TLS[require_transport]
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    from pdserve_engine.kv_transfer.nixl import NixlTransport
+    from pdserve_engine.kv_transfer.nixl_transport import NixlTransport
 
     return NixlTransport(identity.agent_name, require_transport=require_transport)

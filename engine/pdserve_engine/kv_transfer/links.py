@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from pdserve_common.kv_types import (
     MIN_PROTOCOL_VERSION,
@@ -26,7 +27,8 @@ class KVLink:
     number: int
     engine_id: str
     epoch: str
-    handle: KVLinkHandle
+    # Takes responses on P, requests on D.
+    handle: KVLinkHandle[Any]
     last_heard: float
     # D: the transport's key of this peer.
     peer: str = ""

@@ -1,19 +1,11 @@
-"""KV transport over NIXL: one thread owns the agent and everything that hangs on it.
+"""NIXL behind the few calls the transfer thread makes. One thread owns an agent.
 
-UCX makes progress only inside NIXL calls, so the thread polls while a READ is outstanding, and P's
-pumps while peers connect or may read; otherwise it sleeps on its queue.
+UCX makes progress only inside NIXL calls.
 """
 
-import contextlib
 import logging
 import os
-import queue
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,15 +25,7 @@ from nixl._bindings import (
 )
 from numpy.typing import NDArray
 
-from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVMemoryRegion
-from pdserve_engine.kv_transfer.base import (
-    KVTransport,
-    ReadDone,
-    ReadResult,
-    check_block_ids,
-    num_region_blocks,
-)
+from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
@@ -50,20 +34,10 @@ logger = logging.getLogger(__name__)
 
 # Registrations beyond 4 GiB are slow on some NICs.
 MAX_REGION_BYTES = 2 << 30
-# Over shared memory posting IS the copy: a larger piece would hold the thread up for too long.
-MAX_POSTED_BYTES = 32 << 20
-MIN_POLL_S = 50e-6
-MAX_POLL_S = 1e-3
-# How long a peer may take to connect, and P helps it to.
-CONNECT_S = 5.0
-# A READ that failed is given up to UCX for this long before its blocks count as landed (K5): its
-# other pieces fail in the same breath, but not in the same call.
-SETTLE_S = 0.05
-CLOSE_S = 5.0
 PROBE_BYTES = 64
-NUM_PROBES = 3
 
-_ERRORS = (
+# They have no base class of their own.
+NIXL_ERRORS = (
     nixlBackendError,
     nixlCancelledError,
     nixlInvalidParamError,
@@ -77,215 +51,108 @@ _ERRORS = (
     nixlUnknownError,
 )
 
-_Indices = NDArray[np.int32]
+BlockIds = NDArray[np.int32]
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
-    peer: "_Peer"
-    remote: _Indices
-    local: _Indices
-    timeout_s: float
-    on_done: ReadDone
-    on_stall: Callable[[], None]
-    # Pieces that have neither landed nor been dropped.
-    num_left: int = 0
-    started_at: float = 0.0
-    progress_at: float = 0.0
-    is_stalled: bool = False
-    error: str = ""
+class NixlAgent:
+    """A NIXL agent with one registered KV pool. Raises NIXL_ERRORS."""
 
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    read: _Read
-    start: int
-    stop: int
-    num_bytes: int
-    handle: Any = None
-    settled_at: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    key: str
-    welcome: KVLinkWelcome
-    num_blocks: int
-    on_lost: Callable[[str], None]
-    # Under the transport's lock; the rest belongs to the thread.
-    is_lost: bool = False
-    is_removed: bool = False
-    connect_by: float = 0.0
-    # "" until connected.
-    transport: str = ""
-    probe: Any = None
-    num_probes: int = 0
-    is_synchronous: bool = True
-    dlist: Any = None
-    waiting: deque[_Piece] = field(default_factory=deque)
-    posted: list[_Piece] = field(default_factory=list)
-    posted_bytes: int = 0
-
-    @property
-    def agent_name(self) -> str:
-        return f"{self.welcome.engine_id}.{self.welcome.epoch}"
-
-
-class NixlTransport(KVTransport):
-    """Reads blocks with NIXL's UCX backend."""
-
-    name = "nixl"
-
-    def __init__(self, agent_name: str, *, require_transport: str = "any") -> None:
-        self._agent_name = agent_name
-        self._require_transport = require_transport
-        self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
-        self._num_peers = 0
-        self._num_pending = 0
-        self._is_closed = False
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
-        # The rest belongs to the thread.
-        self._all_peers: list[_Peer] = []
-        self._num_loaded: dict[str, int] = {}
-        self._is_exporting = False
-        self._pump_until = 0.0
-        self._poll_s = MIN_POLL_S
-        self._close_by: float | None = None
-
-    # ---- any thread
-
-    def register(self, kv_cache: "KVCache") -> None:
+    def __init__(self, name: str, kv_cache: "KVCache", *, transport: str) -> None:
+        """Register the pool in slices. `transport` is what the endpoint says of itself."""
         self._block_bytes = kv_cache.block_bytes
-        self._num_blocks = kv_cache.num_blocks
-        self._kv_cache = kv_cache
-        self._opened: Future[KVEndpoint] = Future()
-        self._thread.start()
-        self._endpoint = self._opened.result()
-
-    def endpoint(self) -> KVEndpoint:
-        return self._endpoint
-
-    def expect_peer(self) -> None:
-        self._commands.put(self._start_pump)
-
-    def set_exporting(self, is_exporting: bool) -> None:
-        def change() -> None:
-            self._is_exporting = is_exporting
-
-        self._commands.put(change)
-
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        if welcome.endpoint.memory_type not in ("DRAM", "VRAM"):
-            raise KVTransferError(f"P's memory type is {welcome.endpoint.memory_type!r}")
-        num_blocks = num_region_blocks(welcome, self._block_bytes)
-        with self._lock:
-            self._num_peers += 1
-            key = f"{welcome.engine_id}.{welcome.epoch}#{self._num_peers}"
-            peer = _Peer(key, welcome, num_blocks, on_lost)
-            self._peers[key] = peer
-        self._commands.put(lambda: self._connect(peer))
-        return key
-
-    def remove_peer(self, peer: str) -> None:
-        with self._lock:
-            removed = self._peers.pop(peer, None)
-            if removed is None:
-                return
-            removed.is_removed = removed.is_lost = True
-        self._commands.put(lambda: self._drop_waiting(removed, "connection was closed"))
-
-    def read(
-        self,
-        peer: str,
-        remote_block_ids: Sequence[int],
-        local_block_ids: Sequence[int],
-        timeout_s: float,
-        on_done: ReadDone,
-        on_stall: Callable[[], None],
-    ) -> None:
-        with self._lock:
-            target = self._peers.get(peer)
-            if target is None or target.is_lost or self._is_closed:
-                raise KVTransferError(f"no connection to {peer}")
-            check_block_ids(remote_block_ids, target.num_blocks, "remote")
-            check_block_ids(local_block_ids, self._num_blocks, "local")
-            if not remote_block_ids or len(remote_block_ids) != len(local_block_ids):
-                raise KVTransferError("remote and local block ids differ in number, or are none")
-            self._num_pending += 1
-            read = _Read(
-                target,
-                np.asarray(remote_block_ids, dtype=np.int32),
-                np.asarray(local_block_ids, dtype=np.int32),
-                timeout_s,
-                on_done,
-                on_stall,
-            )
-            self._commands.put(lambda: self._queue_read(read))
-
-    def num_pending_reads(self) -> int:
-        return self._num_pending
-
-    def close(self) -> None:
-        with self._lock:
-            is_first = not self._is_closed
-            self._is_closed = True
-        if is_first and self._thread.is_alive():
-            self._commands.put(self._start_close)
-            self._thread.join()
-
-    # ---- the transfer thread
-
-    def _run(self) -> None:
-        try:
-            self._opened.set_result(self._open())
-        except _ERRORS as error:
-            tls = os.environ.get("UCX_TLS", "any")
-            message = f"NIXL cannot start with UCX_TLS={tls}: {error}"
-            self._opened.set_exception(KVTransferError(message))
-            return
-        while self._close_by is None or self._has_posted():
-            if self._close_by is not None and time.monotonic() > self._close_by:
-                logger.error("READs have not landed %g s after the close began", CLOSE_S)
-                return  # what they write into must stay as it is
-            self._take_commands()
-            self._progress()
-        self._release()
-
-    def _open(self) -> KVEndpoint:
-        tensor = self._kv_cache.tensor
-        memory_type = "VRAM" if tensor.is_cuda else "DRAM"
-        device_id = tensor.get_device() if tensor.is_cuda else 0
-        per_region = max(1, MAX_REGION_BYTES // self._block_bytes)
-        regions = tuple(
-            KVMemoryRegion(
-                base_address=self._kv_cache.data_ptr + first * self._block_bytes,
-                first_block=first,
-                num_blocks=min(per_region, self._num_blocks - first),
-                device_id=device_id,
-            )
-            for first in range(0, self._num_blocks, per_region)
-        )
+        memory_type = "VRAM" if kv_cache.tensor.is_cuda else "DRAM"
+        device_id = kv_cache.tensor.get_device() if kv_cache.tensor.is_cuda else 0
+        regions = _regions(kv_cache, device_id)
         config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent = nixl_agent(self._agent_name, config)
-        memory = [
-            (region.base_address, region.num_blocks * self._block_bytes, region.device_id, "")
-            for region in regions
-        ]
+        self._agent = nixl_agent(name, config)
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        memory = [
+            (r.base_address, r.num_blocks * self._block_bytes, r.device_id, "") for r in regions
+        ]
         scratch = (self._scratch.ctypes.data, PROBE_BYTES, 0, "")
         self._registrations = [
             self._agent.register_memory(memory, memory_type),
             self._agent.register_memory([scratch], "DRAM"),
         ]
-        self._local_dlist = self._prep("NIXL_INIT_AGENT", regions, memory_type)
-        return KVEndpoint(
+        self._local = self._prep("NIXL_INIT_AGENT", regions, memory_type)
+        self._num_uses: dict[str, int] = {}
+        self.endpoint = KVEndpoint(
             nixl_metadata=self._agent.get_agent_metadata(),
             memory_type=memory_type,
             regions=regions,
-            transport=self._require_transport,
+            transport=transport,
         )
+
+    def add_peer(self, name: str, endpoint: KVEndpoint) -> Any:
+        """Return the descriptors of a peer's pool, to be given to `remove_peer` later.
+
+        Raises ValueError if the metadata is another agent's.
+        """
+        if name not in self._num_uses:
+            loaded = self._agent.add_remote_agent(endpoint.nixl_metadata)
+            loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
+            if loaded != name:
+                if loaded not in self._num_uses:
+                    self._agent.remove_remote_agent(loaded)
+                raise ValueError(f"{name} sent the metadata of {loaded}")
+            self._num_uses[name] = 0
+        dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
+        self._num_uses[name] += 1
+        return dlist
+
+    def remove_peer(self, name: str, dlist: Any) -> None:
+        """Release a peer's descriptors, and with the last of them the connection."""
+        dlist.release()
+        self._num_uses[name] -= 1
+        if self._num_uses[name] == 0:
+            del self._num_uses[name]
+            try:
+                self._agent.remove_remote_agent(name)
+            except NIXL_ERRORS as error:
+                logger.warning("cannot remove %s from NIXL: %s", name, error)
+
+    def make_read(self, dlist: Any, remote: BlockIds, local: BlockIds) -> Any:
+        """Return the handle of a READ of whole blocks, not posted yet."""
+        return self._agent.make_prepped_xfer("READ", self._local, local, dlist, remote)
+
+    def make_probe(self, name: str, endpoint: KVEndpoint) -> Any:
+        """Return the handle of a READ of a few bytes into scratch memory, not posted yet."""
+        agent, region = self._agent, endpoint.regions[0]
+        local = agent.get_xfer_descs([(self._scratch.ctypes.data, PROBE_BYTES, 0)], "DRAM")
+        remote = agent.get_xfer_descs(
+            [(region.base_address, PROBE_BYTES, region.device_id)], endpoint.memory_type
+        )
+        return agent.initialize_xfer("READ", local, remote, name)
+
+    def post(self, handle: Any) -> bool:
+        """Post a READ; True if it is over already."""
+        return bool(self._agent.transfer(handle) == "DONE")
+
+    def poll(self, handle: Any) -> tuple[bool, str]:
+        """Return (is it over, what went wrong)."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except NIXL_ERRORS as error:
+            return True, str(error)
+        return state != "PROC", "NIXL reports an error" if state == "ERR" else ""
+
+    def release(self, handle: Any) -> None:
+        """Free a handle of a READ that is over."""
+        try:
+            handle.release()
+        except NIXL_ERRORS as error:
+            logger.warning("cannot release a transfer handle: %s", error)
+
+    def progress(self) -> None:
+        """Let UCX work: for peers that connect to us or read, and for our own READs."""
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Deregister; no READ may be outstanding and no peer left."""
+        self._local.release()
+        for registration in self._registrations:
+            self._agent.deregister_memory(registration)
+        del self._agent
 
     def _prep(self, name: str, regions: Sequence[KVMemoryRegion], memory_type: str) -> Any:
         """One descriptor for each block; its index is the block id."""
@@ -293,263 +160,21 @@ class NixlTransport(KVTransport):
         rows = [(r.base_address, size, r.device_id, size, r.num_blocks) for r in regions]
         return self._agent.prep_xfer_dlist(name, np.array(rows, dtype=np.uint64), memory_type)
 
-    def _take_commands(self) -> None:
-        """Sleep until there is something to do, then run what was asked for."""
-        wait_s = self._wait_s()
-        try:
-            command = self._commands.get(timeout=wait_s)
-            while True:
-                command()
-                command = self._commands.get_nowait()
-        except queue.Empty:
-            return
 
-    def _wait_s(self) -> float | None:
-        if self._has_posted():
-            return self._poll_s
-        is_pumping = self._is_exporting or time.monotonic() < self._pump_until
-        return MAX_POLL_S if is_pumping or self._all_peers_busy() else None
-
-    def _all_peers_busy(self) -> bool:
-        return any(peer.waiting or peer.is_removed for peer in self._all_peers)
-
-    def _has_posted(self) -> bool:
-        return any(peer.posted or peer.probe is not None for peer in self._all_peers)
-
-    def _start_pump(self) -> None:
-        self._pump_until = time.monotonic() + CONNECT_S
-
-    def _start_close(self) -> None:
-        self._close_by = time.monotonic() + CLOSE_S
-        for peer in self._all_peers:
-            self._drop_waiting(peer, "transport is closing")
-
-    def _progress(self) -> None:
-        now = time.monotonic()
-        if self._is_exporting or now < self._pump_until:
-            self._agent.get_new_notifs()
-        self._poll_s = min(MAX_POLL_S, self._poll_s * 1.5)
-        for peer in list(self._all_peers):
-            if peer.probe is not None:
-                self._poll_probe(peer, now)
-            for piece in list(peer.posted):
-                self._poll_piece(peer, piece, now)
-            if peer.transport and not peer.is_lost:
-                self._post_waiting(peer)
-            if peer.is_removed and not peer.posted and peer.probe is None:
-                self._forget(peer)
-
-    # ---- peers
-
-    def _connect(self, peer: _Peer) -> None:
-        """Load the peer and read a few bytes of it: the first READ sets up the connection."""
-        self._all_peers.append(peer)
-        endpoint = peer.welcome.endpoint
-        peer.connect_by = time.monotonic() + CONNECT_S
-        name = peer.agent_name
-        try:
-            if name not in self._num_loaded:
-                loaded = self._agent.add_remote_agent(endpoint.nixl_metadata)
-                loaded_name = loaded.decode() if isinstance(loaded, bytes) else loaded
-                if loaded_name != name:
-                    self._agent.remove_remote_agent(loaded_name)
-                    self._lose(peer, f"{name} sent the metadata of {loaded_name}")
-                    return
-            self._num_loaded[name] = self._num_loaded.get(name, 0) + 1
-            peer.dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
-            self._post_probe(peer)
-        except _ERRORS as error:
-            self._lose(peer, f"cannot connect: {error}")
-
-    def _post_probe(self, peer: _Peer) -> None:
-        agent, endpoint = self._agent, peer.welcome.endpoint
-        region = endpoint.regions[0]
-        local = agent.get_xfer_descs([(self._scratch.ctypes.data, PROBE_BYTES, 0)], "DRAM")
-        remote = agent.get_xfer_descs(
-            [(region.base_address, PROBE_BYTES, region.device_id)], endpoint.memory_type
-        )
-        peer.probe = agent.initialize_xfer("READ", local, remote, peer.agent_name)
-        is_done = agent.transfer(peer.probe) == "DONE"
-        # The first one connects and is never synchronous.
-        if peer.num_probes > 0:
-            peer.is_synchronous &= is_done
-
-    def _poll_probe(self, peer: _Peer, now: float) -> None:
-        state, error = self._state_of(peer.probe)
-        if state == "PROC":
-            if now > peer.connect_by:
-                self._lose(peer, f"cannot connect within {CONNECT_S:g} s")
-            return
-        self._release_handle(peer.probe)
-        peer.probe = None
-        peer.num_probes += 1
-        self._poll_s = MIN_POLL_S
-        if error:
-            self._lose(peer, f"cannot connect: {error}")
-        elif peer.num_probes <= NUM_PROBES and not peer.is_lost:
-            try:
-                self._post_probe(peer)
-            except _ERRORS as post_error:
-                self._lose(peer, f"cannot connect: {post_error}")
-        else:
-            self._label(peer)
-
-    def _label(self, peer: _Peer) -> None:
-        """NIXL does not say how it reaches a peer. Only a copy through shared memory is over when
-        it is posted; networks then differ by whether there is an RDMA device, which UCX prefers.
-        """
-        required = self._require_transport
-        if peer.is_synchronous:
-            found = "shm"
-        elif required in ("tcp", "rdma"):
-            found = required
-        else:
-            found = "rdma" if _has_rdma_device() else "tcp"
-        if required == "shm" and found != "shm":
-            self._lose(peer, f"require_transport is shm, but {peer.key} is reached by {found}")
-        elif not peer.is_lost:
-            peer.transport = found
-            logger.info("connected to %s by %s", peer.key, found)
-
-    def _lose(self, peer: _Peer, reason: str) -> None:
-        self._drop_waiting(peer, reason)
-        with self._lock:
-            is_news = not peer.is_lost
-            peer.is_lost = True
-        if is_news:
-            logger.warning("lost %s: %s", peer.key, reason)
-            peer.on_lost(reason)
-
-    def _forget(self, peer: _Peer) -> None:
-        self._all_peers.remove(peer)
-        if peer.dlist is not None:
-            peer.dlist.release()
-            peer.dlist = None
-        name = peer.agent_name
-        if name in self._num_loaded:
-            self._num_loaded[name] -= 1
-            if self._num_loaded[name] == 0:
-                del self._num_loaded[name]
-                with contextlib.suppress(*_ERRORS):
-                    self._agent.remove_remote_agent(name)
-
-    # ---- READs
-
-    def _queue_read(self, read: _Read) -> None:
-        peer = read.peer
-        per_piece = max(1, MAX_POSTED_BYTES // self._block_bytes)
-        for start in range(0, len(read.local), per_piece):
-            stop = min(start + per_piece, len(read.local))
-            num_bytes = (stop - start) * self._block_bytes
-            peer.waiting.append(_Piece(read, start, stop, num_bytes))
-            read.num_left += 1
-        if peer.is_lost or self._close_by is not None:
-            self._drop_waiting(peer, "connection was lost")
-
-    def _post_waiting(self, peer: _Peer) -> None:
-        while peer.waiting and not peer.is_lost:
-            piece = peer.waiting[0]
-            if peer.posted and peer.posted_bytes + piece.num_bytes > MAX_POSTED_BYTES:
-                return
-            peer.waiting.popleft()
-            read, now = piece.read, time.monotonic()
-            if not read.started_at:
-                read.started_at = read.progress_at = now
-            wanted = slice(piece.start, piece.stop)
-            peer.posted.append(piece)
-            peer.posted_bytes += piece.num_bytes
-            try:
-                piece.handle = self._agent.make_prepped_xfer(
-                    "READ", self._local_dlist, read.local[wanted], peer.dlist, read.remote[wanted]
-                )
-                self._agent.transfer(piece.handle)
-            except _ERRORS as error:
-                read.error = read.error or str(error)
-                piece.settled_at = now + SETTLE_S
-            self._poll_s = MIN_POLL_S
-            self._poll_piece(peer, piece, time.monotonic())
-
-    def _poll_piece(self, peer: _Peer, piece: _Piece, now: float) -> None:
-        read = piece.read
-        if piece.settled_at is None:
-            state, error = self._state_of(piece.handle)
-            if state == "DONE":
-                read.progress_at = now
-                self._land(peer, piece)
-                return
-            if state == "PROC":
-                self._check_stall(read, now)
-                return
-            read.error = read.error or error
-            piece.settled_at = now + SETTLE_S
-        self._agent.get_new_notifs()  # progress
-        if now >= piece.settled_at:
-            self._land(peer, piece)
-            self._lose(peer, f"READ failed: {read.error}")
-
-    def _check_stall(self, read: _Read, now: float) -> None:
-        if read.is_stalled or now - read.progress_at <= read.timeout_s:
-            return
-        read.is_stalled = True
-        read.error = read.error or f"no progress for {read.timeout_s:g} s"
-        read.on_stall()
-        self._lose(read.peer, read.error)
-
-    def _land(self, peer: _Peer, piece: _Piece) -> None:
-        peer.posted.remove(piece)
-        peer.posted_bytes -= piece.num_bytes
-        self._release_handle(piece.handle)
-        self._poll_s = MIN_POLL_S
-        self._drop_piece(piece, piece.read.error)
-
-    def _drop_waiting(self, peer: _Peer, error: str) -> None:
-        while peer.waiting:
-            self._drop_piece(peer.waiting.popleft(), error)
-
-    def _drop_piece(self, piece: _Piece, error: str) -> None:
-        """A piece is over; so is its READ with the last one."""
-        read = piece.read
-        read.error = read.error or error
-        read.num_left -= 1
-        if read.num_left > 0:
-            return
-        with self._lock:
-            self._num_pending -= 1
-        result = ReadResult(
-            is_ok=not read.error,
-            num_bytes=len(read.local) * self._block_bytes,
-            duration_s=time.monotonic() - read.started_at if read.started_at else 0.0,
-            transport=read.peer.transport,
-            error=read.error,
-        )
-        read.on_done(result)
-
-    # ---- handles
-
-    def _state_of(self, handle: Any) -> tuple[str, str]:
-        try:
-            state = self._agent.check_xfer_state(handle)
-        except _ERRORS as error:
-            return "ERR", str(error)
-        return state, "NIXL reports an error" if state == "ERR" else ""
-
-    def _release_handle(self, handle: Any) -> None:
-        if handle is None:
-            return
-        try:
-            handle.release()
-        except _ERRORS as error:
-            logger.warning("cannot release a transfer handle: %s", error)
-
-    def _release(self) -> None:
-        for peer in list(self._all_peers):
-            self._forget(peer)
-        self._local_dlist.release()
-        for registration in self._registrations:
-            self._agent.deregister_memory(registration)
-        del self._agent
-
-
-def _has_rdma_device() -> bool:
+def has_rdma_device() -> bool:
     path = "/sys/class/infiniband"
     return os.path.isdir(path) and bool(os.listdir(path))
+
+
+def _regions(kv_cache: "KVCache", device_id: int) -> tuple[KVMemoryRegion, ...]:
+    size, num_blocks = kv_cache.block_bytes, kv_cache.num_blocks
+    per_region = max(1, MAX_REGION_BYTES // size)
+    return tuple(
+        KVMemoryRegion(
+            base_address=kv_cache.data_ptr + first * size,
+            first_block=first,
+            num_blocks=min(per_region, num_blocks - first),
+            device_id=device_id,
+        )
+        for first in range(0, num_blocks, per_region)
+    )

@@ -173,7 +173,9 @@ class ProducerConnector(KVConnector):
 
     # ---- the KvLink: the event loop's thread
 
-    def accept_link(self, hello: KVLinkHello, handle: KVLinkHandle) -> KVLink:
+    def accept_link(
+        self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
+    ) -> KVLink:
         """Admit a D: sends it the welcome and what waits for it. Raises KVTransferError that names
         what differs.
         """

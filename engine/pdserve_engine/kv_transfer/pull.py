@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import EngineError
+from pdserve_common.engine_types import EngineError, ErrorCode, KVTransferStats
 from pdserve_common.kv_types import BlocksReady, KVLayout, KVLinkWelcome, KVSessionId, PrefillDone
 from pdserve_engine.kv_transfer.base import ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
@@ -67,6 +67,19 @@ class Pull:
     def num_remote_blocks(self) -> int:
         return len(self.remote_block_ids[0]) if self.remote_block_ids else 0
 
+    def stats(self, now: float) -> KVTransferStats:
+        """What the pull has cost when P confirmed it at `now`."""
+        result = self.result
+        return KVTransferStats(
+            num_bytes=result.num_bytes if result else 0,
+            num_blocks=len(self.load_remote),
+            transport=result.transport if result else "",
+            admit_s=self.allocated_at - self.announced_at,
+            transfer_s=result.duration_s if result else 0.0,
+            release_ack_s=now - self.landed_at if result else 0.0,
+            exposed_s=now - self.announced_at,
+        )
+
     def add_blocks(self, message: BlocksReady) -> bool:
         """Append an announcement. False: it is a repetition, or leaves a hole."""
         if self.is_prefill_done or message.first_block != self.num_remote_blocks:
@@ -76,6 +89,13 @@ class Pull:
         for mine, ids in zip(self.remote_block_ids, message.block_ids, strict=True):
             mine.extend(ids)
         return True
+
+
+def code_of_end(reason: str) -> ErrorCode:
+    """How a session that P ended for `reason` looks to the request."""
+    if reason in ("finished", "aborted", "superseded"):
+        return ErrorCode.CANCELLED  # nobody's fault: the router knows of it from P's own output
+    return ErrorCode.KV_TRANSFER_FAILED if reason == "error" else ErrorCode.KV_EXPIRED
 
 
 def find_bad_blocks(message: BlocksReady, layout: KVLayout, welcome: KVLinkWelcome) -> str | None:

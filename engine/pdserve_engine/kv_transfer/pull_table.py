@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from pdserve_common.engine_types import EngineError, ErrorCode, KVTransferStats
+from pdserve_common.engine_types import EngineError, ErrorCode
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     BlocksReady,
@@ -39,7 +39,13 @@ from pdserve_common.kv_types import (
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.base import KVConnectorOutput, KVLoad, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
-from pdserve_engine.kv_transfer.pull import Pull, PullState, find_bad_blocks, find_bad_end
+from pdserve_engine.kv_transfer.pull import (
+    Pull,
+    PullState,
+    code_of_end,
+    find_bad_blocks,
+    find_bad_end,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +54,6 @@ MAX_EARLY = 4096
 EARLY_TIMEOUT_S = 30.0
 # P answers a Release at once.
 ACK_TIMEOUT_S = 5.0
-# P's reasons for an end that is nobody's fault: the router knows of it from P's own output.
-_CANCELLED_REASONS = frozenset({"finished", "aborted", "superseded"})
-
 # Runs a READ's end under the connector's lock.
 OnRead = Callable[[Pull, ReadResult], None]
 
@@ -106,6 +109,7 @@ class PullTable:
         self, request_id: str, attempt: int, engine_id: str, *, num_tokens: int, deadline: float
     ) -> Pull:
         """The router's word that P will announce this request, or has done so already."""
+        is_over = (request_id, attempt) in self._ended
         pull = self._pulls.get(request_id)
         if pull is not None and (pull.has_ticket or pull.attempt != attempt):
             self._remove(pull)
@@ -117,7 +121,10 @@ class PullTable:
         pull.has_ticket = True
         pull.num_tokens = num_tokens
         pull.deadline = deadline
-        if pull.engine_id != engine_id:
+        if is_over:
+            message = f"the announcement of {engine_id} expired before the request came"
+            self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
+        elif pull.engine_id != engine_id:
             self._fail_protocol(pull, f"announced a request that was sent to {engine_id}")
         elif pull.state is PullState.FAILED:
             self._report_failure(pull)
@@ -282,8 +289,7 @@ class PullTable:
         if pull.session is not None:
             del self._by_session[pull.session]
         self._num_early -= not pull.has_ticket
-        if pull.has_ticket:
-            self._ended.add((pull.request_id, pull.attempt))
+        self._ended.add((pull.request_id, pull.attempt))
         if pull.is_open and pull.is_reading:
             self._show_zombies(+1)
         pull.state = PullState.FAILED
@@ -364,10 +370,7 @@ class PullTable:
         return True
 
     def _on_session_ended(self, pull: Pull, message: SessionEnded) -> bool:
-        is_cancelled = message.reason in _CANCELLED_REASONS
-        code = ErrorCode.CANCELLED if is_cancelled else ErrorCode.KV_EXPIRED
-        if message.reason == "error":
-            code = ErrorCode.KV_TRANSFER_FAILED
+        code = code_of_end(message.reason)
         self._fail(pull, code, "session_ended", f"P {pull.engine_id} ended it: {message.reason}")
         return True
 
@@ -383,17 +386,7 @@ class PullTable:
             link.handle.send(cancel)
 
     def _finish(self, pull: Pull) -> None:
-        now = self._clock()
-        result = pull.result
-        stats = KVTransferStats(
-            num_bytes=result.num_bytes if result else 0,
-            num_blocks=len(pull.load_remote),
-            transport=result.transport if result else "",
-            admit_s=pull.allocated_at - pull.announced_at,
-            transfer_s=result.duration_s if result else 0.0,
-            release_ack_s=now - pull.landed_at if result else 0.0,
-            exposed_s=now - pull.announced_at,
-        )
+        result, stats = pull.result, pull.stats(self._clock())
         pull.state = PullState.DONE
         self._output.finished_recving[pull.request_id] = stats
         self._metrics.transfer_exposed.observe(stats.exposed_s)

@@ -66,7 +66,9 @@ class Checkpoint:
         parts = [self._map(name) for name in names]
         shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
         stacked = torch.empty(shape, dtype=dtype, device=device)
-        for part, target in zip(parts, stacked.split([len(p) for p in parts]), strict=True):
+        for part, target in zip(
+            parts, torch.split_with_sizes(stacked, [len(p) for p in parts]), strict=True
+        ):
             target.copy_(part)
             self._num_read += 1
             if self._progress is not None:

@@ -61,6 +61,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
+    # What the plan was made for; a step may meet caches of several shapes (a draft model's, say).
+    geometry: tuple[object, ...]
     num_query_tokens: int
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
@@ -73,13 +75,19 @@ class AttentionPlan:
 
 def get_plan(metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int) -> AttentionPlan:
     """Return the step's plan; the first layer of a step builds it."""
-    if not isinstance(metadata.memo.plan, AttentionPlan):
-        metadata.memo.plan = _build_plan(metadata, kv_cache, num_heads)
-    return metadata.memo.plan
+    geometry = (num_heads, kv_cache.shape[1], *kv_cache.shape[4:], kv_cache.dtype, kv_cache.device)
+    plan = metadata.memo.plan
+    if not isinstance(plan, AttentionPlan) or plan.geometry != geometry:
+        plan = _build_plan(metadata, kv_cache, num_heads // kv_cache.shape[1], geometry)
+        metadata.memo.plan = plan
+    return plan
 
 
 def _build_plan(
-    metadata: AttentionMetadata, kv_cache: torch.Tensor, num_heads: int
+    metadata: AttentionMetadata,
+    kv_cache: torch.Tensor,
+    group_size: int,
+    geometry: tuple[object, ...],
 ) -> AttentionPlan:
     num_decodes = metadata.num_decodes
     groups = tuple(
@@ -107,12 +115,13 @@ def _build_plan(
     index_sizes += [tile.cache_rows.shape[0] for chunk in chunks for tile in chunk.tiles]
     rows = max(index_sizes, default=0)
     return AttentionPlan(
+        geometry=geometry,
         num_query_tokens=row,
         decode_groups=groups,
         prefill_chunks=tuple(chunks),
         key_scratch=kv_cache.new_empty(rows, block_size * head_dim),
         value_scratch=kv_cache.new_empty(rows, block_size * head_dim),
-        causal_bias=_causal_bias(num_heads // kv_cache.shape[1], kv_cache.device),
+        causal_bias=_causal_bias(group_size, kv_cache.device),
     )
 
 

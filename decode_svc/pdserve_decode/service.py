@@ -1,0 +1,182 @@
+"""D's end of the KvLink: one link for each prefill worker, dialed when a request first needs it."""
+
+import asyncio
+import contextlib
+import logging
+
+import grpc
+
+from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
+from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
+from pdserve_common.errors import InvalidRequestError, KVTransferError
+from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
+from pdserve_common.rpc import channel_options
+from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+MIN_BACKOFF_S = 0.1
+# A request that needs the link waits this long at most before it is dialed again.
+MAX_BACKOFF_S = 1.0
+MAX_UNSENT = 16384
+
+
+class _Outgoing:
+    """The KVLinkHandle of one stream: what is to be sent, until it is closed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[KVLinkRequestMessage] = asyncio.Queue()
+        self._closed = asyncio.Event()
+        self._closed_because = ""
+
+    def send(self, message: KVLinkRequestMessage) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
+            self._loop.call_soon_threadsafe(self._put, message)
+
+    def close(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, reason)
+
+    async def write_to(self, call: grpc.aio.StreamStreamCall) -> str:
+        """Return why nothing more can be written."""
+        try:
+            while True:
+                await call.write(kv_link_request_to_proto(await self._queue.get()))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            return f"cannot write: {error}"
+
+    async def wait_closed(self) -> str:
+        await self._closed.wait()
+        return self._closed_because
+
+    def _put(self, message: KVLinkRequestMessage) -> None:
+        if self._queue.qsize() >= MAX_UNSENT:
+            self._end("too slow")
+        elif not self._closed.is_set():
+            self._queue.put_nowait(message)
+
+    def _end(self, reason: str) -> None:
+        self._closed_because = self._closed_because or reason
+        self._closed.set()
+
+
+class KvLinkPool:
+    """Owns the links of a ConsumerConnector and sends its heartbeats until `close`."""
+
+    def __init__(self, connector: ConsumerConnector) -> None:
+        """Serve the connector's wishes for links. Must run inside the event loop."""
+        self._connector = connector
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._backoff_s: dict[str, float] = {}
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+        self._ticker = asyncio.create_task(self._tick())
+        self._connector.bind_link_pool(self._request_link)
+
+    async def close(self) -> None:
+        """End every link and wait for their tasks."""
+        self._is_closed = True
+        tasks = [self._ticker, *self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _request_link(self, engine_id: str, host: str, port: int) -> None:
+        """Any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it this process
+            self._loop.call_soon_threadsafe(self._dial, engine_id, host, port)
+
+    def _dial(self, engine_id: str, host: str, port: int) -> None:
+        if self._is_closed:
+            self._connector.link_failed(engine_id, "shutdown")
+            return
+        before = self._tasks.get(engine_id)
+        link = self._serve_link(engine_id, f"{host}:{port}", before)
+        self._tasks[engine_id] = asyncio.create_task(link)
+
+    async def _serve_link(
+        self, engine_id: str, address: str, before: "asyncio.Task[None] | None"
+    ) -> None:
+        """Dial, shake hands, carry messages until the link ends."""
+        reason = "shutdown"
+        try:
+            if before is not None:
+                await asyncio.gather(before, return_exceptions=True)
+            await asyncio.sleep(self._backoff_s.get(engine_id, 0.0))
+            async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+                call: grpc.aio.StreamStreamCall = kv_grpc.KvTransferServiceStub(channel).KvLink()
+                try:
+                    link, outgoing = await asyncio.wait_for(
+                        self._shake_hands(engine_id, call), HANDSHAKE_S
+                    )
+                    reason = ""  # from here on link_lost tells how it ended
+                    await self._carry(call, link, outgoing)
+                finally:
+                    call.cancel()
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.TimeoutError:
+            reason = f"no welcome within {HANDSHAKE_S:g} s"
+        except (KVTransferError, InvalidRequestError) as error:
+            reason = error.message
+        finally:
+            if reason:
+                backoff_s = self._backoff_s.get(engine_id, 0.0)
+                self._backoff_s[engine_id] = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+                logger.warning("no KvLink to %s at %s: %s", engine_id, address, reason)
+                self._connector.link_failed(engine_id, reason)
+
+    async def _shake_hands(
+        self, engine_id: str, call: grpc.aio.StreamStreamCall
+    ) -> tuple[KVLink, _Outgoing]:
+        outgoing = _Outgoing()
+        await call.write(kv_link_request_to_proto(self._connector.hello()))
+        response = await call.read()
+        if not isinstance(response, kv_pb2.KvLinkResponse):  # EOF
+            raise KVTransferError("the stream ended before welcome")
+        welcome = kv_link_response_from_proto(response)
+        if not isinstance(welcome, KVLinkWelcome):
+            raise InvalidRequestError("the first message is not welcome", field="message")
+        link = self._connector.link_up(engine_id, welcome, outgoing)
+        logger.info("link %d to %s is up", link.number, engine_id)
+        self._backoff_s.pop(engine_id, None)
+        return link, outgoing
+
+    async def _carry(
+        self, call: grpc.aio.StreamStreamCall, link: KVLink, outgoing: _Outgoing
+    ) -> None:
+        """Carry messages until either side ends the link."""
+        tasks: list[asyncio.Task[str]] = [
+            asyncio.create_task(self._read(call, link)),
+            asyncio.create_task(outgoing.write_to(call)),
+            asyncio.create_task(outgoing.wait_closed()),
+        ]
+        reason = "shutdown"
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = done.pop().result()
+        finally:
+            self._connector.link_lost(link, reason)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, link: KVLink) -> str:
+        """Return why there is nothing more to read."""
+        try:
+            while isinstance(response := await call.read(), kv_pb2.KvLinkResponse):
+                self._connector.on_message(link, kv_link_response_from_proto(response))
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except InvalidRequestError as error:
+            return error.message
+        return "closed by P"
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._connector.on_tick()

@@ -1,0 +1,48 @@
+"""The prefill service: an EngineCore as KV producer behind gRPC."""
+
+import asyncio
+import functools
+import sys
+from collections.abc import Sequence
+
+from pdserve_common.config import parse_config
+from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.worker.process import Worker, WorkerContext, run_worker
+from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.loading import load_engine
+from pdserve_prefill.config import PrefillConfig
+from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; the process's exit status."""
+    config = parse_config(PrefillConfig, argv, prog="pdserve-prefill")
+    return run_worker(config, role="prefill", build=functools.partial(_build, config))
+
+
+async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
+    client = InprocEngineClient()
+    load = functools.partial(
+        load_engine,
+        config,
+        role="prefill",
+        engine_id=context.engine_id,
+        metrics=KVTransferMetrics(context.registry),
+        wakeup=client.wake,
+        take_aborts=client.take_aborts,
+    )
+    loaded = await asyncio.get_running_loop().run_in_executor(None, load)
+    recorder = EngineStatsRecorder(EngineMetrics(context.registry))
+    client.start(loaded, recorder)
+    worker = Worker(engine=client, died=client.died)
+    if isinstance(loaded.connector, ProducerConnector):
+        servicer = KvTransferServicer(loaded.connector)
+        worker.services[SERVICE_NAME] = servicer.add_to_server
+        worker.close = servicer.close
+    return worker
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""P's end of the KvLink: accepts decode workers and carries messages to and from the connector."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
+from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
+from pdserve_common.errors import InvalidRequestError, KVTransferError
+from pdserve_common.kv_types import (
+    KVLinkHello,
+    KVLinkRequestMessage,
+    KVLinkResponseMessage,
+)
+from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
+from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+from pdserve_engine.kv_transfer.producer import ProducerConnector
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "pdserve.v1.KvTransferService"
+HANDSHAKE_S = 5.0
+# A D that reads so slowly is as good as gone.
+MAX_UNSENT = 16384
+
+
+class _Outgoing:
+    """The KVLinkHandle of one stream: what is to be sent, until it is closed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[KVLinkResponseMessage | None] = asyncio.Queue()
+        self.closed_because = ""
+
+    def send(self, message: KVLinkResponseMessage) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
+            self._loop.call_soon_threadsafe(self._put, message)
+
+    def close(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, reason)
+
+    async def get(self) -> KVLinkResponseMessage | None:
+        """Return the next message, None once the stream is to end."""
+        return None if self.closed_because else await self._queue.get()
+
+    def _put(self, message: KVLinkResponseMessage) -> None:
+        if self._queue.qsize() >= MAX_UNSENT:
+            self._end("too slow")
+        elif not self.closed_because:
+            self._queue.put_nowait(message)
+
+    def _end(self, reason: str) -> None:
+        self.closed_because = self.closed_because or reason
+        self._queue.put_nowait(None)
+
+
+class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
+    """Serves KvLink, sends heartbeats and ends what is overdue until `close`."""
+
+    def __init__(self, connector: ProducerConnector) -> None:
+        """Must run inside the event loop."""
+        self._connector = connector
+        self._links: set[_Outgoing] = set()
+        self._ticker = asyncio.create_task(self._tick())
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        kv_grpc.add_KvTransferServiceServicer_to_server(self, server)
+
+    async def close(self) -> None:
+        """End every link; sessions end with them."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
+        for outgoing in list(self._links):
+            outgoing.close("shutdown")
+
+    async def KvLink(
+        self,
+        request_iterator: AsyncIterator[kv_pb2.KvLinkRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[kv_pb2.KvLinkResponse]:
+        outgoing = _Outgoing()
+        link = await self._accept(request_iterator, outgoing, context)
+        self._links.add(outgoing)
+        reader = asyncio.create_task(self._read(request_iterator, link, outgoing))
+        try:
+            while (message := await outgoing.get()) is not None:
+                yield kv_link_response_to_proto(message)
+        finally:
+            self._links.discard(outgoing)
+            self._connector.link_lost(link, outgoing.closed_because or "stream ended")
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _accept(
+        self,
+        requests: AsyncIterator[kv_pb2.KvLinkRequest],
+        outgoing: _Outgoing,
+        context: grpc.aio.ServicerContext,
+    ) -> KVLink:
+        try:
+            first = await asyncio.wait_for(_next(requests), HANDSHAKE_S)
+            hello = kv_link_request_from_proto(first)
+            if not isinstance(hello, KVLinkHello):
+                raise InvalidRequestError("the first message is not hello", field="message")
+            return self._connector.accept_link(hello, outgoing)
+        except KVTransferError as error:
+            logger.warning("refused a KvLink: %s", error.message)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except InvalidRequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except asyncio.TimeoutError:
+            message = f"no hello within {HANDSHAKE_S:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+        except StopAsyncIteration:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the stream ended before hello")
+        raise AssertionError("abort raises")
+
+    async def _read(
+        self,
+        requests: AsyncIterator[kv_pb2.KvLinkRequest],
+        link: KVLink,
+        outgoing: _Outgoing,
+    ) -> None:
+        reason = "closed by D"
+        try:
+            async for request in requests:
+                message: KVLinkRequestMessage = kv_link_request_from_proto(request)
+                self._connector.on_message(link, message)
+        except InvalidRequestError as error:
+            reason = error.message
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or "stream broke"
+        finally:
+            outgoing.close(reason)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._connector.on_tick()
+
+
+async def _next(requests: AsyncIterator[kv_pb2.KvLinkRequest]) -> kv_pb2.KvLinkRequest:
+    """`anext` as a coroutine, which wait_for wants."""
+    return await requests.__anext__()

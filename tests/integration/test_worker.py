@@ -1,0 +1,191 @@
+"""A worker as users of its stubs see it: EngineCoreService, health, reflection, bad input."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+
+GenerateRequest = service_pb2.EngineCoreServiceGenerateRequest
+
+
+@pytest.fixture(scope="module")
+def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=256)
+    with start_stack(model=model, dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture
+async def channel(stack: Any) -> AsyncIterator[grpc.aio.Channel]:
+    (decode,) = [worker for worker in stack.workers if worker.name == "decode-0"]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{decode.port}") as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.aio.Channel) -> Any:
+    return service_grpc.EngineCoreServiceStub(channel)
+
+
+def request(request_id: str = "r", **fields: Any) -> core_pb2.EngineCoreRequest:
+    message = core_pb2.EngineCoreRequest(
+        request_id=request_id, prompt_token_ids=fields.pop("prompt_token_ids", [5, 6, 7]), **fields
+    )
+    if not message.HasField("sampling_params"):
+        message.sampling_params.temperature = 0.0
+        message.sampling_params.max_tokens = 4
+        message.sampling_params.ignore_eos = True
+    return message
+
+
+async def test_generate_streams_one_request(stub: Any) -> None:
+    tokens: list[int] = []
+    async for response in stub.Generate(GenerateRequest(request=request()), timeout=10):
+        assert response.output.first_token_index == len(tokens)
+        tokens.extend(response.output.new_token_ids)
+        last = response.output
+    assert len(tokens) == 4
+    assert last.finish_reason == core_pb2.FINISH_REASON_LENGTH
+
+
+async def test_get_info_tells_what_the_worker_is(stub: Any) -> None:
+    info = (await stub.GetInfo(service_pb2.GetInfoRequest(), timeout=5)).info
+    assert info.engine_id == "decode-0"
+    assert info.role == service_pb2.WORKER_ROLE_DECODE
+    assert info.max_model_len == 256
+    assert len(info.epoch) == 32
+
+
+@pytest.mark.parametrize(
+    ("message", "detail"),
+    [
+        (request(prompt_token_ids=[]), "prompt is empty"),
+        (request(prompt_token_ids=[1] * 256), "prompt has 256 tokens, at most 255 fit"),
+        (request(prompt_token_ids=[300]), "prompt_token_ids has 300, token ids are 0 to 299"),
+        (request(request_id=""), "request_id has 0 characters"),
+        (request(resumable=True), "resumable is set: not served yet"),
+        (request(pooling_params=core_pb2.PoolingParams(task="embed")), "pooling_params is set"),
+        (
+            request(sampling_params=core_pb2.SamplingParams(temperature=-1.0)),
+            "temperature is -1.0, must be at least 0",
+        ),
+        (
+            request(sampling_params=core_pb2.SamplingParams(early_stopping=9)),  # type: ignore[arg-type]
+            "sampling_params.early_stopping is 9, known values are",
+        ),
+        (core_pb2.EngineCoreRequest(request_id="r"), "neither sampling_params nor pooling_params"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_name(
+    stub: Any, message: core_pb2.EngineCoreRequest, detail: str
+) -> None:
+    if message.HasField("pooling_params"):
+        message = core_pb2.EngineCoreRequest(
+            request_id="r", prompt_token_ids=[1], pooling_params=message.pooling_params
+        )
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(GenerateRequest(request=message), timeout=10):
+            pass
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert detail in error.value.details()
+
+
+async def test_an_oversized_message_is_refused(stub: Any) -> None:
+    huge = request(prompt_token_ids=[2**32 - 1] * 4_000_000)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(GenerateRequest(request=huge), timeout=10):
+            pass
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_attach_needs_a_hello_first(stub: Any) -> None:
+    call = stub.Attach(timeout=10)
+    await call.write(service_pb2.AttachRequest(add_request=request()))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in call:
+            pass
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "hello" in error.value.details()
+
+
+async def attach(stub: Any, router_id: str) -> Any:
+    call = stub.Attach(timeout=20)
+    hello = service_pb2.AttachHello(router_id=router_id, router_epoch="0" * 32)
+    await call.write(service_pb2.AttachRequest(hello=hello))
+    assert (await call.read()).WhichOneof("message") == "welcome"
+    return call
+
+
+async def outputs_of(call: Any, request_id: str) -> list[core_pb2.EngineCoreOutput]:
+    found = []
+    while True:
+        message = await asyncio.wait_for(call.read(), 10)
+        for output in message.outputs.outputs:
+            assert output.request_id == request_id, "an output of another router's request"
+            found.append(output)
+            if output.finish_reason:
+                return found
+
+
+async def test_two_routers_get_only_their_own_outputs(stub: Any) -> None:
+    calls = [await attach(stub, name) for name in ("one", "two")]
+    for index, call in enumerate(calls):
+        await call.write(service_pb2.AttachRequest(add_request=request(f"attached-{index}")))
+    for index, call in enumerate(calls):
+        outputs = await outputs_of(call, f"attached-{index}")
+        assert sum(len(output.new_token_ids) for output in outputs) == 4
+        call.cancel()
+
+
+async def test_a_bad_request_on_attach_ends_with_a_typed_error_and_the_stream_goes_on(
+    stub: Any,
+) -> None:
+    call = await attach(stub, "three")
+    bad = request("bad", prompt_token_ids=[])
+    await call.write(service_pb2.AttachRequest(add_request=bad))
+    (output,) = await outputs_of(call, "bad")
+    assert output.finish_reason == core_pb2.FINISH_REASON_ERROR
+    assert output.error.code == core_pb2.ERROR_CODE_INVALID_ARGUMENT
+    assert "prompt is empty" in output.error.message
+    await call.write(service_pb2.AttachRequest(add_request=request("good")))
+    assert (await outputs_of(call, "good"))[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
+    call.cancel()
+
+
+async def test_a_router_that_goes_away_takes_its_requests_with_it(stack: Any, stub: Any) -> None:
+    call = await attach(stub, "four")
+    long = request("long")
+    long.sampling_params.max_tokens = 240
+    await call.write(service_pb2.AttachRequest(add_request=long))
+    await asyncio.wait_for(call.read(), 10)
+    call.cancel()
+    stack.assert_idle()
+
+
+async def test_every_process_answers_health_and_reflection(stack: Any) -> None:
+    services = {
+        "router": "pdserve.v1.InferenceService",
+        "prefill-0": "pdserve.v1.KvTransferService",
+        "decode-0": "pdserve.v1.EngineCoreService",
+    }
+    for process in stack.processes:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", services[process.name]):
+                check = health_pb2.HealthCheckRequest(service=name)
+                response = await health.Check(check, timeout=5)
+                assert response.status == health_pb2.HealthCheckResponse.SERVING
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            ask = reflection_pb2.ServerReflectionRequest(list_services="")
+            answer = await reflection.ServerReflectionInfo(iter([ask]), timeout=5).read()
+            names = {service.name for service in answer.list_services_response.service}
+            assert services[process.name] in names

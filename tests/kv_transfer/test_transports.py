@@ -1,0 +1,203 @@
+"""The contract of KVTransport, kept by all of them."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve_common.errors import KVTransferError
+from pdserve_common.kv_types import KVLinkWelcome
+from pdserve_engine.kv_cache import KVCache
+from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
+from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.local import LocalRegistry
+
+
+@dataclass
+class Two:
+    """P's transport and D's, connected."""
+
+    kit: SimpleNamespace
+    p: KVTransport
+    d: KVTransport
+    p_pool: KVCache
+    d_pool: KVCache
+    welcome: KVLinkWelcome
+    peer: str
+    lost: list[str]
+
+    def read(self, remote: list[int], local: list[int]) -> ReadResult:
+        landed = self.kit.Landed()
+        self.d.read(self.peer, remote, local, 5.0, landed.on_done, landed.on_stall)
+        self.kit.wait_until(lambda: landed.results)
+        assert len(landed.results) == 1
+        return landed.results[0]
+
+
+@pytest.fixture
+def two(kind: str, kit: SimpleNamespace) -> Iterator[Two]:
+    registry = LocalRegistry()
+    pools = [kit.make_pool(1), kit.make_pool(2)]
+    identities = [kit.make_identity("p0"), kit.make_identity("d0")]
+    p, d = (make_transport(kind, identity, registry=registry) for identity in identities)
+    p.register(pools[0])
+    d.register(pools[1])
+    welcome = kit.welcome_of(identities[0], p)
+    lost: list[str] = []
+    p.expect_peer()
+    yield Two(kit, p, d, *pools, welcome, d.add_peer(welcome, lost.append), lost)
+    d.close()
+    p.close()
+
+
+def block_sets(n: int) -> list[tuple[list[int], list[int]]]:
+    rng = random.Random(3)
+    return [
+        ([5], [9]),
+        (list(range(8, 24)), list(range(30, 46))),  # neighbours, which may be merged
+        (rng.sample(range(n), 17), rng.sample(range(n), 17)),
+        ([7, 7, 7], [1, 3, 5]),
+        (list(range(n)), rng.sample(range(n), n)),  # the full pool
+    ]
+
+
+def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -> None:
+    for remote, local in block_sets(kit.NUM_BLOCKS):
+        expected = two.d_pool.tensor.clone()
+        expected[local] = two.p_pool.tensor[remote]
+        result = two.read(remote, local)
+        assert result.is_ok, result.error
+        assert result.num_bytes == len(remote) * two.p_pool.block_bytes
+        assert result.transport in ("local", "shm")
+        assert torch.equal(two.d_pool.tensor, expected)
+    assert two.d.num_pending_reads() == 0
+    assert two.lost == []
+
+
+def test_many_reads_at_once_all_land_once(two: Two, kit: SimpleNamespace) -> None:
+    landed = kit.Landed()
+    for i in range(kit.NUM_BLOCKS):
+        two.d.read(two.peer, [i], [i], 5.0, landed.on_done, landed.on_stall)
+    kit.wait_until(lambda: two.d.num_pending_reads() == 0)
+    kit.wait_until(lambda: len(landed.results) == kit.NUM_BLOCKS)
+    assert all(result.is_ok for result in landed.results)
+    assert torch.equal(two.d_pool.tensor, two.p_pool.tensor)
+    assert landed.stalls == []
+
+
+@pytest.mark.parametrize(
+    ("remote", "local"), [([64], [0]), ([0], [64]), ([-1], [0]), ([0], [-1]), ([0, 1], [0])]
+)
+def test_block_ids_that_are_not_in_the_pools_are_refused(
+    two: Two, kit: SimpleNamespace, remote: list[int], local: list[int]
+) -> None:
+    landed = kit.Landed()
+    with pytest.raises(KVTransferError, match="block ids"):
+        two.d.read(two.peer, remote, local, 5.0, landed.on_done, landed.on_stall)
+    assert two.d.num_pending_reads() == 0
+    assert two.read([3], [4]).is_ok
+
+
+def test_unknown_and_removed_peers_are_refused(two: Two, kit: SimpleNamespace) -> None:
+    landed = kit.Landed()
+    two.d.remove_peer("nobody")
+    two.d.remove_peer(two.peer)
+    for peer in ("nobody", two.peer):
+        with pytest.raises(KVTransferError, match="no connection"):
+            two.d.read(peer, [0], [0], 5.0, landed.on_done, landed.on_stall)
+
+
+def test_removing_a_peer_ends_its_reads_once_each(two: Two, kit: SimpleNamespace) -> None:
+    landed = kit.Landed()
+    everything = list(range(kit.NUM_BLOCKS))
+    for _ in range(20):
+        two.d.read(two.peer, everything, everything, 5.0, landed.on_done, landed.on_stall)
+    two.d.remove_peer(two.peer)
+    kit.wait_until(lambda: len(landed.results) == 20)
+    assert two.d.num_pending_reads() == 0
+    assert all(result.is_ok or "closed" in result.error for result in landed.results)
+
+
+def test_a_peer_can_come_back(two: Two) -> None:
+    assert two.read([1], [2]).is_ok
+    two.d.remove_peer(two.peer)
+    two.p.expect_peer()
+    two.peer = two.d.add_peer(two.welcome, two.lost.append)
+    assert two.read([3], [4]).is_ok
+    assert torch.equal(two.d_pool.tensor[4], two.p_pool.tensor[3])
+
+
+def test_close_lands_or_fails_what_is_pending(two: Two, kit: SimpleNamespace) -> None:
+    landed = kit.Landed()
+    everything = list(range(kit.NUM_BLOCKS))
+    for _ in range(20):
+        two.d.read(two.peer, everything, everything, 5.0, landed.on_done, landed.on_stall)
+    two.d.close()
+    assert len(landed.results) == 20
+    assert two.d.num_pending_reads() == 0
+    with pytest.raises(KVTransferError):
+        two.d.read(two.peer, [0], [0], 5.0, landed.on_done, landed.on_stall)
+
+
+def test_a_closed_p_fails_the_read_and_the_peer(two: Two, kit: SimpleNamespace, kind: str) -> None:
+    if kind == "nixl":
+        pytest.skip("a P in this process keeps its memory; see test_kv_link.py for a killed one")
+    two.p.close()
+    assert not two.read([1], [2]).is_ok
+    assert kit.wait_until(lambda: two.lost) == [f"{two.peer.split('#')[0]} is gone"]
+
+
+@pytest.mark.parametrize("kind", ["nixl"])
+def test_a_peer_that_does_not_answer_is_lost(two: Two, kit: SimpleNamespace) -> None:
+    endpoint = replace(two.welcome.endpoint, nixl_metadata=b"garbage")
+    lost: list[str] = []
+    landed = kit.Landed()
+    peer = two.d.add_peer(replace(two.welcome, epoch="other", endpoint=endpoint), lost.append)
+    kit.wait_until(lambda: lost)
+    assert "cannot connect" in lost[0]
+    with pytest.raises(KVTransferError):
+        two.d.read(peer, [0], [0], 5.0, landed.on_done, landed.on_stall)
+    assert two.read([1], [2]).is_ok
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda region: replace(region, num_blocks=0),
+        lambda region: replace(region, first_block=1),
+        lambda region: replace(region, base_address=(1 << 64) - 1),
+    ],
+)
+def test_regions_that_make_no_sense_are_refused(two: Two, change: Callable[[Any], Any]) -> None:
+    regions = tuple(change(region) for region in two.welcome.endpoint.regions)
+    endpoint = replace(two.welcome.endpoint, regions=regions)
+    with pytest.raises(KVTransferError, match="memory region"):
+        two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
+
+
+def test_a_transport_gives_back_its_descriptors_and_threads(
+    kind: str, kit: SimpleNamespace
+) -> None:
+    def use() -> None:
+        registry = LocalRegistry()
+        identity = kit.make_identity("p0")
+        p = make_transport(kind, identity, registry=registry)
+        d = make_transport(kind, kit.make_identity("d0"), registry=registry)
+        p.register(kit.make_pool(1))
+        d.register(kit.make_pool(2))
+        p.expect_peer()
+        peer = d.add_peer(kit.welcome_of(identity, p), lambda reason: None)
+        landed = kit.Landed()
+        d.read(peer, [0], [0], 5.0, landed.on_done, landed.on_stall)
+        kit.wait_until(lambda: landed.results)
+        d.close()
+        p.close()
+
+    use()
+    before = kit.num_fds()
+    use()
+    assert kit.num_fds() <= before

@@ -1,0 +1,207 @@
+"""A router in this process over fake workers, a small tokenizer, and a check that no task leaks."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_worker import EOS, FakeWorker
+
+from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
+from pdserve_common.engine_types import WorkerRole
+from pdserve_router.config import RouterConfig
+from pdserve_router.server import RouterServer
+from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.worker_client import LinkTimings
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, this is a test of text",
+    "你好、世界。今天天气很好、我们去公园。",
+    "emoji 😀🎉👩‍👩‍👧‍👦 and naïve café",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER_TEXT = "hello world, the quick fox"
+TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+async def no_task_leaks() -> AsyncIterator[None]:
+    """Every test must leave the event loop as empty as it found it."""
+    before = asyncio.all_tasks()
+    yield
+    for _ in range(50):
+        left = asyncio.all_tasks() - before - {asyncio.current_task()}
+        if not left:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"tasks left: {left}")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer: few merges, so that characters are split across tokens."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    backend = BackendTokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(str(model_dir))
+    assert tokenizer.backend.token_to_id("<|eos|>") == EOS
+    yield tokenizer
+    tokenizer.close()
+
+
+class Stack:
+    """A router and its workers."""
+
+    def __init__(self, server: RouterServer, prefills: list, decodes: list, channel) -> None:
+        self.server = server
+        self.prefills: list[FakeWorker] = prefills
+        self.decodes: list[FakeWorker] = decodes
+        self.channel = channel
+        self.stub = inference_grpc.InferenceServiceStub(channel)
+        self.url = f"http://127.0.0.1:{server.http_port}"
+
+    @property
+    def prefill(self) -> FakeWorker:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeWorker:
+        return self.decodes[0]
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefills, *self.decodes]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.server.registry.get_sample_value(name, labels) or 0.0
+
+    async def assert_idle(self) -> None:
+        """No request is left anywhere."""
+        await until(lambda: self.server.router.num_in_flight == 0)
+        await until(lambda: all(worker.num_running == 0 for worker in self.workers))
+        assert self.metric("pdserve_requests_in_flight") == 0
+        assert self.server.router._num_queued == 0
+        for client in (*self.server.pool.prefill, *self.server.pool.decode):
+            assert client.num_in_flight == 0
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait for something that is about to become true."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "timed out"
+        await asyncio.sleep(0.005)
+
+
+StartStack = Callable[..., "contextlib.AbstractAsyncContextManager[Stack]"]
+
+
+class NoMetricsServer:
+    """The real one takes half a second to close; test_server has it."""
+
+    port = 0
+
+    def __init__(self, host: str, port: int, registry: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def start_stack(
+    model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> StartStack:
+    """async with start_stack(prefill=1, decode=1, answer="text", **config) as stack"""
+    monkeypatch.setattr("pdserve_router.server.MetricsServer", NoMetricsServer)
+
+    @contextlib.asynccontextmanager
+    async def start(
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        answer: str | Sequence[int] = ANSWER_TEXT,
+        wait: bool = True,
+        info: dict[str, object] | None = None,
+        channel_options: Sequence[tuple[str, object]] = (),
+        **config: object,
+    ) -> AsyncIterator[Stack]:
+        tokens = tokenizer.backend.encode(answer).ids if isinstance(answer, str) else answer
+
+        def worker(role: WorkerRole, number: int) -> FakeWorker:
+            fields = {"engine_id": f"{role.name.lower()}-{number}", **(info or {})}
+            size = tokenizer.vocab_size
+            return FakeWorker(role, vocab_size=size, answer=tokens, **fields)
+
+        prefills = [worker(WorkerRole.PREFILL, i) for i in range(prefill)]
+        decodes = [worker(WorkerRole.DECODE, i) for i in range(decode)]
+        async with contextlib.AsyncExitStack() as stack:
+            for fake in (*prefills, *decodes):
+                await fake.start()
+                stack.push_async_callback(fake.stop)
+            defaults: dict[str, object] = {
+                "host": "127.0.0.1",
+                "grpc_port": 0,
+                "http_port": 0,
+                "metrics_port": 0,
+            }
+            server = RouterServer(
+                RouterConfig(
+                    model=str(model_dir),
+                    prefill=tuple(fake.address for fake in prefills),
+                    decode=tuple(fake.address for fake in decodes),
+                    **{**defaults, **config},
+                ),
+                timings=TIMINGS,
+            )
+            stack.push_async_callback(server.stop, 0.2)
+            await server.start()
+            channel = grpc.aio.insecure_channel(
+                f"127.0.0.1:{server.grpc_port}", options=list(channel_options)
+            )
+            stack.push_async_callback(channel.close)
+            if wait:
+                clients = (*server.pool.prefill, *server.pool.decode)
+                await until(lambda: all(client.is_ready for client in clients))
+            yield Stack(server, prefills, decodes, channel)
+
+    return start
+
+
+@pytest.fixture
+async def stack(start_stack: StartStack) -> AsyncIterator[Stack]:
+    """One router, one prefill and one decode worker; idle again at the end."""
+    async with start_stack() as stack:
+        yield stack
+        await stack.assert_idle()

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from pdserve_common.config import parse_config, to_flags
+from pdserve_router.config import RouterConfig
+
+
+def config(path: Path, **fields: object) -> RouterConfig:
+    return RouterConfig(**{"model": str(path), "decode": ("d:1",), **fields})
+
+
+def test_flags_round_trip(tmp_path) -> None:
+    wanted = config(tmp_path, prefill=("a:1", "b:2"), disaggregation=False, http_port=0)
+    assert parse_config(RouterConfig, to_flags(wanted), prog="x", environ={}) == wanted
+
+
+def test_the_model_is_named_after_its_directory_unless_told_otherwise(tmp_path) -> None:
+    assert config(tmp_path / ".").model_name == tmp_path.name
+    assert config(tmp_path, served_model_name="m").model_name == "m"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "/nowhere"}, "model must be a directory"),
+        ({"model": ""}, "model must be a directory"),
+        ({"decode": ()}, "decode needs at least one worker"),
+        ({"prefill": ("host",)}, "must be host:port, got 'host'"),
+        ({"prefill": ("host:0",)}, "must be host:port"),
+        ({"prefill": ("d:1",)}, "listed twice: d:1"),
+        ({"routing_policy": "best"}, "known are power_of_two, round_robin"),
+        ({"http_port": 70000}, "http_port is 70000"),
+        ({"client_stall_timeout_s": 0.0}, "client_stall_timeout_s is 0.0, must be above 0"),
+        ({"max_deadline_s": 1.0}, "at least default_deadline_s"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout_s is -1.0"),
+    ],
+)
+def test_a_bad_value_is_named(tmp_path, fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **fields)

@@ -1,0 +1,133 @@
+import random
+import time
+
+import pytest
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
+
+from pdserve_router.detokenizer import Detokenizer
+from pdserve_router.tokenizer import Tokenizer
+
+TEXTS = (
+    "hello world",
+    "你好、世界。今天天气很好",
+    "emoji 😀🎉👩‍👩‍👧‍👦 mixed with text 🏳️‍🌈!",
+    "naïve café \n\t  spaces   and\r\nlines",
+    "ελληνικά עברית हिन्दी 한국어 𐍈𝄞",
+    "",
+)
+
+
+def detokenize(tokenizer: Tokenizer, token_ids: list[int], **options) -> tuple[str, list[str]]:
+    skipped = tokenizer.special_token_ids if options.pop("skip", True) else frozenset()
+    detokenizer = Detokenizer(tokenizer.backend, skipped=skipped, **options)
+    pieces = []
+    for token_id in token_ids:
+        pieces.append(detokenizer.push(token_id))
+        if detokenizer.stop_string is not None:
+            break
+    pieces.append(detokenizer.finish())
+    return "".join(pieces), pieces
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text) -> None:
+    token_ids = tokenizer.backend.encode(text).ids
+    joined, pieces = detokenize(tokenizer, token_ids)
+    assert joined == text == tokenizer.decode(token_ids)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_character_of_four_tokens_comes_at_once(tokenizer) -> None:
+    token_ids = tokenizer.backend.encode("𐍈").ids
+    assert len(token_ids) >= 3
+    _, pieces = detokenize(tokenizer, token_ids)
+    assert pieces == [""] * (len(token_ids) - 1) + ["𐍈", ""]
+
+
+def test_an_unfinished_character_is_flushed_at_the_end(tokenizer) -> None:
+    token_ids = tokenizer.backend.encode("ok 𐍈").ids[:-1]
+    joined, pieces = detokenize(tokenizer, token_ids)
+    assert joined == tokenizer.decode(token_ids)
+    assert pieces[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_tokens_never_fail_and_lose_no_valid_text(tokenizer, seed) -> None:
+    rng = random.Random(seed)
+    token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(200)]
+    joined, _ = detokenize(tokenizer, token_ids, skip=False)
+
+    def valid(text: str) -> str:
+        return text.replace("\N{REPLACEMENT CHARACTER}", "")
+
+    # Where bytes are no UTF-8 only the number of replacement characters may differ.
+    assert valid(joined) == valid(tokenizer.decode(token_ids))
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer) -> None:
+    token_ids = tokenizer.backend.encode("<|im_start|>hello<|im_end|> world").ids
+    assert detokenize(tokenizer, token_ids)[0] == "hello world"
+    kept, _ = detokenize(tokenizer, token_ids, skip=False)
+    assert kept == "<|im_start|>hello<|im_end|> world"
+
+
+@pytest.mark.parametrize("kind", ["invalid byte", "skipped special token"])
+def test_tokens_without_text_cost_no_more_the_longer_they_last(tokenizer, kind) -> None:
+    token_id = 2
+    if kind == "invalid byte":
+        token_id = next(
+            i for i in range(4, tokenizer.vocab_size) if tokenizer.decode([i]) == "\ufffd"
+        )
+    began = time.perf_counter()
+    detokenize(tokenizer, [token_id] * 20_000)
+    # Quadratic it would take a minute.
+    assert time.perf_counter() - began < 5
+
+
+def test_a_sentencepiece_style_decoder_keeps_its_spaces() -> None:
+    vocab = {"<unk>": 0, "▁hello": 1, "▁world": 2, "s": 3, "▁": 4}
+    backend = BackendTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    detokenizer = Detokenizer(backend, skipped=frozenset())
+    pieces = [detokenizer.push(i) for i in (1, 2, 3, 2)]
+    assert pieces == ["hello", " world", "s", " world"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "expected"),
+    [
+        (["fox"], False, "the quick brown "),
+        (["fox"], True, "the quick brown fox"),
+        (["k bro"], False, "the quic"),
+        (["zebra"], False, "the quick brown fox jumps"),
+        (["jump", "quick"], False, "the "),
+        (["the"], False, ""),
+        (["quick", "quick brown"], True, "the quick"),
+        (["jumps!", "umps?", "mps."], False, "the quick brown fox jumps"),
+    ],
+)
+def test_stop_strings_end_the_text_across_token_borders(tokenizer, stop, include, expected) -> None:
+    token_ids = [
+        token for c in "the quick brown fox jumps" for token in tokenizer.backend.encode(c).ids
+    ]
+    joined, pieces = detokenize(tokenizer, token_ids, stops=stop, include_stop=include)
+    assert joined == expected
+    # What went out was never taken back.
+    assert all(expected.startswith("".join(pieces[:i])) for i in range(len(pieces)))
+
+
+def test_only_what_may_become_a_stop_string_is_held_back(tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer.backend, skipped=frozenset(), stops=["abab!"])
+    encoded = [tokenizer.backend.encode(c).ids[0] for c in "xababab?"]
+    assert [detokenizer.push(i) for i in encoded] == ["x", "", "", "", "", "ab", "", "abab?"]
+
+
+def test_a_stop_string_in_multi_byte_text(tokenizer) -> None:
+    token_ids = tokenizer.backend.encode("今天天气很好、我们").ids
+    assert detokenize(tokenizer, token_ids, stops=["很好"])[0] == "今天天气"
+
+
+def test_min_tokens_are_not_searched_for_stop_strings(tokenizer) -> None:
+    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "abcabc"]
+    assert detokenize(tokenizer, token_ids, stops=["b"], min_tokens=3)[0] == "abca"

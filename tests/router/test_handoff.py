@@ -1,0 +1,357 @@
+"""A request's life over real streams: both legs, their ends, and every way to lose one."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import grpc
+import pytest
+from fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
+
+from conftest import ANSWER_TEXT, until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+
+
+def request(**fields) -> pb2.GenerateRequest:
+    fields.setdefault("text", "hello")
+    params = core.SamplingParams(**fields.pop("params", {}))
+    return pb2.GenerateRequest(sampling_params=params, **fields)
+
+
+async def generate(stack, timeout=None, **fields) -> list[pb2.RequestOutput]:
+    call = stack.stub.Generate(request(**fields), timeout=timeout)
+    outputs = [response.output async for response in call]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs
+
+
+def text_of(outputs) -> str:
+    return "".join(output.outputs[0].text for output in outputs)
+
+
+def ending(outputs):
+    return outputs[-1].outputs[0]
+
+
+async def hang(running) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_both_legs_get_the_same_request_and_each_other(stack) -> None:
+    await generate(stack)
+    (to_prefill,), (to_decode,) = stack.prefill.requests, stack.decode.requests
+    assert to_prefill.request_id == to_decode.request_id
+    assert to_prefill.prompt_token_ids == to_decode.prompt_token_ids
+    assert to_prefill.sampling_params == to_decode.sampling_params
+    leg = to_prefill.kv_transfer_params
+    assert (leg.do_remote_decode, leg.do_remote_prefill) == (True, False)
+    assert leg.remote_engine_id == "decode-0"
+    assert f"{leg.remote_host}:{leg.remote_port}" == stack.decode.address
+    leg = to_decode.kv_transfer_params
+    assert (leg.do_remote_decode, leg.do_remote_prefill) == (False, True)
+    assert leg.remote_engine_id == "prefill-0"
+    assert f"{leg.remote_host}:{leg.remote_port}" == stack.prefill.address
+
+
+async def test_the_stream_is_the_answer_once_and_in_order(stack, tokenizer) -> None:
+    outputs = await generate(stack)
+    token_ids = [t for output in outputs for t in output.outputs[0].token_ids]
+    assert token_ids == [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+    assert text_of(outputs) == ANSWER_TEXT
+    assert ending(outputs).finish_reason == core.FINISH_REASON_STOP
+    assert len(outputs) > 3
+    assert outputs[-1].usage.num_output_tokens == len(token_ids)
+    assert outputs[-1].usage.num_cached_tokens == PREFILL_STATS.num_cached_tokens
+    # D's first output repeats P's token.
+    assert stack.metric("pdserve_duplicate_tokens_total", match="true") == 1
+    assert stack.metric("pdserve_handoffs_total", outcome="completed") == 1
+
+
+async def test_the_first_token_comes_from_prefill_while_decode_waits(stack) -> None:
+    stack.decode.behave = hang
+    call = stack.stub.Generate(request())
+    first = await call.read()
+    assert len(first.output.outputs[0].token_ids) == 1
+    call.cancel()
+
+
+async def test_nothing_is_aborted_when_all_goes_well(stack) -> None:
+    await generate(stack)
+    assert stack.prefill.aborted == stack.decode.aborted == []
+
+
+async def test_an_answer_that_ends_at_prefill_aborts_the_decode_leg(start_stack) -> None:
+    async with start_stack(answer=()) as stack:
+        outputs = await generate(stack)
+        assert ending(outputs).finish_reason == core.FINISH_REASON_STOP
+        assert list(ending(outputs).token_ids) == [EOS]
+        await until(lambda: len(stack.decode.aborted) == 1)
+        assert stack.prefill.aborted == []
+        assert stack.metric("pdserve_handoffs_total", outcome="ended_at_prefill") == 1
+        await stack.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("config", "params", "reason"),
+    [
+        ({"prefill": 0}, {}, "no_prefill_worker"),
+        ({"disaggregation": False}, {}, "disabled"),
+        ({}, {"max_tokens": 1}, "max_tokens_1"),
+    ],
+)
+async def test_decode_serves_alone_for_a_visible_reason(start_stack, config, params, reason):
+    async with start_stack(**config) as stack:
+        outputs = await generate(stack, params=params)
+        assert outputs[-1].metrics.path == "local"
+        assert outputs[-1].metrics.prefill_engine_id == ""
+        (leg,) = stack.decode.requests
+        assert leg.kv_transfer_params is None
+        assert all(not worker.requests for worker in stack.prefills)
+        labels = {"path": "local", "reason": reason}
+        assert stack.metric("pdserve_requests_routed_total", **labels) == 1
+        await stack.assert_idle()
+
+
+async def test_workers_with_other_kv_are_not_paired(start_stack) -> None:
+    async with start_stack() as stack:
+        stack.prefill.info = replace(stack.prefill.info, kv_compatibility_hash="other")
+        stack.prefill.cut()
+        await until(lambda: len(stack.prefill.hellos) == 2)
+        await until(lambda: stack.server.pool.prefill[0].is_ready)
+        outputs = await generate(stack)
+        assert outputs[-1].metrics.path == "local"
+
+
+async def test_without_a_decode_worker_a_request_fails_at_once(start_stack) -> None:
+    async with start_stack(wait=False) as stack:
+        await stack.decode.stop()
+        await until(lambda: stack.server.pool.prefill[0].is_ready)
+        await until(lambda: not stack.server.pool.decode[0].is_ready)
+        began = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no decode worker is ready" in caught.value.details()
+        assert time.monotonic() - began < 1
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+
+
+def failing(error_code, *, after=None):
+    """Answer with an error, after `after` did its part."""
+
+    async def behave(running) -> None:
+        if after is not None:
+            after(running)
+        error = EngineError(code=error_code, message="broken on purpose", is_retryable=True)
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    return behave
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_that_fails_ends_the_request_and_the_other_leg(stack, role) -> None:
+    broken = getattr(stack, role)
+    other = stack.decode if role == "prefill" else stack.prefill
+    broken.behave = failing(ErrorCode.KV_TRANSFER_FAILED)
+    other.behave = hang
+    outputs = await generate(stack)
+    assert ending(outputs).finish_reason == core.FINISH_REASON_ERROR
+    assert ending(outputs).error.code == core.ERROR_CODE_KV_TRANSFER_FAILED
+    assert ending(outputs).error.message == "broken on purpose"
+    assert ending(outputs).error.retryable
+    await until(lambda: len(other.aborted) == 1)
+    assert stack.metric("pdserve_handoffs_total", outcome=f"{role}_failed") == 1
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+
+
+async def test_decode_failing_after_the_handoff_keeps_the_first_token(stack) -> None:
+    async def fail_later(running) -> None:
+        await asyncio.sleep(0.05)
+        await failing(ErrorCode.KV_EXPIRED)(running)
+
+    stack.decode.behave = fail_later
+    outputs = await generate(stack)
+    assert len(outputs[0].outputs[0].token_ids) == 1
+    assert ending(outputs).error.code == core.ERROR_CODE_KV_EXPIRED
+    # P may still hold the blocks that D did not fetch.
+    await until(lambda: len(stack.prefill.aborted) == 1)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_dies_ends_its_requests_with_one_error(start_stack, role) -> None:
+    async with start_stack() as stack:
+        stack.prefill.behave = stack.decode.behave = hang
+        task = asyncio.create_task(generate(stack))
+        await until(lambda: stack.prefill.num_running + stack.decode.num_running == 2)
+        await getattr(stack, role).stop()
+        outputs = await task
+        assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
+        await stack.assert_idle()
+
+
+async def test_prefill_dying_after_the_handoff_is_not_noticed(start_stack) -> None:
+    async with start_stack() as stack:
+        stack.decode.step_s = 0.02
+        call = stack.stub.Generate(request())
+        responses = [await call.read()]
+        await stack.prefill.stop()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            responses.append(response)
+        assert text_of([r.output for r in responses]) == ANSWER_TEXT
+
+
+async def test_an_abort_that_nobody_asked_for_is_an_error(stack) -> None:
+    async def give_up(running) -> None:
+        running.emit(at=0, finish=FinishReason.ABORT)
+
+    stack.decode.behave = give_up
+    stack.prefill.behave = hang
+    outputs = await generate(stack)
+    assert ending(outputs).finish_reason == core.FINISH_REASON_ERROR
+    assert "ended the request: abort" in ending(outputs).error.message
+
+
+async def test_a_gap_ends_the_request_with_an_error(stack) -> None:
+    async def skip(running) -> None:
+        await asyncio.sleep(0.05)
+        running.emit(9, at=3)
+        await hang(running)
+
+    stack.decode.behave = skip
+    outputs = await generate(stack)
+    assert ending(outputs).error.code == core.ERROR_CODE_INTERNAL
+    assert "are missing" in ending(outputs).error.message
+    await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_a_contradicting_duplicate_ends_the_request_with_an_error(stack) -> None:
+    async def contradict(running) -> None:
+        await asyncio.sleep(0.05)
+        running.emit(250, 251, at=0)
+        await hang(running)
+
+    stack.decode.behave = contradict
+    outputs = await generate(stack)
+    assert "differently from what was delivered" in ending(outputs).error.message
+    assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 1
+
+
+async def test_outputs_of_an_old_attempt_are_dropped(stack) -> None:
+    async def noisy(running) -> None:
+        running.emit(250, at=0, attempt=7)
+        await decode(running)
+
+    stack.decode.behave = noisy
+    assert text_of(await generate(stack)) == ANSWER_TEXT
+
+
+async def test_a_stop_string_ends_both_legs(stack) -> None:
+    stack.decode.step_s = 0.01
+    outputs = await generate(stack, params={"stop": ["world"]})
+    assert text_of(outputs) == "hello "
+    assert ending(outputs).finish_reason == core.FINISH_REASON_STOP
+    assert ending(outputs).stop_string == "world"
+    await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_cancelling_aborts_both_legs(stack) -> None:
+    async def half(running) -> None:
+        await prefill(running)
+        await hang(running)
+
+    stack.prefill.behave = half
+    stack.decode.behave = hang
+    call = stack.stub.Generate(request())
+    await call.read()
+    call.cancel()
+    await until(lambda: stack.prefill.aborted and stack.decode.aborted, timeout_s=1)
+    await stack.assert_idle()
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
+    assert stack.metric("pdserve_handoffs_total", outcome="aborted") == 1
+
+
+async def test_a_client_that_vanishes_aborts_both_legs(stack) -> None:
+    stack.prefill.behave = stack.decode.behave = hang
+    task = asyncio.create_task(generate(stack))
+    await until(lambda: stack.prefill.num_running + stack.decode.num_running == 2)
+    await stack.channel.close()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: stack.prefill.aborted and stack.decode.aborted, timeout_s=1)
+
+
+async def test_a_deadline_of_the_call_ends_it_on_every_worker(stack) -> None:
+    stack.prefill.behave = stack.decode.behave = hang
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stack, timeout=0.3)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: stack.prefill.aborted and stack.decode.aborted, timeout_s=1)
+    assert stack.decode.requests[0].deadline == pytest.approx(time.monotonic(), abs=0.3)
+
+
+async def test_the_default_deadline_ends_with_a_typed_error(start_stack) -> None:
+    async with start_stack(default_deadline_s=0.2) as stack:
+        stack.decode.behave = hang
+        outputs = await generate(stack)
+        assert len(outputs[0].outputs[0].token_ids) == 1
+        assert ending(outputs).finish_reason == core.FINISH_REASON_ERROR
+        assert ending(outputs).error.code == core.ERROR_CODE_DEADLINE_EXCEEDED
+        await until(lambda: stack.prefill.aborted and stack.decode.aborted)
+        await stack.assert_idle()
+
+
+async def test_requests_spread_over_the_workers(start_stack) -> None:
+    async with start_stack(prefill=2, decode=2) as stack:
+        await asyncio.gather(*(generate(stack) for _ in range(8)))
+        assert [len(worker.requests) for worker in stack.workers] == [4, 4, 4, 4]
+
+
+async def test_a_lost_worker_gets_no_more_requests(start_stack) -> None:
+    async with start_stack(prefill=2, decode=2) as stack:
+        await stack.decodes[0].stop()
+        await until(lambda: not stack.server.pool.decode[0].is_ready)
+        for _ in range(4):
+            assert text_of(await generate(stack)) == ANSWER_TEXT
+        assert len(stack.decodes[1].requests) == 4
+        assert stack.metric("pdserve_workers", role="decode", state="down") == 1
+        assert stack.metric("pdserve_workers", role="decode", state="ready") == 1
+
+
+async def test_the_metrics_of_a_request_sum_and_reach_the_client(stack) -> None:
+    stack.prefill.step_s = stack.decode.step_s = 0.005
+    outputs = await generate(stack)
+    metrics = outputs[-1].metrics
+    for total, stages in (("ttft", TTFT_STAGES), ("first_itl", FIRST_ITL_STAGES)):
+        parts = [getattr(metrics, f"{stage}_ns") for stage in stages]
+        assert sum(parts) == getattr(metrics, f"{total}_ns") > 0
+    assert metrics.prefill_queue_ns == PREFILL_STATS.queue_s * 1e9
+    assert metrics.prefill_ns == PREFILL_STATS.prefill_s * 1e9
+    assert metrics.kv_transfer_exposed_ns == KV_STATS.exposed_s * 1e9
+    assert metrics.kv_transfer_bytes == KV_STATS.num_bytes
+    assert metrics.kv_transport == "shm"
+    assert metrics.e2e_ns >= metrics.ttft_ns + metrics.first_itl_ns
+    assert metrics.path == "disaggregated"
+    assert (metrics.prefill_engine_id, metrics.decode_engine_id) == ("prefill-0", "decode-0")
+    for stage in (*TTFT_STAGES, *FIRST_ITL_STAGES, "kv_transfer"):
+        assert stack.metric("pdserve_request_stage_seconds_count", stage=stage) == 1
+    ttft = {"model": "tiny", "path": "disaggregated"}
+    stage_sum = sum(
+        stack.metric("pdserve_request_stage_seconds_sum", stage=stage) for stage in TTFT_STAGES
+    )
+    assert stage_sum == pytest.approx(
+        stack.metric("pdserve_time_to_first_token_seconds_sum", **ttft)
+    )
+    assert stack.metric("pdserve_generation_tokens_total", model="tiny") == (
+        outputs[-1].usage.num_output_tokens
+    )
+
+
+async def test_two_hundred_streams_at_once(start_stack) -> None:
+    async with start_stack(prefill=2, decode=2) as stack:
+        results = await asyncio.gather(*(generate(stack) for _ in range(200)))
+        assert {text_of(outputs) for outputs in results} == {ANSWER_TEXT}
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="stop") == 200
+        assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 0
+        await stack.assert_idle()

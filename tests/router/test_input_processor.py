@@ -1,0 +1,130 @@
+import asyncio
+import time
+
+import pytest
+
+from pdserve_common.engine_types import SamplingParams
+from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_router.input_processor import ChatMessage, GenerationRequest, InputProcessor
+from pdserve_router.worker_pool import ModelLimits
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))
+
+
+@pytest.fixture
+def processor(tokenizer) -> InputProcessor:
+    return InputProcessor(tokenizer, model_name="tiny", default_deadline_s=60, max_deadline_s=90)
+
+
+def request(**fields) -> GenerationRequest:
+    prompt = {} if fields.keys() & {"text", "messages", "token_ids"} else {"text": "hello"}
+    params = SamplingParams(**fields.pop("params", {}))
+    return GenerationRequest(request_id="r1", sampling_params=params, **prompt, **fields)
+
+
+async def process(processor, **fields):
+    return (await processor.process(request(**fields), LIMITS)).request
+
+
+async def test_text_becomes_tokens(processor, tokenizer) -> None:
+    result = await process(processor, text="hello world")
+    assert tokenizer.decode(result.prompt_token_ids) == "hello world"
+    assert result.eos_token_id == 1
+    assert result.external_req_id == "r1"
+    assert result.request_id.startswith("r1-")
+
+
+async def test_chat_goes_through_the_template(processor, tokenizer) -> None:
+    result = await process(processor, messages=[ChatMessage(role="user", content="hello")])
+    text = tokenizer.decode(result.prompt_token_ids)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_ids_differ_for_the_same_client_id(processor) -> None:
+    first, second = await process(processor), await process(processor)
+    assert first.request_id != second.request_id
+
+
+async def test_a_missing_seed_is_drawn_and_a_given_one_kept(processor) -> None:
+    drawn = {(await process(processor)).sampling_params.seed for _ in range(3)}
+    assert len(drawn) == 3
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert (await process(processor, params={"seed": 2**64 - 1})).sampling_params.seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(None, 90), (5, 5), (5000, 90)])
+async def test_max_tokens_ends_at_max_model_len(processor, wanted, expected) -> None:
+    params = {"max_tokens": wanted}
+    result = await process(processor, token_ids=[5] * 10, params=params)
+    assert result.sampling_params.max_tokens == expected
+
+
+async def test_further_eos_tokens_stop_too_unless_ignored(processor) -> None:
+    result = await process(processor, params={"stop_token_ids": (9,)})
+    assert result.sampling_params.stop_token_ids == (9, 3)
+    result = await process(processor, params={"ignore_eos": True})
+    assert result.sampling_params.stop_token_ids == ()
+
+
+async def test_deadlines_are_defaulted_and_bounded(processor) -> None:
+    now = time.monotonic()
+    assert (await process(processor)).deadline == pytest.approx(now + 60, abs=1)
+    assert (await process(processor, deadline=now + 5)).deadline == now + 5
+    assert (await process(processor, deadline=now + 1e6)).deadline == pytest.approx(now + 90, abs=1)
+    with pytest.raises(DeadlineExceededError):
+        await process(processor, deadline=now - 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": ""}, "prompt"),
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [5] * 100}, "prompt"),
+        ({"token_ids": [320]}, "prompt_token_ids"),
+        ({"token_ids": [-1]}, "prompt_token_ids"),
+        ({"messages": []}, "messages"),
+        ({"messages": [ChatMessage(role="robot", content="hi")]}, "messages"),
+        ({"messages": [ChatMessage(role="user", content="forbidden")]}, "messages"),
+        ({"text": "a", "token_ids": [5]}, "prompt"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"params": {"min_tokens": 99}}, "min_tokens"),
+        ({"params": {"spaces_between_special_tokens": False}}, "spaces_between_special_tokens"),
+        ({"params": {"top_p": 0.0}}, "top_p"),
+        ({"params": {"n": 0}}, "n"),
+        ({"params": {"logprobs": 1}}, "logprobs"),
+    ],
+)
+async def test_a_bad_field_is_named(processor, fields, field) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await process(processor, **fields)
+    assert caught.value.field == field
+
+
+async def test_an_unknown_model_is_not_found(processor) -> None:
+    await process(processor, model="tiny")
+    with pytest.raises(ModelNotFoundError, match="'other' is not served here, 'tiny' is"):
+        await process(processor, model="other")
+
+
+async def test_a_long_text_does_not_block_the_event_loop(processor) -> None:
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    ticker = asyncio.create_task(tick())
+    began = time.perf_counter()
+    token_ids = await processor.tokenize(text="hello world " * 50_000)
+    took = time.perf_counter() - began
+    ticker.cancel()
+    await asyncio.gather(ticker, return_exceptions=True)
+    assert len(token_ids) > 50_000
+    # Two busy cores shared with others make this coarse.
+    assert longest < max(0.2, took / 2)

@@ -1,0 +1,381 @@
+"""The OpenAI-compatible API as bytes on a socket."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from conftest import ANSWER_TEXT, until
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 100}
+
+
+@pytest.fixture
+async def http(stack):
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        yield client
+
+
+def events_of(text: str) -> list:
+    assert text.endswith("data: [DONE]\n\n")
+    lines = [line for line in text.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def hang(running) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_completion(http) -> None:
+    response = await http.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "tiny"
+    (choice,) = answer["choices"]
+    assert choice["text"] == ANSWER_TEXT
+    assert (choice["index"], choice["finish_reason"]) == (0, "stop")
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert response.headers["pdserve-path"] == "disaggregated"
+    assert float(response.headers["pdserve-ttft-ms"]) > 0
+
+
+async def test_a_chat_completion(http) -> None:
+    answer = (await http.post("/v1/chat/completions", json=CHAT)).json()
+    assert answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ANSWER_TEXT, "refusal": None}
+
+
+async def test_a_stream_of_a_chat(http) -> None:
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events_of(response.text)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+    assert text == ANSWER_TEXT
+    reasons = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 1
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+async def test_a_stream_of_a_completion_without_usage(http) -> None:
+    response = await http.post("/v1/completions", json={**COMPLETION, "stream": True})
+    chunks = events_of(response.text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER_TEXT
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_a_completion_has_sixteen_tokens_unless_told_otherwise(http, stack) -> None:
+    await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
+    await http.post("/v1/chat/completions", json=CHAT)
+    limits = [request.sampling_params.max_tokens for request in stack.decode.requests]
+    assert limits[0] == 16
+    assert limits[1] > 4000
+
+
+async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
+    body = {
+        **CHAT,
+        "max_completion_tokens": 9,
+        "temperature": 0,
+        "top_p": 0.5,
+        "n": 1,
+        "stop": ["a", "b"],
+        "seed": 5,
+        "user": "u",
+        "logprobs": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": None,
+        "top_k": 10**12,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "priority": 4,
+        "cache_salt": "salt",
+    }
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    request = stack.decode.requests[0]
+    params = request.sampling_params
+    assert (params.max_tokens, params.temperature, params.top_p) == (9, 0.0, 0.5)
+    assert (params.stop, params.seed, params.min_tokens) == (("a", "b"), 5, 2)
+    assert (params.ignore_eos, params.stop_token_ids) == (True, (7,))
+    assert (params.skip_special_tokens, params.include_stop_str_in_output) == (False, True)
+    assert params.top_k == stack.decode.info.vocab_size
+    assert (request.priority, request.cache_salt) == (4, "salt")
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello"], [5, 6, 7], [[5, 6, 7]]])
+async def test_the_forms_of_a_prompt(http, prompt) -> None:
+    response = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt})
+    assert response.status_code == 200
+
+
+async def test_the_forms_of_a_message(http, stack, tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "d"},
+    ]
+    response = await http.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    assert response.status_code == 200, response.text
+    text = tokenizer.decode(stack.prefill.requests[0].prompt_token_ids)
+    assert "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>" in text
+
+
+BAD_COMPLETIONS = [
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ["a", "b"]}, 400, "prompt"),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": [1.5]}, 400, "prompt"),
+    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": [5] * 5000}, 400, "prompt"),
+    ({"prompt": [10**30]}, 400, "prompt_token_ids"),
+    ({"prompt": [-1]}, 400, "prompt_token_ids"),
+    ({"model": "other"}, 404, "model"),
+    ({"model": ""}, 400, "model"),
+    ({"model": 5}, 400, "model"),
+    ({"n": 0}, 400, "n"),
+    ({"n": 2}, 400, "n"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": 10**400}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.1}, 400, "top_p"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"top_k": -7}, 400, "top_k"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": "5"}, 400, "max_tokens"),
+    ({"min_tokens": 101}, 400, "min_tokens"),
+    ({"seed": -1}, 400, "seed"),
+    ({"seed": 2**64}, 400, "seed"),
+    ({"stop": [""]}, 400, "stop"),
+    ({"stop": ["x"] * 17}, 400, "stop"),
+    ({"stop": 5}, 400, "stop"),
+    ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
+    ({"presence_penalty": 1}, 400, "presence_penalty"),
+    ({"priority": 2**31}, 400, "priority"),
+    ({"cache_salt": ""}, 400, "cache_salt"),
+    ({"logprobs": 1}, 400, "logprobs"),
+    ({"echo": True}, 400, "echo"),
+    ({"best_of": 2}, 400, "best_of"),
+    ({"suffix": "s"}, 400, "suffix"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
+    ({"temprature": 1}, 400, "temprature"),
+    ({"messages": []}, 400, "messages"),
+]
+BAD_CHATS = [
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "hi"}, 400, "messages"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, 400, "messages[0].name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, 400, "tools"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"prompt": "x"}, 400, "prompt"),
+]
+
+
+async def test_bad_bodies_are_refused_and_the_field_is_named(http, stack) -> None:
+    cases = [("/v1/completions", COMPLETION, case) for case in BAD_COMPLETIONS]
+    cases += [("/v1/chat/completions", CHAT, case) for case in BAD_CHATS]
+    for path, good, (change, status, param) in cases:
+        response = await http.post(path, json={**good, **change})
+        assert response.status_code == status, (change, response.text)
+        error = response.json()["error"]
+        assert error["param"] == param, (change, error)
+        assert error["type"] == "invalid_request_error"
+        assert param.split("[")[0].split(".")[-1] in error["message"]
+        assert error["code"] == ("model_not_found" if status == 404 else "invalid_argument")
+    assert stack.prefill.requests == stack.decode.requests == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b'{"model": NaN}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model":"tiny","prompt":"\\ud800"}',
+        b'{"temperature": Infinity}',
+    ],
+)
+async def test_malformed_json_is_refused(http, body) -> None:
+    response = await http.post("/v1/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("body ")
+
+
+async def test_a_missing_field_is_named(http) -> None:
+    for body, param in (({"model": "tiny"}, "prompt"), ({"prompt": "x"}, "model")):
+        error = (await http.post("/v1/completions", json=body)).json()["error"]
+        assert (error["param"], error["message"]) == (param, f"{param} is missing")
+
+
+async def test_a_body_above_the_limit_is_refused(start_stack) -> None:
+    async with (
+        start_stack(max_body_bytes=1000) as stack,
+        httpx.AsyncClient(base_url=stack.url) as http,
+    ):
+        big = {**COMPLETION, "prompt": "x" * 2000}
+        response = await http.post("/v1/completions", json=big)
+        assert response.status_code == 413
+        assert "at most 1000" in response.json()["error"]["message"]
+
+        async def chunks():
+            for _ in range(10):
+                yield b"x" * 500
+
+        response = await http.post("/v1/completions", content=chunks())
+        assert response.status_code == 413
+
+
+async def test_unknown_paths_and_methods_are_errors_of_the_same_shape(http) -> None:
+    response = await http.get("/v1/nothing")
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    response = await http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["message"] == "Method Not Allowed"
+
+
+async def test_a_bad_request_id_is_refused_and_a_good_one_returned(http) -> None:
+    headers = {"x-request-id": "mine"}
+    response = await http.post("/v1/completions", json=COMPLETION, headers=headers)
+    assert response.headers["x-request-id"] == "mine"
+    assert response.json()["id"] == "cmpl-mine"
+    headers = {"x-request-id": "x" * 300}
+    response = await http.post("/v1/completions", json=COMPLETION, headers=headers)
+    assert response.json()["error"]["param"] == "request_id"
+
+
+async def test_models_and_health(http, stack) -> None:
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
+    assert (await http.get("/v1/models/tiny")).json() == model
+    assert (await http.get("/v1/models/other")).status_code == 404
+    assert (await http.get("/health")).status_code == 200
+    await stack.decode.stop()
+    await until(lambda: not stack.server.router.is_ready)
+    assert (await http.get("/health")).status_code == 503
+    response = await http.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        (ErrorCode.OVERLOADED, 429, "rate_limit_error"),
+        (ErrorCode.KV_TRANSFER_FAILED, 503, "server_error"),
+        (ErrorCode.DEADLINE_EXCEEDED, 504, "server_error"),
+        (ErrorCode.INTERNAL, 500, "server_error"),
+    ],
+)
+async def test_a_failure_before_the_first_token_is_a_status(
+    http, stack, stream, code, status, kind
+) -> None:
+    async def fail(running) -> None:
+        error = EngineError(code=code, message="broken", retry_after_ms=1500)
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    stack.prefill.behave = fail
+    response = await http.post("/v1/completions", json={**COMPLETION, "stream": stream})
+    assert response.status_code == status
+    assert response.json()["error"] == {
+        "message": "broken",
+        "type": kind,
+        "param": None,
+        "code": code.name.lower(),
+    }
+    assert response.headers["retry-after"] == "2"
+
+
+async def test_a_failure_in_mid_stream_is_the_last_event(http, stack) -> None:
+    async def fail(running) -> None:
+        await asyncio.sleep(0.05)
+        error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    stack.decode.behave = fail
+    response = await http.post("/v1/completions", json={**COMPLETION, "stream": True})
+    assert response.status_code == 200
+    first, last = [line for line in response.text.split("\n\n") if line]
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["finish_reason"] is None
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "kv_expired"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_disconnects_aborts_both_legs(stack, stream) -> None:
+    stack.decode.behave = hang
+    if not stream:
+        stack.prefill.behave = hang
+    body = json.dumps({**COMPLETION, "stream": stream}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    await until(lambda: stack.decode.num_running == 1)
+    if stream:
+        assert await reader.readuntil(b"data: ")
+    writer.close()
+    await until(lambda: stack.prefill.aborted and stack.decode.aborted, timeout_s=1)
+
+
+async def test_a_client_that_disconnects_in_its_body_is_no_error(stack, caplog) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    await asyncio.sleep(0.1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_hundred_streams_at_once(http) -> None:
+    body = {**COMPLETION, "stream": True}
+
+    async def one() -> str:
+        response = await http.post("/v1/completions", json=body, timeout=30)
+        return "".join(chunk["choices"][0]["text"] for chunk in events_of(response.text))
+
+    assert set(await asyncio.gather(*(one() for _ in range(100)))) == {ANSWER_TEXT}

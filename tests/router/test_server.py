@@ -1,0 +1,144 @@
+"""The process: ready, drained, closed, and what a taken port does."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.request
+
+import httpx
+import pytest
+from fake_worker import FakeWorker
+
+from conftest import ANSWER_TEXT, TIMINGS, until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import WorkerRole
+from pdserve_router.config import RouterConfig
+from pdserve_router.server import RouterServer
+
+
+async def read_all(call) -> list[pb2.RequestOutput]:
+    return [response.output async for response in call]
+
+
+async def hang(running) -> None:
+    running.emit(*running.worker.answer[:1], at=0)
+    await asyncio.Event().wait()
+
+
+async def start_and_stop(config: RouterConfig) -> None:
+    server = RouterServer(config, timings=TIMINGS)
+    try:
+        await server.start()
+    finally:
+        await server.stop(0)
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(start_stack) -> None:
+    async with start_stack() as stack, httpx.AsyncClient(base_url=stack.url) as http:
+        stack.decode.step_s = 0.05
+        running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
+        await until(lambda: stack.server.router.num_in_flight == 1)
+        drain = asyncio.create_task(stack.server.router.drain(10))
+        await asyncio.sleep(0.01)
+        assert (await http.get("/health")).json()["reason"] == "draining"
+        refused = await http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        outputs = await running
+        assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
+        await drain
+        await stack.assert_idle()
+
+
+async def test_the_drain_timeout_ends_the_rest_with_a_typed_error(start_stack) -> None:
+    async with start_stack() as stack:
+        stack.decode.behave = hang
+        running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
+        await until(lambda: stack.metric("pdserve_generation_tokens_total", model="tiny") == 1)
+        await stack.server.stop(0.1)
+        outputs = await running
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].error.code == core.ERROR_CODE_DRAINING
+        assert outputs[-1].outputs[0].error.retryable
+        await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
+    from pdserve_common.metrics import MetricsServer
+
+    monkeypatch.setattr("pdserve_router.server.MetricsServer", MetricsServer)
+    config = RouterConfig(
+        model=str(model_dir),
+        decode=("127.0.0.1:1",),
+        host="127.0.0.1",
+        grpc_port=0,
+        http_port=0,
+        metrics_port=0,
+    )
+    server = RouterServer(config, timings=TIMINGS)
+    await server.start()
+    try:
+        url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        assert 'pdserve_build_info{model="tiny",role="router"' in text
+        assert 'pdserve_workers{role="decode",state="ready"} 0.0' in text
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("port", ["grpc_port", "http_port", "metrics_port"])
+async def test_a_taken_port_is_an_error_and_leaves_nothing_open(model_dir, port) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"grpc_port": 0, "http_port": 0, "metrics_port": 0}
+        ports[port] = taken.getsockname()[1]
+        config = RouterConfig(
+            model=str(model_dir), decode=("127.0.0.1:1",), host="127.0.0.1", **ports
+        )
+        with pytest.raises(OSError, match=r"cannot listen|in use"):
+            await start_and_stop(config)
+
+
+async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
+    answer = tokenizer.backend.encode(ANSWER_TEXT).ids
+    worker = FakeWorker(WorkerRole.DECODE, vocab_size=tokenizer.vocab_size, answer=answer)
+    worker.step_s = 0.05
+    await worker.start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdserve_router", f"--model={model_dir}",
+        f"--decode={worker.address}", "--host=127.0.0.1", f"--http-port={port}",
+        "--grpc-port=0", "--metrics-port=0",
+        stderr=asyncio.subprocess.PIPE, env={**os.environ},
+    )  # fmt: skip
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            deadline = time.monotonic() + 60
+            while True:
+                assert time.monotonic() < deadline
+                try:
+                    if (await http.get("/health")).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
+            request = asyncio.create_task(http.post("/v1/completions", json=body))
+            await until(lambda: worker.num_running == 1)
+            process.send_signal(signal.SIGTERM)
+            assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
+        _, stderr = await asyncio.wait_for(process.communicate(), 15)
+        log = stderr.decode()
+        assert process.returncode == 0, log
+        assert log.count("config: RouterConfig(") == 1
+        assert "hello" not in log
+        assert "Traceback" not in log
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await worker.stop()

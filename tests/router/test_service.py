@@ -1,0 +1,213 @@
+"""The public gRPC API: what it refuses, what it answers, what its trailers say."""
+
+import grpc
+import pytest
+from fake_worker import EOS
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from conftest import ANSWER_TEXT, until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+
+CHAT = pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="hello")])
+
+
+async def collect(stack, request):
+    call = stack.stub.Generate(request)
+    outputs = [response.output async for response in call]
+    return outputs, dict(await call.trailing_metadata())
+
+
+def params(**fields):
+    return core.SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{"text": "hello"}, {"chat": CHAT}, {"tokens": pb2.TokenPrompt(token_ids=[5, 6, 7])}],
+    ids=["text", "chat", "tokens"],
+)
+async def test_every_kind_of_prompt_is_answered(stack, prompt) -> None:
+    outputs, _ = await collect(stack, pb2.GenerateRequest(request_id="mine", **prompt))
+    assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert len(outputs[0].prompt_token_ids) == outputs[-1].usage.num_prompt_tokens > 0
+
+
+async def test_the_output_kinds(stack) -> None:
+    for kind, count in (
+        (core.REQUEST_OUTPUT_KIND_CUMULATIVE, None),
+        (core.REQUEST_OUTPUT_KIND_FINAL_ONLY, 1),
+    ):
+        request = pb2.GenerateRequest(text="hello", sampling_params=params(output_kind=kind))
+        outputs, _ = await collect(stack, request)
+        assert outputs[-1].outputs[0].text == ANSWER_TEXT
+        assert outputs[-1].outputs[0].token_ids[-1] == EOS
+        assert count is None or len(outputs) == count
+
+
+async def test_trailers_carry_the_timing_the_path_and_the_seed(stack) -> None:
+    request = pb2.GenerateRequest(text="hello", sampling_params=params(seed=42))
+    outputs, trailers = await collect(stack, request)
+    assert trailers["pdserve-path"] == "disaggregated"
+    assert trailers["pdserve-seed"] == "42"
+    assert outputs[0].seed == outputs[-1].seed == 42
+    metrics = outputs[-1].metrics
+    assert float(trailers["pdserve-ttft-ms"]) == pytest.approx(metrics.ttft_ns / 1e6, abs=1e-3)
+    assert float(trailers["pdserve-e2e-ms"]) > 0
+    assert trailers["pdserve-decode-engine-id"] == "decode-0"
+
+
+async def test_a_drawn_seed_is_returned(stack) -> None:
+    outputs, _ = await collect(stack, pb2.GenerateRequest(text="hello"))
+    assert outputs[-1].seed == stack.decode.requests[0].sampling_params.seed
+
+
+async def test_priority_and_salt_reach_the_engine(stack) -> None:
+    await collect(stack, pb2.GenerateRequest(text="hello", priority=-3, cache_salt="tenant"))
+    assert stack.decode.requests[0].priority == -3
+    assert stack.decode.requests[0].cache_salt == "tenant"
+
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+BAD_REQUESTS = {
+    "empty text": ({"text": ""}, INVALID, "prompt is empty"),
+    "no prompt": ({}, INVALID, "prompt needs exactly one"),
+    "empty tokens": ({"tokens": pb2.TokenPrompt()}, INVALID, "prompt is empty"),
+    "too long": (
+        {"tokens": pb2.TokenPrompt(token_ids=[5] * 5000)},
+        INVALID,
+        "prompt has 5000 tokens, at most 4095 fit",
+    ),
+    "token id out of range": (
+        {"tokens": pb2.TokenPrompt(token_ids=[5, 99999])},
+        INVALID,
+        "prompt_token_ids has 99999",
+    ),
+    "no messages": ({"chat": pb2.ChatPrompt()}, INVALID, "messages is empty"),
+    "unknown model": ({"text": "a", "model": "x"}, grpc.StatusCode.NOT_FOUND, "model 'x'"),
+    "n is 0": ({"text": "a", "sampling_params": params(n=0)}, INVALID, "n is 0"),
+    "n is 2": ({"text": "a", "sampling_params": params(n=2)}, INVALID, "not served yet"),
+    "temperature": (
+        {"text": "a", "sampling_params": params(temperature=-1)},
+        INVALID,
+        "temperature is -1.0, must be at least 0",
+    ),
+    "nan": (
+        {"text": "a", "sampling_params": params(temperature=float("nan"))},
+        INVALID,
+        "temperature is nan",
+    ),
+    "top_p": ({"text": "a", "sampling_params": params(top_p=1.5)}, INVALID, "top_p is 1.5"),
+    "top_k": ({"text": "a", "sampling_params": params(top_k=-2)}, INVALID, "top_k is -2"),
+    "max_tokens": ({"text": "a", "sampling_params": params(max_tokens=0)}, INVALID, "max_tokens"),
+    "logprobs": (
+        {"text": "a", "sampling_params": params(logprobs=1)},
+        INVALID,
+        "logprobs is 1: not served yet",
+    ),
+    "lora": ({"text": "a", "lora_name": "l"}, INVALID, "lora_name is set: not served yet"),
+    "request id": ({"text": "a", "request_id": "ä"}, INVALID, "request_id must be printable"),
+    "unknown enum": (
+        {"text": "a", "sampling_params": params(output_kind=9)},
+        INVALID,
+        "sampling_params.output_kind is 9",
+    ),
+}
+
+
+async def test_bad_requests_are_refused_with_a_status_that_names_the_field(stack) -> None:
+    for name, (fields, code, message) in BAD_REQUESTS.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stack, pb2.GenerateRequest(**fields))
+        assert caught.value.code() is code, name
+        assert message in caught.value.details(), name
+    rejected = stack.metric("pdserve_requests_total", model="tiny", outcome="rejected")
+    # Some are refused while the message is read, before they are requests.
+    assert len(BAD_REQUESTS) - 2 <= rejected <= len(BAD_REQUESTS)
+    assert stack.prefill.requests == stack.decode.requests == []
+
+
+async def test_an_oversized_message_is_refused_by_grpc(stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(stack, pb2.GenerateRequest(text="x" * (17 * 1024 * 1024)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_too_many_waiting_requests_are_refused_with_a_time_to_wait(start_stack) -> None:
+    async with start_stack(max_num_queued_requests=1) as stack:
+
+        async def hang(running) -> None:
+            await stack.server.router._is_idle.wait()
+
+        stack.prefill.behave = stack.decode.behave = hang
+        waiting = stack.stub.Generate(pb2.GenerateRequest(text="hello"))
+        await until(lambda: stack.server.router.num_in_flight == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stack, pb2.GenerateRequest(text="hello"))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(caught.value.trailing_metadata())["retry-after-ms"] == "1000"
+        waiting.cancel()
+        await stack.assert_idle()
+
+
+async def test_a_worker_that_refuses_becomes_the_end_of_the_stream(stack) -> None:
+    async def refuse(running) -> None:
+        error = EngineError(
+            code=ErrorCode.OVERLOADED, message="full", is_retryable=True, retry_after_ms=250
+        )
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    stack.prefill.behave = refuse
+    (output,), _ = await collect(stack, pb2.GenerateRequest(text="hello"))
+    assert output.finished
+    assert output.outputs[0].error.code == core.ERROR_CODE_OVERLOADED
+    assert output.outputs[0].error.retry_after_ms == 250
+
+
+async def test_tokenize_and_detokenize_are_inverse(stack) -> None:
+    answer = await stack.stub.Tokenize(pb2.TokenizeRequest(text="hello 世界"))
+    assert answer.max_model_len == 4096
+    back = await stack.stub.Detokenize(pb2.DetokenizeRequest(token_ids=answer.token_ids))
+    assert back.text == "hello 世界"
+    chat = await stack.stub.Tokenize(pb2.TokenizeRequest(chat=CHAT))
+    back = await stack.stub.Detokenize(pb2.DetokenizeRequest(token_ids=chat.token_ids))
+    assert back.text.startswith("<|im_start|>user\nhello")
+
+
+async def test_tokenize_and_detokenize_refuse_bad_input(stack) -> None:
+    for call, message, code in (
+        (stack.stub.Tokenize, pb2.TokenizeRequest(), INVALID),
+        (stack.stub.Tokenize, pb2.TokenizeRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND),
+        (stack.stub.Detokenize, pb2.DetokenizeRequest(token_ids=[2**31]), INVALID),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(message)
+        assert caught.value.code() is code
+
+
+async def test_models_health_and_reflection(stack) -> None:
+    (model,) = (await stack.stub.ListModels(pb2.ListModelsRequest())).models
+    assert (model.id, model.max_model_len) == ("tiny", 4096)
+    health = health_pb2_grpc.HealthStub(stack.channel)
+    for service in ("", "pdserve.v1.InferenceService"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await stack.decode.stop()
+    await until(lambda: not stack.server.router.is_ready)
+    answer = await health.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_service(stack) -> None:
+    import asyncio
+
+    def list_services() -> list[str]:
+        with grpc.insecure_channel(f"127.0.0.1:{stack.server.grpc_port}") as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert "pdserve.v1.InferenceService" in await asyncio.to_thread(list_services)

@@ -1,0 +1,165 @@
+"""Clients that stop reading: they stall nobody, cost bounded memory, and are cut."""
+
+import asyncio
+import json
+import socket
+import time
+
+import grpc
+import pytest
+
+from conftest import until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+
+# Small windows, so that a few hundred kilobytes block the writer.
+SMALL_WINDOWS = [
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1024),
+    ("grpc.http2.max_frame_size", 16384),
+]
+CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
+NUM_TOKENS = 4000
+TOKENS_PER_STEP = 40
+
+
+def endless(worker):
+    """Answer on and on."""
+
+    async def behave(running) -> None:
+        for at in range(0, NUM_TOKENS, TOKENS_PER_STEP):
+            running.emit(*(100 + i % 50 for i in range(at, at + TOKENS_PER_STEP)), at=at)
+            await asyncio.sleep(0.005)
+        await asyncio.Event().wait()
+
+    worker.behave = behave
+
+
+@pytest.fixture
+async def slow_stack(start_stack):
+    async with start_stack(
+        prefill=0, client_stall_timeout_s=0.5, channel_options=SMALL_WINDOWS
+    ) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+def grpc_request() -> pb2.GenerateRequest:
+    # Cumulative, so that messages grow and fill the windows quickly.
+    return pb2.GenerateRequest(
+        text="hello", sampling_params=core.SamplingParams(output_kind=CUMULATIVE)
+    )
+
+
+async def read_to_end(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def open_sse(stack):
+    """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
+    body = json.dumps(
+        {"model": "tiny", "prompt": "hello", "max_tokens": 4000, "stream": True}
+    ).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(sock, ("127.0.0.1", stack.server.http_port))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    await loop.sock_sendall(sock, head % len(body) + body)
+    return sock
+
+
+def shrink_send_buffers(stack) -> None:
+    """The kernel would take megabytes before a writer notices anything."""
+    stack.server._http._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack) -> None:
+    endless(slow_stack.decode)
+    call = slow_stack.stub.Generate(grpc_request())
+    await call.read()
+    await until(lambda: len(slow_stack.decode.aborted) == 1, timeout_s=10)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_to_end(call)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "the client read nothing for 0.5 s"
+    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+
+
+async def test_an_sse_client_that_stops_reading_is_cut(slow_stack) -> None:
+    shrink_send_buffers(slow_stack)
+    endless(slow_stack.decode)
+    sock = await open_sse(slow_stack)
+    await until(lambda: len(slow_stack.decode.aborted) == 1, timeout_s=10)
+    received = bytearray()
+    while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
+        received += data
+    sock.close()
+    # Closed in the middle: neither the end of the stream nor that of the body.
+    assert received
+    assert not received.endswith(b"0\r\n\r\n")
+    assert b"[DONE]" not in received
+    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+
+
+async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
+    async with start_stack(
+        prefill=0, client_stall_timeout_s=5.0, channel_options=SMALL_WINDOWS
+    ) as stack:
+        endless(stack.decode)
+        request = pb2.GenerateRequest(
+            text="hello", sampling_params=core.SamplingParams(max_tokens=NUM_TOKENS)
+        )
+        call = stack.stub.Generate(request)
+        token_ids: list[int] = []
+        while len(token_ids) < NUM_TOKENS:
+            token_ids += (await call.read()).output.outputs[0].token_ids
+            if len(token_ids) <= TOKENS_PER_STEP:
+                await asyncio.sleep(0.5)
+        assert token_ids == [100 + at % 50 for at in range(NUM_TOKENS)]
+        call.cancel()
+        await stack.assert_idle()
+
+
+@pytest.mark.parametrize("api", ["grpc", "sse"])
+async def test_a_client_that_does_not_read_stalls_nobody_else(slow_stack, api) -> None:
+    endless(slow_stack.decode)
+    shrink_send_buffers(slow_stack)
+    if api == "grpc":
+        stalled = slow_stack.stub.Generate(grpc_request())
+        await stalled.read()
+    else:
+        stalled = await open_sse(slow_stack)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{slow_stack.server.grpc_port}") as channel:
+        reader = slow_stack.stub.__class__(channel).Generate(pb2.GenerateRequest(text="hello"))
+        num_tokens, longest, before = 0, 0.0, time.monotonic()
+        while num_tokens < 3000:
+            response = await reader.read()
+            num_tokens += len(response.output.outputs[0].token_ids)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        assert longest < 0.4
+        reader.cancel()
+    await until(lambda: len(slow_stack.decode.aborted) >= 2, timeout_s=10)
+    if api == "sse":
+        stalled.close()
+    else:
+        stalled.cancel()
+
+
+async def test_a_stalled_client_does_not_hold_up_the_shutdown(start_stack) -> None:
+    async with start_stack(
+        prefill=0, client_stall_timeout_s=60.0, channel_options=SMALL_WINDOWS
+    ) as stack:
+        shrink_send_buffers(stack)
+        endless(stack.decode)
+        call = stack.stub.Generate(grpc_request())
+        await call.read()
+        sock = await open_sse(stack)
+        await asyncio.sleep(1.0)
+        began = time.monotonic()
+        await stack.server.stop(0.1)
+        assert time.monotonic() - began < 6
+        call.cancel()
+        sock.close()
