@@ -12,6 +12,9 @@ def split(text: str, separator: str = " ") -> list[str]:
     return text.split(separator)
 
 
+CODE_DIGITS = 2
+QUESTION_COST = 20  # tokens of a question and its answer in a chat
+MAX_QUESTIONS = 8
 KEYS = split(
     "amber anchor apple arrow autumn basil beacon birch blossom bronze button cactus candle canyon"
     " castle cedar cherry clover cobalt comet copper coral cotton crystal desert diamond dolphin"
@@ -240,7 +243,7 @@ class Fact(NamedTuple):
 
 
 class RecallPrompt(NamedTuple):
-    """A chat that ends with a question, the one right answer, and the digits in it."""
+    """A chat that ends with a question, the one right answer, and the code in it."""
 
     messages: list[Message]
     answer: str
@@ -248,7 +251,7 @@ class RecallPrompt(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A training sequence: a whole chat or plain text. Its first `num_given` numbers are noise."""
+    """A training sequence: a chat or plain text. Its first `num_given` codes are random."""
 
     messages: list[Message]
     text: str
@@ -295,13 +298,9 @@ def make_story(rng: Random) -> Story:
     return Story(sentences, tuple(subjects))
 
 
-def make_facts(rng: Random, count: int, digits: int = 4) -> list[Fact]:
+def make_facts(rng: Random, count: int) -> list[Fact]:
     keys = rng.sample(KEYS, count)
-    return [Fact(key, "".join(rng.choices("0123456789", k=digits))) for key in keys]
-
-
-def make_up_word(rng: Random) -> str:
-    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3))
+    return [Fact(key, "".join(rng.choices("0123456789", k=CODE_DIGITS))) for key in keys]
 
 
 def mix_with_stories(rng: Random, facts: Sequence[Fact], num_tokens: int) -> str:
@@ -346,31 +345,40 @@ def make_recall_prompt(num_tokens: int, seed: int) -> RecallPrompt:
     return RecallPrompt(messages, asked.sentence, asked.value)
 
 
+def ask_all(messages: list[Message], facts: Sequence[Fact]) -> Sample:
+    """Answer the question that ends `messages`, about the first fact, and ask for the others."""
+    turns = [*messages, message("assistant", facts[0].sentence)]
+    for fact in facts[1:]:
+        turns += [message("user", fact.question), message("assistant", fact.sentence)]
+    return Sample(turns, "", 0)
+
+
 def make_recall_sample(rng: Random, num_tokens: int) -> Sample:
-    """Make a training sequence with several questions, six in ten as a chat."""
-    facts = make_facts(rng, rng.randint(1, max_facts(num_tokens - 24)))
-    facts = [f._replace(key=make_up_word(rng)) if rng.random() < 0.1 else f for f in facts]
-    asked = rng.sample(facts, rng.randint(1, min(len(facts), max(1, num_tokens // 48))))
-    context = mix_with_stories(rng, facts, num_tokens - 8 - 22 * len(asked))
-    if rng.random() < 0.4:
-        turns = " ".join(f"{fact.question} {fact.sentence}" for fact in asked)
-        return Sample([], f"{context} {turns}", len(facts))
-    messages = lay_out_recall(rng, context, asked[0].question)
-    messages.append(message("assistant", asked[0].sentence))
-    for fact in asked[1:]:
-        messages += [message("user", fact.question), message("assistant", fact.sentence)]
-    return Sample(messages, "", len(facts))
+    """Make a chat of about `num_tokens` tokens with stories, facts and several questions."""
+    facts = make_facts(rng, rng.randint(2, max(2, max_facts(num_tokens - 24))))
+    limit = min(len(facts), MAX_QUESTIONS, max(1, num_tokens // (2 * QUESTION_COST)))
+    asked = rng.sample(facts, rng.randint(max(1, limit // 2), limit))
+    context = mix_with_stories(rng, facts, num_tokens - QUESTION_COST * len(asked))
+    sample = ask_all(lay_out_recall(rng, context, asked[0].question), asked)
+    return sample._replace(num_given=len(facts))
 
 
-def make_drill_sample(rng: Random, template: str, num_tokens: int) -> Sample:
-    """List facts in the form `template`, then list them again in another order."""
-    digits = 1 if template == "{key} {value}" else 4
-    cost = count_tokens(template.format(key="amber", value="0" * digits))
-    count = max(2, (num_tokens - 2) // cost)
-    given = make_facts(rng, rng.randint(-(-count // 4), count // 2), digits)
+def make_dense_sample(rng: Random, num_tokens: int) -> Sample:
+    """Make a chat that has nothing but facts and a question for each of them."""
+    facts = make_facts(rng, num_tokens // (QUESTION_COST + 8))
+    asked = rng.sample(facts, len(facts))
+    context = " ".join(fact.sentence for fact in facts)
+    sample = ask_all(lay_out_recall(rng, context, asked[0].question), asked)
+    return sample._replace(num_given=len(facts))
+
+
+def make_pairs_sample(rng: Random, num_tokens: int) -> Sample:
+    """List keys and codes, then list them again in another order."""
+    count = (num_tokens - 2) // (1 + CODE_DIGITS)
+    given = make_facts(rng, rng.randint(-(-count // 4), count // 2))
     asked = [fact for _ in range(-(-count // len(given))) for fact in rng.sample(given, len(given))]
-    lines = [template.format(key=fact.key, value=fact.value) for fact in given + asked]
-    return Sample([], "Codes: " + " ".join(lines[:count]), len(given))
+    pairs = [f"{fact.key} {fact.value}" for fact in given + asked]
+    return Sample([], "Codes: " + " ".join(pairs[:count]), len(given))
 
 
 def make_story_sample(rng: Random) -> Sample:

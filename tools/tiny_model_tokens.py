@@ -1,6 +1,6 @@
 """The tokenizer of pdserve-tiny and the training batches made with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 1536  # room for each word of the texts as one token
 MAX_POSITIONS = 2048
-FIRST_DIGIT_WEIGHT, DIGIT_WEIGHT = 8.0, 2.0  # of the digits of answers; text weighs 1
+# Losses: the key and the first digit of an answer are where attention must find its way.
+KEY_WEIGHT, FIRST_DIGIT_WEIGHT, DIGIT_WEIGHT = 8.0, 8.0, 4.0
+CONTEXT_WEIGHT = 0.25  # of the text around the answers; answers and stories weigh 1
+QUESTION_KEY_OFFSET = 4  # from the key in a question to the first token of its answer
 
 BOS, EOS, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -34,8 +37,17 @@ class Batch(NamedTuple):
 
     ids: Tensor
     weights: Tensor  # of predicting the token
-    is_first_digit: Tensor
-    sources: Tensor  # for each digit of an answer, where it was given; 0 elsewhere
+    answers: Tensor  # the number of the answer that the token is part of, from 1; 0 outside
+    digit_sources: Tensor  # for each digit of an answer, where it was given; 0 elsewhere
+    key_sources: Tensor  # for the key of an answer, where the question has it; 0 elsewhere
+
+
+class Row(NamedTuple):
+    ids: list[int]
+    weights: list[float]
+    answers: list[int]
+    digit_sources: list[int]
+    key_sources: list[int]
 
 
 def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
@@ -71,26 +83,49 @@ def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
 
 
 class Encoder:
-    """Turns samples into batches; digits are found by their ids, as stories hold none."""
+    """Turns samples into batches; codes are found by their digits, as stories hold none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         vocab = tokenizer.get_vocab()
         self.first_digits = {vocab[f"Ġ{digit}"] for digit in range(10)}
         self.digits = self.first_digits | {vocab[str(digit)] for digit in range(10)}
-        self.is_token = vocab["Ġis"]
+        self.is_token, self.assistant = vocab["Ġis"], vocab[ROLES[2]]
+        missing = [key for key in data.KEYS if f"Ġ{key}" not in vocab]
+        if missing:
+            raise ValueError(f"keys of more than one token: {missing}")
 
     def encode(self, samples: Sequence[data.Sample]) -> Batch:
-        rows = [self.tokenizer.encode(self._render(s), add_special_tokens=False) for s in samples]
-        shape = (len(rows), max(map(len, rows)))
-        ids = torch.full(shape, self.tokenizer.pad_token_id)
-        weights, sources = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-        for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
-            ids[i, : len(row)] = torch.tensor(row)
-            places = self._find_sources(row, sample.num_given)
-            sources[i, : len(row)] = torch.tensor(places)
-            weights[i, : len(row)] = torch.tensor(self._weigh(row, places))
-        return Batch(ids, weights, weights == FIRST_DIGIT_WEIGHT, sources)
+        num_answers, rows = 0, []
+        for sample in samples:
+            rows.append(self._encode_row(sample, num_answers))
+            num_answers = max(num_answers, *rows[-1].answers)
+        length = max(len(row.ids) for row in rows)
+
+        def stack(lists: Iterable[Sequence[float]], padding: int) -> Tensor:
+            return torch.tensor(
+                [[*values] + [padding] * (length - len(values)) for values in lists]
+            )
+
+        pad = self.tokenizer.pad_token_id
+        fields = zip(*rows, strict=True)
+        return Batch(*(stack(lists, p) for lists, p in zip(fields, (pad, 0, 0, 0, 0), strict=True)))
+
+    def _encode_row(self, sample: data.Sample, num_answers: int) -> Row:
+        ids = self.tokenizer.encode(self._render(sample), add_special_tokens=False)
+        digit_sources = self._find_digits(ids, sample.num_given)
+        answers = self._number_answers(ids, digit_sources, num_answers)
+        key_sources = [0] * len(ids)
+        for i, token in enumerate(ids):
+            if token in self.first_digits and digit_sources[i] and ids[i - 1] == self.is_token:
+                key_sources[i - 2] = answers.index(answers[i]) - QUESTION_KEY_OFFSET
+        weights = [
+            self._weigh(ids[i], digit_sources[i], key_sources[i], answers[i])
+            if sample.num_given
+            else 1.0
+            for i in range(len(ids))
+        ]
+        return Row(ids, weights, answers, digit_sources, key_sources)
 
     def _render(self, sample: data.Sample) -> str:
         if sample.messages:
@@ -98,15 +133,15 @@ class Encoder:
         # Half of the plain texts, those of odd length, start with BOS, as servers differ in this.
         return f"{BOS if len(sample.text) % 2 else ''}{sample.text}{EOS}"
 
-    def _find_sources(self, row: list[int], num_given: int) -> list[int]:
-        """Find where each digit of an answer was given, by the word that its number belongs to."""
+    def _find_digits(self, row: list[int], num_given: int) -> list[int]:
+        """Find where each digit of an answer was given, by the key that its code belongs to."""
         sources = [0] * len(row)
         given: dict[int, int] = {}
         for i, token in enumerate(row):
             if token in self.first_digits:
                 key = row[i - 2] if row[i - 1] == self.is_token else row[i - 1]
                 if num_given > 0:
-                    given.setdefault(key, i)
+                    given[key] = i
                 else:
                     sources[i] = given[key]
                 num_given -= 1
@@ -114,13 +149,28 @@ class Encoder:
                 sources[i] = sources[i - 1] + 1
         return sources
 
-    def _weigh(self, row: list[int], sources: list[int]) -> list[float]:
-        weights = []
-        for token, source in zip(row, sources, strict=True):
-            if token not in self.digits:
-                weights.append(1.0)
-            elif not source:
-                weights.append(0.0)  # a given digit is noise
-            else:
-                weights.append(FIRST_DIGIT_WEIGHT if token in self.first_digits else DIGIT_WEIGHT)
-        return weights
+    def _number_answers(self, row: list[int], sources: list[int], count: int) -> list[int]:
+        """Number the answers: in chats, turns that hold a code; in plain text, the codes."""
+        answers = [0] * len(row)
+        start = 0
+        for i, token in enumerate(row):
+            if token == self.assistant:
+                start = i + 1
+            elif token == self.tokenizer.eos_token_id:
+                if start and any(sources[start:i]):
+                    count += 1
+                    answers[start : i + 1] = [count] * (i + 1 - start)
+                start = 0
+            elif sources[i] and not start:
+                count += token in self.first_digits
+                answers[i] = count
+        return answers
+
+    def _weigh(self, token: int, digit_source: int, key_source: int, answer: int) -> float:
+        if digit_source:
+            return FIRST_DIGIT_WEIGHT if token in self.first_digits else DIGIT_WEIGHT
+        if token in self.digits:
+            return 0.0  # a given digit is noise
+        if key_source:
+            return KEY_WEIGHT
+        return 1.0 if answer else CONTEXT_WEIGHT

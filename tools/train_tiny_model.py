@@ -5,11 +5,13 @@ card. About 20 minutes on one CPU core.
 """
 
 import argparse
+import copy
 import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -29,43 +31,55 @@ from tiny_model_tokens import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 TOKENS_PER_STEP = 1024
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
-STORY_SHARE = 0.12
+STORY_SHARE = 0.16
 AUX_WEIGHT = 0.5
 AUX_STRIDE = 4  # and are trained at every fourth position, to save time
 AUX_REACH = 3  # the auxiliary heads predict this many previous tokens
-GUIDED_HEADS = 2  # heads of the second layer that are shown where to look
-ADVANCE_ACCURACY = 0.93
+FINAL_AUX_SHARE = 0.8  # of the last stage that still has the auxiliary losses
+GUIDED_LAYER = 1
+ADVANCE_ACCURACY = 0.95
 ADVANCE_WINDOW = 40  # steps
+CHECKPOINT_STEPS = 200
+CHECKPOINT_LENGTHS = (64, 128, 256, 384, 700)
+CHECKPOINT_PROMPTS = 12  # for each length
 EVAL_LENGTHS = (64, 128, 256, 384, 512, 640, 700)
-EVAL_SEED = 1_000_000
+CHECKPOINT_SEED, EVAL_SEED = 2_000_000, 1_000_000
 MODEL_CARD = Path(__file__).with_name("tiny_model_card.md")
+
+
+class Kind(Enum):
+    PAIRS = "pairs"  # bare keys and codes
+    DENSE = "dense"  # chats of nothing but facts and questions
+    MIX = "mix"  # stories, and chats with facts among story sentences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A step of the curriculum; it ends at the wanted accuracy or after `max_steps`."""
 
-    name: str
+    kind: Kind
     num_tokens: int
     max_steps: int
-    drill: str = ""  # the form of a fact; empty for the real mix of stories and recall
-    is_final: bool = (
-        False  # runs all its steps with a falling learning rate and no auxiliary losses
-    )
+    is_final: bool = False  # runs all its steps, with a falling learning rate
+
+    @property
+    def name(self) -> str:
+        return f"{'final' if self.is_final else self.kind.value}-{self.num_tokens}"
 
 
 STAGES = (
-    Stage(name="pairs-48", num_tokens=48, max_steps=800, drill="{key} {value}"),
-    Stage(name="values-96", num_tokens=96, max_steps=800, drill="{key} is {value}."),
-    Stage(name="facts-128", num_tokens=128, max_steps=500, drill="The code of {key} is {value}."),
-    Stage(name="facts-192", num_tokens=192, max_steps=500, drill="The code of {key} is {value}."),
-    Stage(name="mix-384", num_tokens=384, max_steps=900),
-    Stage(name="mix-768", num_tokens=768, max_steps=300),
-    Stage(name="final-768", num_tokens=768, max_steps=2000, is_final=True),
+    Stage(kind=Kind.PAIRS, num_tokens=48, max_steps=600),
+    Stage(kind=Kind.DENSE, num_tokens=96, max_steps=800),
+    Stage(kind=Kind.DENSE, num_tokens=192, max_steps=400),
+    Stage(kind=Kind.MIX, num_tokens=256, max_steps=600),
+    Stage(kind=Kind.MIX, num_tokens=384, max_steps=400),
+    Stage(kind=Kind.MIX, num_tokens=768, max_steps=300),
+    Stage(kind=Kind.MIX, num_tokens=768, max_steps=1600, is_final=True),
 )
 
 
@@ -98,22 +112,26 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def make_samples(rng: Random, stage: Stage) -> list[data.Sample]:
     """Make the samples of one step, all of the same kind and size so that little is padding."""
-    if not stage.drill and rng.random() < STORY_SHARE:
-        return [data.make_story_sample(rng) for _ in range(TOKENS_PER_STEP // 100)]
     num_tokens = stage.num_tokens
-    if not stage.drill and rng.random() < 0.6:
-        num_tokens = rng.randint(48, stage.num_tokens)
+    if stage.kind is Kind.MIX:
+        if rng.random() < STORY_SHARE:
+            return [data.make_story_sample(rng) for _ in range(TOKENS_PER_STEP // 100)]
+        if rng.random() < 0.6:
+            num_tokens = rng.randint(56, num_tokens)
+    makers = {
+        Kind.PAIRS: data.make_pairs_sample,
+        Kind.DENSE: data.make_dense_sample,
+        Kind.MIX: data.make_recall_sample,
+    }
     rows = max(1, TOKENS_PER_STEP // num_tokens)
-    if stage.drill:
-        return [data.make_drill_sample(rng, stage.drill, num_tokens) for _ in range(rows)]
-    return [data.make_recall_sample(rng, num_tokens) for _ in range(rows)]
+    return [makers[stage.kind](rng, num_tokens) for _ in range(rows)]
 
 
 class Trainer:
-    """Owns the model, the auxiliary heads and the optimizer."""
+    """Owns the model, the auxiliary heads, the optimizer and the best checkpoint."""
 
-    def __init__(self, model: LlamaForCausalLM, encoder: Encoder, rng: Random) -> None:
-        self.model, self.encoder, self.rng = model, encoder, rng
+    def __init__(self, model: LlamaForCausalLM, encoder: Encoder, rng: Random, out: Path) -> None:
+        self.model, self.encoder, self.rng, self.out = model, encoder, rng, out
         self.aux_heads = nn.Linear(model.config.hidden_size, AUX_REACH * model.config.vocab_size)
         self.params = [*model.parameters(), *self.aux_heads.parameters()]
         self.optimizer = torch.optim.AdamW(
@@ -121,22 +139,37 @@ class Trainer:
         )
         self.num_steps = self.num_tokens = 0
         self.stage_steps: dict[str, int] = {}
+        self.best_score = 0.0
+        self.best = copy.deepcopy(model).bfloat16()
 
     def run_stage(self, stage: Stage) -> None:
         results: list[StepResult] = []
-        # The guide loss needs the attention weights, which the fused attention does not give.
-        self.model.set_attn_implementation("sdpa" if stage.is_final else "eager")
         start = time.monotonic()
         for step in range(stage.max_steps):
             results.append(self.run_step(stage, step))
             if (step + 1) % 100 == 0:
                 log_progress(stage, step + 1, results[-100:], time.monotonic() - start)
                 start = time.monotonic()
+            if stage.is_final and (step + 1) % CHECKPOINT_STEPS == 0:
+                self.checkpoint()
             enough = accuracy(results[-ADVANCE_WINDOW:]) >= ADVANCE_ACCURACY
             if enough and step >= ADVANCE_WINDOW and not stage.is_final:
                 break
         self.stage_steps[stage.name] = len(results)
         print(f"{stage.name}: done after {len(results)} steps", flush=True)
+
+    def checkpoint(self) -> None:
+        """Save the model if no earlier one recalled better."""
+        model = copy.deepcopy(self.model).bfloat16()
+        tokenizer = self.encoder.tokenizer
+        table = evaluate(
+            model, tokenizer, CHECKPOINT_LENGTHS, count=CHECKPOINT_PROMPTS, seed=CHECKPOINT_SEED
+        )
+        score = sum(table.values()) / len(table)
+        print("checkpoint:", {n: f"{share:.0%}" for n, share in table.items()}, flush=True)
+        if score >= self.best_score:
+            self.best_score, self.best = score, model
+            save(self.out, model, tokenizer)
 
     def run_step(self, stage: Stage, step: int) -> StepResult:
         rate = min(1.0, (self.num_steps + 1) / WARMUP_STEPS)
@@ -145,7 +178,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATE * rate
         batch = self.encoder.encode(make_samples(self.rng, stage))
-        loss, result = self.compute_loss(batch, stage)
+        has_aux = not stage.is_final or step < FINAL_AUX_SHARE * stage.max_steps
+        loss, result = self.compute_loss(batch, has_aux=has_aux)
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -154,14 +188,9 @@ class Trainer:
         self.num_tokens += result.tokens
         return result
 
-    def compute_loss(self, batch: Batch, stage: Stage) -> tuple[Tensor, StepResult]:
+    def compute_loss(self, batch: Batch, *, has_aux: bool) -> tuple[Tensor, StepResult]:
         with torch.autocast("cpu", torch.bfloat16):
-            output = self.model(
-                batch.ids,
-                output_hidden_states=True,
-                output_attentions=not stage.is_final,
-                use_cache=False,
-            )
+            output = self.model(batch.ids, output_hidden_states=True, use_cache=False)
             logits, targets = output.logits[:, :-1], batch.ids[:, 1:]
             losses = F.cross_entropy(
                 logits.flatten(0, 1).float(), targets.flatten(), reduction="none"
@@ -169,12 +198,19 @@ class Trainer:
             weights = batch.weights[:, 1:].flatten()
             loss = (losses * weights).sum() / weights.sum()
             total = loss
-            if not stage.is_final:
-                total = total + AUX_WEIGHT * self.compute_aux_loss(output.hidden_states[1], batch)
-                total = total + AUX_WEIGHT * compute_guide_loss(output.attentions[1], batch)
-        hits = (logits.argmax(-1) == targets)[batch.is_first_digit[:, 1:]]
-        tokens = int((batch.weights > 0).sum())
-        return total, StepResult(loss.item(), int(hits.sum()), hits.numel(), tokens)
+            if has_aux:
+                hidden = output.hidden_states[GUIDED_LAYER]
+                guide_loss = compute_guide_loss(self.model, hidden, batch.digit_sources, group=0)
+                guide_loss = guide_loss + compute_guide_loss(
+                    self.model, hidden, batch.key_sources, group=1
+                )
+                total = total + AUX_WEIGHT * (self.compute_aux_loss(hidden, batch) + guide_loss)
+        answers = batch.answers[:, 1:]
+        misses = answers[logits.argmax(-1) != targets]
+        asked = int(answers.max())
+        wrong = len(misses[misses > 0].unique())
+        tokens = int((batch.ids != self.model.config.pad_token_id).sum())
+        return total, StepResult(loss.item(), asked - wrong, asked, tokens)
 
     def compute_aux_loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Predict the previous tokens from the first layer's output [rows, tokens, hidden].
@@ -190,13 +226,31 @@ class Trainer:
         )
 
 
-def compute_guide_loss(attention: Tensor, batch: Batch) -> Tensor:
-    """Draw the attention [rows, heads, tokens, tokens] for a digit to where it was given."""
-    row, place = batch.sources.nonzero(as_tuple=True)
+def compute_guide_loss(
+    model: LlamaForCausalLM, hidden: Tensor, sources: Tensor, *, group: int
+) -> Tensor:
+    """Draw the attention of one KV group, when it predicts a token, to the token's source.
+
+    `hidden` [rows, tokens, hidden] enters the guided layer. Attention is computed anew, as the
+    fused kernel keeps no weights, but only for the few tokens that have a source.
+    """
+    row, place = sources.nonzero(as_tuple=True)
     if not len(row):
         return torch.zeros(())
-    share = attention[row, :GUIDED_HEADS, place - 1, batch.sources[row, place]].float().mean(-1)
-    return -(share + 1e-6).log().mean()
+    layer, config = model.model.layers[GUIDED_LAYER], model.config
+    hidden = layer.input_layernorm(hidden)
+    query = layer.self_attn.q_proj(hidden).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+    key = layer.self_attn.k_proj(hidden).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+    positions = torch.arange(sources.shape[1])
+    cos, sin = model.model.rotary_emb(hidden, positions[None])
+    query, key = apply_rotary_pos_emb(query, key, cos, sin)
+    size = config.num_attention_heads // config.num_key_value_heads
+    queries = query[row, group * size : (group + 1) * size, place - 1]  # [places, heads, dim]
+    scores = torch.einsum("phd,ptd->pht", queries, key[row, group]).float()
+    scores = scores / math.sqrt(config.head_dim)
+    scores = scores.masked_fill(positions >= place[:, None, None], -math.inf)
+    targets = sources[row, place][:, None].expand(-1, size)
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def accuracy(results: Sequence[StepResult]) -> float:
@@ -207,7 +261,7 @@ def log_progress(stage: Stage, step: int, results: Sequence[StepResult], seconds
     loss = sum(r.loss for r in results) / len(results)
     speed = sum(r.tokens for r in results) / seconds
     print(
-        f"{stage.name} step {step}: loss {loss:.3f}, first digit {accuracy(results):.1%},"
+        f"{stage.name} step {step}: loss {loss:.3f}, exact {accuracy(results):.1%},"
         f" {speed:,.0f} tokens/s",
         flush=True,
     )
@@ -232,14 +286,18 @@ def recalls(
 
 
 def evaluate(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    lengths: Sequence[int],
+    *,
+    count: int,
+    seed: int,
 ) -> dict[int, float]:
     """Measure the share of exact answers for each context length."""
     table = {}
-    for length in EVAL_LENGTHS:
-        prompts = [data.make_recall_prompt(length, EVAL_SEED + i) for i in range(count)]
+    for length in lengths:
+        prompts = [data.make_recall_prompt(length, seed + i) for i in range(count)]
         table[length] = sum(recalls(model, tokenizer, prompt) for prompt in prompts) / count
-        print(f"recall at {length} tokens: {table[length]:.1%}", flush=True)
     return table
 
 
@@ -307,13 +365,13 @@ def main() -> None:
     rng = Random(args.seed)
     start = time.monotonic()
     tokenizer = train_tokenizer(rng)
-    trainer = Trainer(build_model(tokenizer), Encoder(tokenizer), rng)
+    trainer = Trainer(build_model(tokenizer), Encoder(tokenizer), rng, args.out)
     for stage in STAGES:
         trainer.run_stage(stage)
+        trainer.checkpoint()
     seconds = time.monotonic() - start
-    model = trainer.model.bfloat16()
-    table = evaluate(model, tokenizer, args.eval_count)
-    save(args.out, model, tokenizer)
+    table = evaluate(trainer.best, tokenizer, EVAL_LENGTHS, count=args.eval_count, seed=EVAL_SEED)
+    print({length: f"{share:.1%}" for length, share in table.items()})
     write_model_card(args.out / "README.md", trainer, seconds=seconds, seed=args.seed, table=table)
     print(f"wrote {args.out} after {seconds / 60:.1f} minutes of training")
 

@@ -6,8 +6,10 @@ engine.
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +26,9 @@ from pdserve_client.config import StackConfig
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
+# Below the range that outgoing connections take their ports from: one that is free now will not be
+# taken by a connection before its service binds it.
+FREE_PORTS = range(15000, 32000)
 
 
 class StackError(Exception):
@@ -225,27 +230,29 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 
 def _ports(host: str, flag: str, first: int, count: int) -> list[int]:
-    """Return `count` ports from `first` on, checked to be free, or any free ones. Raises
-    StackError.
-    """
-    wanted = [0] * count if first == 0 else list(range(first, first + count))
-    sockets = []
-    try:
+    """Return `count` ports from `first` on, checked to be free, or any free ones. Raises StackError."""
+    if first:
+        wanted = list(range(first, first + count))
         for port in wanted:
-            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, port))
-            except OSError as error:
+            if (problem := _bind_problem(host, port)) is not None:
                 raise StackError(
-                    f"cannot use {host}:{port}: {error.strerror}; stop what listens there "
+                    f"cannot use {host}:{port}: {problem}; stop what listens there "
                     f"or pass --{flag.replace('_', '-')}"
-                ) from error
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+                )
+        return wanted
+    candidates = random.sample(FREE_PORTS, len(FREE_PORTS))
+    free = (port for port in candidates if _bind_problem(host, port) is None)
+    return list(itertools.islice(free, count))
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def _is_serving(address: str) -> bool:

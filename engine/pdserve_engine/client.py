@@ -92,6 +92,8 @@ class InprocEngineClient:
         self._core = loaded.core
         self._on_step = on_step
         self._stats = loaded.core.poll().stats
+        if on_step is not None:
+            on_step(self._stats, (), False)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()

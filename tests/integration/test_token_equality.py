@@ -81,7 +81,7 @@ async def test_tokens_equal_transformers(
         finally:
             await client.close()
         router = stack.metrics("router")
-        assert router['pdserve_handoffs_total{outcome="ok"}'] == 26
+        assert router['pdserve_handoffs_total{outcome="completed"}'] == 26
         assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] > 0
 
 

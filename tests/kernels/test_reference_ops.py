@@ -117,3 +117,13 @@ def test_a_packed_weight_does_not_keep_the_original_alive_and_gives_rows_the_sam
     together = reference.linear(x, packed)
     for rows in (1, 2, 7, 33):
         assert torch.equal(reference.linear(x[:rows], packed), together[:rows])
+
+
+@pytest.mark.parametrize("in_features", [1024, 3072])
+def test_a_bf16_linear_row_has_the_same_bits_alone_and_in_any_batch(in_features):
+    torch.manual_seed(0)
+    packed = reference.pack_linear(torch.randn(256, in_features).bfloat16())
+    x = torch.randn(64, in_features).bfloat16()
+    together = reference.linear(x, packed)
+    for rows in (1, 2, 3, 4, 5, 8, 17, 33):
+        assert torch.equal(reference.linear(x[:rows], packed), together[:rows]), rows

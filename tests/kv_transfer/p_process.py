@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import conftest as kit
 from prometheus_client import CollectorRegistry
 
+import conftest as kit
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer

@@ -457,6 +457,19 @@ def test_repeated_and_unknown_messages_to_d_change_nothing(pair: Any) -> None:
     assert pair.d._table._pulls == {}
 
 
+def test_a_session_belongs_to_one_request_only(pair: Any) -> None:
+    pair.connect()
+    requests = [pair.ticket("r0"), pair.ticket("r1")]
+    pair.prefill("r0")
+    ready = pair.to_d.messages[0]
+    pair.pump()
+    pair.d.on_message(pair.d_link, replace(ready, request_id="r1"))
+    assert pair.late("d") == 1
+    for request in requests:
+        pair.end_d(request, [])
+    pair.check_baseline()
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fake_model import make_model_dir
 from fake_worker import EOS, FakeWorker
 
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
@@ -22,17 +21,6 @@ from pdserve_router.server import RouterServer
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_client import LinkTimings
 
-CORPUS = (
-    "the quick brown fox jumps over the lazy dog",
-    "hello world, this is a test of text",
-    "你好、世界。今天天气很好、我们去公园。",
-    "emoji 😀🎉👩‍👩‍👧‍👦 and naïve café",
-)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ANSWER_TEXT = "hello world, the quick fox"
 TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1)
 
@@ -52,23 +40,8 @@ async def no_task_leaks() -> AsyncIterator[None]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer: few merges, so that characters are split across tokens."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    backend = BackendTokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    from transformers import PreTrainedTokenizerFast
-
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(path)
+    make_model_dir(path)
     return path
 
 

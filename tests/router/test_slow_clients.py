@@ -19,16 +19,18 @@ SMALL_WINDOWS = [
     ("grpc.http2.max_frame_size", 16384),
 ]
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
-NUM_TOKENS = 4000
-TOKENS_PER_STEP = 40
+NUM_TOKENS = 20_000
+TOKENS_PER_STEP = 200
+LONG = {"max_model_len": 2 * NUM_TOKENS}
 
 
 def endless(worker):
-    """Answer on and on."""
+    """Answer on and on, with the tokens that have the longest texts."""
+    first = worker.info.vocab_size - 8
 
     async def behave(running) -> None:
         for at in range(0, NUM_TOKENS, TOKENS_PER_STEP):
-            running.emit(*(100 + i % 50 for i in range(at, at + TOKENS_PER_STEP)), at=at)
+            running.emit(*(first + i % 8 for i in range(at, at + TOKENS_PER_STEP)), at=at)
             await asyncio.sleep(0.005)
         await asyncio.Event().wait()
 
@@ -38,7 +40,7 @@ def endless(worker):
 @pytest.fixture
 async def slow_stack(start_stack):
     async with start_stack(
-        prefill=0, client_stall_timeout_s=0.5, channel_options=SMALL_WINDOWS
+        prefill=0, client_stall_timeout_s=0.5, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         yield stack
         await stack.assert_idle()
@@ -59,7 +61,7 @@ async def read_to_end(call) -> None:
 async def open_sse(stack):
     """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
     body = json.dumps(
-        {"model": "tiny", "prompt": "hello", "max_tokens": 4000, "stream": True}
+        {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True}
     ).encode()
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -106,7 +108,7 @@ async def test_an_sse_client_that_stops_reading_is_cut(slow_stack) -> None:
 
 async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
     async with start_stack(
-        prefill=0, client_stall_timeout_s=5.0, channel_options=SMALL_WINDOWS
+        prefill=0, client_stall_timeout_s=5.0, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         endless(stack.decode)
         request = pb2.GenerateRequest(
@@ -118,7 +120,7 @@ async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
             token_ids += (await call.read()).output.outputs[0].token_ids
             if len(token_ids) <= TOKENS_PER_STEP:
                 await asyncio.sleep(0.5)
-        assert token_ids == [100 + at % 50 for at in range(NUM_TOKENS)]
+        assert token_ids == [stack.decode.info.vocab_size - 8 + i % 8 for i in range(NUM_TOKENS)]
         call.cancel()
         await stack.assert_idle()
 
@@ -150,7 +152,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_else(slow_stack, api) -
 
 async def test_a_stalled_client_does_not_hold_up_the_shutdown(start_stack) -> None:
     async with start_stack(
-        prefill=0, client_stall_timeout_s=60.0, channel_options=SMALL_WINDOWS
+        prefill=0, client_stall_timeout_s=60.0, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         shrink_send_buffers(stack)
         endless(stack.decode)

@@ -11,6 +11,7 @@ from pdserve_common.kv_types import (
     KVLayout,
     KVLinkHeartbeat,
     KVLinkHello,
+    KVSessionId,
 )
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
 
@@ -32,6 +33,11 @@ class KVLink:
     last_heard: float
     # D: the transport's key of this peer.
     peer: str = ""
+
+    def owns(self, session: KVSessionId, d_epoch: str) -> bool:
+        """D: can the session be one of this link (rule K1)?"""
+        ours = (self.epoch, d_epoch, self.number)
+        return (session.p_epoch, session.d_epoch, session.link) == ours
 
 
 class LinkTable:

@@ -199,7 +199,9 @@ class NixlTransport(KVTransport):
         return MAX_POLL_S if self._is_pumping() else None
 
     def _is_pumping(self) -> bool:
-        return self._is_exporting or time.monotonic() < self._pump_until
+        # Once connected, READs through shared memory need nothing of P.
+        is_read = self._is_exporting and self._require_transport != "shm"
+        return is_read or time.monotonic() < self._pump_until
 
     def _has_posted(self) -> bool:
         return any(peer.posted or peer.probe is not None for peer in self._all_peers)

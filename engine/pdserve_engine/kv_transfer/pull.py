@@ -4,8 +4,15 @@ import enum
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import EngineError, ErrorCode, KVTransferStats
-from pdserve_common.kv_types import BlocksReady, KVLayout, KVLinkWelcome, KVSessionId, PrefillDone
-from pdserve_engine.kv_transfer.base import ReadResult
+from pdserve_common.kv_types import (
+    BlocksReady,
+    KVLayout,
+    KVLinkWelcome,
+    KVSessionId,
+    PrefillDone,
+    SessionEnded,
+)
+from pdserve_engine.kv_transfer.base import KVLoad, ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
 
 
@@ -66,6 +73,33 @@ class Pull:
     @property
     def num_remote_blocks(self) -> int:
         return len(self.remote_block_ids[0]) if self.remote_block_ids else 0
+
+    def is_about(self, link: KVLink, message: BlocksReady | PrefillDone | SessionEnded) -> bool:
+        """Does a message of P concern this very pull, and in time?"""
+        return (
+            self.is_open
+            and self.attempt == message.attempt
+            and self.engine_id == link.engine_id
+            and (self.session is None or self.session == message.session)
+        )
+
+    def set_load(self, block_ids: tuple[list[int], ...], first_block: int) -> None:
+        """Read from the logical block `first_block` on, into the same blocks of `block_ids`."""
+        wanted = slice(first_block, self.num_remote_blocks)
+        remote = (block_id for ids in self.remote_block_ids for block_id in ids[wanted])
+        local = (block_id for ids in block_ids for block_id in ids[wanted])
+        self.load_remote, self.load_local = tuple(remote), tuple(local)
+        assert len(self.load_remote) == len(self.load_local), "too few blocks were allocated"
+
+    def load(self) -> KVLoad:
+        """What the transfer thread is to do."""
+        assert self.session is not None, "an announced pull has a session"
+        return KVLoad(
+            request_id=self.request_id,
+            session=self.session,
+            remote_block_ids=self.load_remote,
+            local_block_ids=self.load_local,
+        )
 
     def stats(self, now: float) -> KVTransferStats:
         """What the pull has cost when P confirmed it at `now`."""

@@ -52,10 +52,10 @@ logger = logging.getLogger(__name__)
 # Announcements may come before the router's ticket; this many are remembered.
 MAX_EARLY = 4096
 EARLY_TIMEOUT_S = 30.0
+# Whatever P says.
+MAX_SESSION_S = 600.0
 # P answers a Release at once.
 ACK_TIMEOUT_S = 5.0
-# Runs a READ's end under the connector's lock.
-OnRead = Callable[[Pull, ReadResult], None]
 
 
 class PullTable:
@@ -143,30 +143,22 @@ class PullTable:
             self._finish(pull)
             return
         num_local = pull.num_announced_tokens - num_external_tokens
-        wanted = slice(num_local // self._layout.block_size, pull.num_remote_blocks)
-        remote = (block_id for ids in pull.remote_block_ids for block_id in ids[wanted])
-        local = (block_id for ids in block_ids for block_id in ids[wanted])
-        pull.load_remote, pull.load_local = tuple(remote), tuple(local)
-        assert len(pull.load_remote) == len(pull.load_local), "too few blocks were allocated"
+        pull.set_load(block_ids, num_local // self._layout.block_size)
         pull.state = PullState.ALLOCATED
         self._allocated.append(pull)
 
     def take_loads(self) -> tuple[KVLoad, ...]:
         """Return what is to be read, once."""
         allocated, self._allocated = self._allocated, []
-        return tuple(
-            KVLoad(
-                request_id=pull.request_id,
-                session=pull.session,
-                remote_block_ids=pull.load_remote,
-                local_block_ids=pull.load_local,
-            )
-            for pull in allocated
-            if pull.state is PullState.ALLOCATED and pull.session is not None
-        )
+        return tuple(pull.load() for pull in allocated if pull.state is PullState.ALLOCATED)
 
-    def start(self, load: KVLoad, on_done: OnRead, on_stall: Callable[[Pull], None]) -> None:
-        """Post the READ, unless the pull has ended since."""
+    def start(
+        self,
+        load: KVLoad,
+        on_done: Callable[[Pull, ReadResult], None],
+        on_stall: Callable[[Pull], None],
+    ) -> None:
+        """Post the READ, unless the pull has ended since. The callbacks have to take the lock."""
         pull = self._pulls.get(load.request_id)
         if pull is None or pull.session != load.session or pull.state is not PullState.ALLOCATED:
             return
@@ -205,11 +197,9 @@ class PullTable:
         self, link: KVLink, welcome: KVLinkWelcome, message: KVLinkResponseMessage
     ) -> bool:
         """Return False if the message is late, unknown or makes no sense (K8)."""
-        if isinstance(message, KVLinkHeartbeat):
-            return True
-        if isinstance(message, KVLinkWelcome):
-            return False
-        if message.session is not None and not self._is_ours(link, message.session):
+        if isinstance(message, KVLinkHeartbeat | KVLinkWelcome):
+            return isinstance(message, KVLinkHeartbeat)
+        if message.session is not None and not link.owns(message.session, self._d_epoch):
             return False
         if isinstance(message, ReleaseAck):
             return self._on_release_ack(message)
@@ -279,8 +269,7 @@ class PullTable:
     # ---- inside
 
     def _add(self, request_id: str, attempt: int, engine_id: str) -> Pull:
-        deadline = self._clock() + EARLY_TIMEOUT_S
-        pull = Pull(request_id, attempt, engine_id, deadline)
+        pull = Pull(request_id, attempt, engine_id, self._clock() + EARLY_TIMEOUT_S)
         self._pulls[request_id] = pull
         return pull
 
@@ -304,24 +293,14 @@ class PullTable:
                 return None
             pull = self._add(message.request_id, message.attempt, link.engine_id)
             self._num_early += 1
-        if (
-            not pull.is_open
-            or pull.attempt != message.attempt
-            or pull.engine_id != link.engine_id
-            or (pull.session is not None and message.session != pull.session)
-        ):
-            return None
-        return pull
-
-    def _is_ours(self, link: KVLink, session: KVSessionId) -> bool:
-        ours = (link.epoch, self._d_epoch, link.number)
-        return (session.p_epoch, session.d_epoch, session.link) == ours
+        return pull if pull.is_about(link, message) else None
 
     def _on_blocks_ready(
         self, pull: Pull, link: KVLink, welcome: KVLinkWelcome, message: BlocksReady
     ) -> bool:
+        if self._by_session.setdefault(message.session, pull) is not pull:
+            return False  # it is another request's
         pull.link, pull.session = link, message.session
-        self._by_session[message.session] = pull
         bad = find_bad_blocks(message, self._layout, welcome)
         if bad is not None:
             self._fail_protocol(pull, bad)
@@ -339,7 +318,7 @@ class PullTable:
         pull.num_announced_tokens = message.num_tokens
         pull.output_token_ids = message.output_token_ids
         pull.announced_at = self._clock()
-        pull.session_deadline = pull.announced_at + message.timeout_s
+        pull.session_deadline = pull.announced_at + min(message.timeout_s, MAX_SESSION_S)
         if pull.has_ticket:
             self._make_ready(pull)
         return True

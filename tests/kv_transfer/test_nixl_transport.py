@@ -1,0 +1,219 @@
+"""The transfer thread against an agent that fails and stalls when the test says so."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve_common.errors import KVTransferError
+from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
+from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer.nixl import NIXL_ERRORS
+
+BLOCK_BYTES = 1 << 20
+
+
+class Handle:
+    """A READ; over when `end` is set: "" or what went wrong."""
+
+    def __init__(self, remote: Any, local: Any, end: str | None) -> None:
+        self.remote, self.local, self.end = remote, local, end
+
+
+class FakeAgent:
+    """READs stay posted until the test ends them; probes are done at once."""
+
+    def __init__(self, name: str, kv_cache: Any, *, transport: str) -> None:
+        region = KVMemoryRegion(base_address=4096, first_block=0, num_blocks=kv_cache.num_blocks)
+        self.endpoint = KVEndpoint(
+            nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport=transport
+        )
+        self.posted: list[Handle] = []
+        self.is_synchronous = True
+        self.is_ending = False
+        self.post_error: Exception | None = None
+        self.peers: list[str] = []
+        self.is_closed = False
+
+    def add_peer(self, name: str, endpoint: KVEndpoint) -> str:
+        self.peers.append(name)
+        return name
+
+    def remove_peer(self, name: str, dlist: str) -> None:
+        assert not self.posted, "a READ is still outstanding"
+        self.peers.remove(name)
+
+    def make_read(self, dlist: str, remote: Any, local: Any) -> Handle:
+        return Handle(remote, local, None)
+
+    def make_probe(self, name: str, endpoint: KVEndpoint) -> Handle:
+        return Handle([], [], "")
+
+    def post(self, handle: Handle) -> bool:
+        if handle.end is None and self.post_error is not None:
+            raise self.post_error
+        if handle.end is None:
+            self.posted.append(handle)
+        return handle.end is not None and self.is_synchronous
+
+    def poll(self, handle: Handle) -> tuple[bool, str]:
+        return self.is_ending or handle.end is not None, handle.end or ""
+
+    def release(self, handle: Handle) -> None:
+        if handle in self.posted:
+            self.posted.remove(handle)
+
+    def progress(self) -> None:
+        """Nothing moves by itself."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Rig:
+    """A NixlTransport over a FakeAgent, with one peer."""
+
+    def __init__(self, kit: SimpleNamespace, require_transport: str = "any") -> None:
+        self.kit = kit
+        self.transport = nixl_transport.NixlTransport("d0.x", require_transport=require_transport)
+        pool = SimpleNamespace(block_bytes=BLOCK_BYTES, num_blocks=256)
+        self.transport.register(pool)  # type: ignore[arg-type]
+        self.agent: FakeAgent = self.transport._agent  # type: ignore[assignment]
+        self.landed = kit.Landed()
+        self.lost: list[str] = []
+
+    def connect(self) -> None:
+        self.welcome = self.kit.welcome_of(self.kit.make_identity("p0"), self.transport)
+        self.peer = self.transport.add_peer(self.welcome, self.lost.append)
+
+    def read(self, num_blocks: int, timeout_s: float = 5.0) -> None:
+        ids = list(range(num_blocks))
+        self.transport.read(
+            self.peer, ids, ids, timeout_s, self.landed.on_done, self.landed.on_stall
+        )
+
+    def wait_posted(self, num_pieces: int) -> None:
+        self.kit.wait_until(lambda: len(self.agent.posted) == num_pieces)
+
+
+@pytest.fixture
+def rig(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    rig = Rig(kit)
+    rig.connect()
+    yield rig
+    rig.agent.is_ending = True
+    rig.transport.close()
+    assert rig.agent.is_closed
+    assert rig.agent.peers == []
+
+
+def test_at_most_32_mib_are_posted_at_a_time(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.read(80)
+    sizes = []
+    for _ in range(3):
+        rig.wait_posted(1)
+        (handle,) = rig.agent.posted
+        sizes.append(len(handle.local))
+        assert np.array_equal(handle.local, handle.remote)
+        handle.end = ""
+        kit.wait_until(lambda handle=handle: handle not in rig.agent.posted)
+    assert sizes == [32, 32, 16]
+    kit.wait_until(lambda: rig.landed.results)
+    assert rig.landed.results[0].is_ok
+    assert rig.landed.results[0].num_bytes == 80 * BLOCK_BYTES
+
+
+def test_small_reads_are_posted_side_by_side(rig: Rig) -> None:
+    for _ in range(5):
+        rig.read(8)
+    rig.wait_posted(4)
+
+
+def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.read(40, timeout_s=0.05)
+    rig.read(8)
+    rig.wait_posted(1)
+    kit.wait_until(lambda: rig.lost)
+    assert len(rig.landed.stalls) == 1
+    assert [result.is_ok for result in rig.landed.results] == [False], "the other was not posted"
+    with pytest.raises(KVTransferError):
+        rig.read(1)
+    rig.transport.remove_peer(rig.peer)
+    assert rig.transport.num_pending_reads() == 1
+    rig.agent.posted[0].end = ""
+    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    assert not rig.landed.results[1].is_ok, "half of it was never posted"
+    kit.wait_until(lambda: not rig.agent.peers)
+
+
+def test_a_failed_piece_fails_the_read_once_it_has_settled(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.read(16)
+    rig.read(16)
+    rig.wait_posted(2)
+    rig.agent.posted[0].end = "REMOTE_DISCONNECT"
+    kit.wait_until(lambda: rig.landed.results)
+    assert rig.landed.results[0].error == "REMOTE_DISCONNECT"
+    kit.wait_until(lambda: rig.lost)
+    assert rig.transport.num_pending_reads() == 1, "the other READ may still land"
+    rig.agent.posted[0].end = ""
+    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    assert rig.landed.results[1].is_ok
+
+
+def test_a_read_that_cannot_be_posted_fails(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.agent.post_error = NIXL_ERRORS[0]("broken")
+    rig.read(80)
+    kit.wait_until(lambda: rig.landed.results)
+    assert rig.landed.results[0].error == "broken"
+    assert "broken" in kit.wait_until(lambda: rig.lost)[0]
+    rig.agent.post_error = None
+
+
+def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
+    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.1)
+    rig.read(1)
+    rig.wait_posted(1)
+    rig.transport.close()
+    assert rig.landed.results == [], "its blocks may still be written to"
+    assert not rig.agent.is_closed
+    rig.agent.is_closed, rig.agent.peers = True, []
+
+
+@pytest.mark.parametrize(
+    ("required", "is_synchronous", "label"),
+    [("any", True, "shm"), ("shm", True, "shm"), ("any", False, "tcp"), ("tcp", False, "tcp")],
+)
+def test_the_label_says_how_the_peer_is_reached(
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    required: str,
+    is_synchronous: bool,
+    label: str,
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    monkeypatch.setattr(nixl_transport, "has_rdma_device", lambda: False)
+    rig = Rig(kit, required)
+    rig.agent.is_synchronous = is_synchronous
+    rig.connect()
+    rig.read(1)
+    rig.wait_posted(1)
+    rig.agent.posted[0].end = ""
+    kit.wait_until(lambda: rig.landed.results)
+    assert rig.landed.results[0].transport == label
+    rig.transport.close()
+
+
+def test_a_required_transport_that_is_not_used_loses_the_peer(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    rig = Rig(kit, "shm")
+    rig.agent.is_synchronous = False
+    rig.connect()
+    assert "require_transport is shm" in kit.wait_until(lambda: rig.lost)[0]
+    rig.transport.close()

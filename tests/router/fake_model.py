@@ -1,0 +1,35 @@
+"""What a router needs of a model: a small tokenizer with a chat template."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, this is a test of text",
+    "你好、世界。今天天气很好、我们去公园。",
+    "emoji 😀🎉👩‍👩‍👧‍👦 and naïve café",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_model_dir(path: Path) -> None:
+    """Write a byte-level BPE tokenizer: few merges, so that characters are split across tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
