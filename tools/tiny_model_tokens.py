@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-import tiny_model_data as data
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+
+import tiny_model_data as data
 
 VOCAB_SIZE = 1536  # room for each word of the texts as one token
 MAX_POSITIONS = 2048

@@ -16,8 +16,13 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-import tiny_model_data as data
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import tiny_model_data as data
 from tiny_model_tokens import (
     BOS,
     CHAT_TEMPLATE,
@@ -28,10 +33,6 @@ from tiny_model_tokens import (
     Encoder,
     train_tokenizer,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 TOKENS_PER_STEP = 1024
 LEARNING_RATE = 1e-3

@@ -230,7 +230,7 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 
 def _ports(host: str, flag: str, first: int, count: int) -> list[int]:
-    """Return `count` ports from `first` on, checked to be free, or any free ones. Raises StackError."""
+    """Return `count` free ports, from `first` on or, if that is 0, any. Raises StackError."""
     if first:
         wanted = list(range(first, first + count))
         for port in wanted:

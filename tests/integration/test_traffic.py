@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
-from pdserve.v1 import engine_core_pb2 as core_pb2
 
+from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
@@ -76,14 +76,17 @@ async def test_a_client_deadline_ends_the_request_on_every_hop(
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     started = time.monotonic()
-    errors = []
+    ended: list[object] = []
     try:
         async for output in client.generate([5] * 16, params, timeout_s=0.3):
-            errors += [c.error.code for c in output.outputs if c.HasField("error")]
+            ended += [c.error.code for c in output.outputs if c.HasField("error")]
     except grpc.aio.AioRpcError as error:
-        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    else:  # the router's own end of it was faster than the client's
-        assert errors == [core_pb2.ERROR_CODE_DEADLINE_EXCEEDED]
+        ended.append(error.code())
+    # Client and router race to tell; either way it is told once.
+    assert ended in (
+        [grpc.StatusCode.DEADLINE_EXCEEDED],
+        [core_pb2.ERROR_CODE_DEADLINE_EXCEEDED],
+    )
     assert time.monotonic() - started < 2.0
     stack.assert_idle()
 

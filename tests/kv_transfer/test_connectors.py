@@ -457,6 +457,23 @@ def test_repeated_and_unknown_messages_to_d_change_nothing(pair: Any) -> None:
     assert pair.d._table._pulls == {}
 
 
+def test_a_session_is_released_over_its_own_link_only(pair: Any) -> None:
+    pair.connect()
+    request = pair.ticket()
+    pair.prefill()
+    release = Release(session=pair.to_d.messages[0].session, through_block=3)
+    answers: list[Any] = []
+    stranger = SimpleNamespace(send=answers.append, close=lambda reason: None)
+    link = pair.p.accept_link(replace(pair.d.hello(), engine_id="d1"), stranger)
+    pair.p.on_message(link, release)
+    pair.p.on_message(link, CancelRequest(request_id="r0", attempt=0, reason=""))
+    assert not answers[-1].valid
+    assert pair.p.num_open_sessions() == 1
+    pair.pump()
+    pair.end_d(request, [])
+    pair.check_baseline()
+
+
 def test_a_session_belongs_to_one_request_only(pair: Any) -> None:
     pair.connect()
     requests = [pair.ticket("r0"), pair.ticket("r1")]

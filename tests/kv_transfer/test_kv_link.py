@@ -230,7 +230,7 @@ async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: 
     start = time.monotonic()
     news = await d.news(lambda news: news.failed_recving)
     assert 0.9 < time.monotonic() - start < 6.0
-    assert "no progress" in news.failed_recving["r1"].message
+    assert "stalled" in news.failed_recving["r1"].message
     assert d.connector.request_finished(request, ([2, 3],)), "the READ may still land"
     await asyncio.sleep(0.2)
     assert d.connector.take_output().landed_block_ids == []

@@ -17,6 +17,7 @@ from fake_worker import EOS, FakeWorker
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.config import RouterConfig
+from pdserve_router.http_server import HttpServer
 from pdserve_router.server import RouterServer
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_client import LinkTimings
@@ -112,6 +113,24 @@ class NoMetricsServer:
         pass
 
 
+class NoHttpServer:
+    """uvicorn takes a fifth of a second to close; tests of HTTP ask for it."""
+
+    port = 0
+
+    def __init__(self, host: str, port: int) -> None:
+        pass
+
+    def start(self, app: object) -> None:
+        pass
+
+    def cut(self, scope: object) -> None:
+        pass
+
+    async def close(self, *, grace_s: int) -> None:
+        pass
+
+
 @pytest.fixture
 def start_stack(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -126,10 +145,14 @@ def start_stack(
         decode: int = 1,
         answer: str | Sequence[int] = ANSWER_TEXT,
         wait: bool = True,
+        http: bool = False,
         info: dict[str, object] | None = None,
         channel_options: Sequence[tuple[str, object]] = (),
         **config: object,
     ) -> AsyncIterator[Stack]:
+        monkeypatch.setattr(
+            "pdserve_router.server.HttpServer", HttpServer if http else NoHttpServer
+        )
         tokens = tokenizer.backend.encode(answer).ids if isinstance(answer, str) else answer
 
         def worker(role: WorkerRole, number: int) -> FakeWorker:

@@ -14,6 +14,13 @@ COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 100}
 
 
 @pytest.fixture
+async def stack(start_stack):
+    async with start_stack(http=True) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+@pytest.fixture
 async def http(stack):
     async with httpx.AsyncClient(base_url=stack.url) as client:
         yield client
@@ -123,10 +130,10 @@ async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
     assert (request.priority, request.cache_salt) == (4, "salt")
 
 
-@pytest.mark.parametrize("prompt", ["hello", ["hello"], [5, 6, 7], [[5, 6, 7]]])
-async def test_the_forms_of_a_prompt(http, prompt) -> None:
-    response = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt})
-    assert response.status_code == 200
+async def test_the_forms_of_a_prompt(http) -> None:
+    for prompt in ("hello", ["hello"], [5, 6, 7], [[5, 6, 7]]):
+        response = await http.post("/v1/completions", json={**COMPLETION, "prompt": prompt})
+        assert response.status_code == 200, prompt
 
 
 async def test_the_forms_of_a_message(http, stack, tokenizer) -> None:
@@ -150,8 +157,8 @@ BAD_COMPLETIONS = [
     ({"prompt": [1.5]}, 400, "prompt"),
     ({"prompt": [True]}, 400, "prompt"),
     ({"prompt": [5] * 5000}, 400, "prompt"),
-    ({"prompt": [10**30]}, 400, "prompt_token_ids"),
-    ({"prompt": [-1]}, 400, "prompt_token_ids"),
+    ({"prompt": [10**30]}, 400, "prompt"),
+    ({"prompt": [-1]}, 400, "prompt"),
     ({"model": "other"}, 404, "model"),
     ({"model": ""}, 400, "model"),
     ({"model": 5}, 400, "model"),
@@ -223,25 +230,25 @@ async def test_bad_bodies_are_refused_and_the_field_is_named(http, stack) -> Non
     assert stack.prefill.requests == stack.decode.requests == []
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b'{"model": NaN}',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"model":"tiny","prompt":"\\ud800"}',
-        b'{"temperature": Infinity}',
-    ],
-)
-async def test_malformed_json_is_refused(http, body) -> None:
-    response = await http.post("/v1/completions", content=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("body ")
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"x"',
+    b'{"model": NaN}',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"model":"tiny","prompt":"\\ud800"}',
+    b'{"temperature": Infinity}',
+]
+
+
+async def test_malformed_json_is_refused(http) -> None:
+    for body in MALFORMED:
+        response = await http.post("/v1/completions", content=body)
+        assert response.status_code == 400, body
+        assert response.json()["error"]["message"].startswith("body "), body
 
 
 async def test_a_missing_field_is_named(http) -> None:
@@ -252,7 +259,7 @@ async def test_a_missing_field_is_named(http) -> None:
 
 async def test_a_body_above_the_limit_is_refused(start_stack) -> None:
     async with (
-        start_stack(max_body_bytes=1000) as stack,
+        start_stack(http=True, max_body_bytes=1000) as stack,
         httpx.AsyncClient(base_url=stack.url) as http,
     ):
         big = {**COMPLETION, "prompt": "x" * 2000}

@@ -9,6 +9,13 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
+async def stack(start_stack):
+    async with start_stack(http=True) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+@pytest.fixture
 async def client(stack):
     async with openai.AsyncOpenAI(
         base_url=f"{stack.url}/v1", api_key="unused", max_retries=0

@@ -38,7 +38,7 @@ async def start_and_stop(config: RouterConfig) -> None:
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(start_stack) -> None:
-    async with start_stack() as stack, httpx.AsyncClient(base_url=stack.url) as http:
+    async with start_stack(http=True) as stack, httpx.AsyncClient(base_url=stack.url) as http:
         stack.decode.step_s = 0.05
         running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
         await until(lambda: stack.server.router.num_in_flight == 1)

@@ -40,7 +40,7 @@ def endless(worker):
 @pytest.fixture
 async def slow_stack(start_stack):
     async with start_stack(
-        prefill=0, client_stall_timeout_s=0.5, channel_options=SMALL_WINDOWS, info=LONG
+        prefill=0, http=True, client_stall_timeout_s=0.5, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         yield stack
         await stack.assert_idle()
@@ -108,7 +108,7 @@ async def test_an_sse_client_that_stops_reading_is_cut(slow_stack) -> None:
 
 async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
     async with start_stack(
-        prefill=0, client_stall_timeout_s=5.0, channel_options=SMALL_WINDOWS, info=LONG
+        prefill=0, http=True, client_stall_timeout_s=5.0, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         endless(stack.decode)
         request = pb2.GenerateRequest(
@@ -152,7 +152,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_else(slow_stack, api) -
 
 async def test_a_stalled_client_does_not_hold_up_the_shutdown(start_stack) -> None:
     async with start_stack(
-        prefill=0, client_stall_timeout_s=60.0, channel_options=SMALL_WINDOWS, info=LONG
+        prefill=0, http=True, client_stall_timeout_s=60.0, channel_options=SMALL_WINDOWS, info=LONG
     ) as stack:
         shrink_send_buffers(stack)
         endless(stack.decode)

@@ -13,8 +13,8 @@
                READ failed or stalled, not valid                   P does not know
     any        request_finished                         -          CancelRequest if it was open
 
-"Open" are the states before DONE. A pull that ends while its READ is posted is a zombie: the
-blocks come back in landed_block_ids when the READ has landed (K5).
+"Open" are the states before DONE. A pull that ends under its READ is a zombie: its blocks come back
+in landed_block_ids when the READ has landed (K5).
 """
 
 import logging
@@ -49,13 +49,11 @@ from pdserve_engine.kv_transfer.pull import (
 
 logger = logging.getLogger(__name__)
 
-# Announcements may come before the router's ticket; this many are remembered.
+# Announcements may come before the router's ticket; so many are remembered, for so long.
 MAX_EARLY = 4096
 EARLY_TIMEOUT_S = 30.0
-# Whatever P says.
-MAX_SESSION_S = 600.0
-# P answers a Release at once.
-ACK_TIMEOUT_S = 5.0
+MAX_SESSION_S = 600.0  # whatever P says
+ACK_TIMEOUT_S = 5.0  # P answers at once
 
 
 class PullTable:
@@ -136,7 +134,7 @@ class PullTable:
     def allocate(
         self, pull: Pull, block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """The scheduler has blocks for a READY pull; the last `num_external_tokens` are to come."""
+        """A READY pull has its blocks; the last `num_external_tokens` are to come."""
         pull.allocated_at = self._clock()
         if num_external_tokens == 0:
             self._send_release(pull)
@@ -240,16 +238,14 @@ class PullTable:
 
     def read_stalled(self, pull: Pull) -> None:
         if pull.state is PullState.LOADING:
-            message = f"READ made no progress for {self._transfer_timeout_s:g} s"
-            self.fail_transfer(pull, "stall", message)
+            self.fail_transfer(pull, "stall", f"READ stalled for {self._transfer_timeout_s:g} s")
 
     def expire(self, now: float) -> None:
         # A posted READ has the transport's own deadline.
         for pull in [p for p in self._pulls.values() if p.deadline <= now and not p.is_reading]:
             if pull.is_open:
-                state = pull.state.name.lower()
                 self._send_cancel(pull, "expired")
-                message = f"KV pull from {pull.engine_id} timed out while {state}"
+                message = f"KV pull from {pull.engine_id} timed out in state {pull.state.name}"
                 self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
             if not pull.has_ticket:
                 self._remove(pull)
@@ -344,8 +340,7 @@ class PullTable:
         if message.valid:
             self._finish(pull)
         else:
-            error = "P had ended the KV session before it was read"
-            self._fail(pull, ErrorCode.KV_EXPIRED, "not_valid", error)
+            self._fail(pull, ErrorCode.KV_EXPIRED, "not_valid", "P ended the session before")
         return True
 
     def _on_session_ended(self, pull: Pull, message: SessionEnded) -> bool:

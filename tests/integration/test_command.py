@@ -1,0 +1,154 @@
+"""The `pdserve` command as a person uses it: what it prints, and how it fails."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PDSERVE = [sys.executable, "-m", "pdserve_client"]
+
+
+@pytest.fixture(scope="module")
+def model(make_served_model: Callable[..., Path]) -> str:
+    return str(make_served_model("LlamaForCausalLM", max_position_embeddings=256))
+
+
+def run(*args: str, cwd: Path, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*PDSERVE, *args], cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@pytest.mark.slow
+def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -> None:
+    result = run("run", "--model", model, "--prompt", "hi", "--max-tokens", "8", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for expected in (
+        "time to first token (TTFT)",
+        "prefill queue",
+        "first to second token (first ITL)",
+        "first decode step",
+        "GB/s over",
+        "mean ITL",
+        "disaggregated: prefill-0 -> decode-0",
+    ):
+        assert expected in result.stdout
+    assert "ready after" in result.stderr
+
+
+@pytest.mark.slow
+def test_up_serves_until_it_is_asked_to_stop(model: str, tmp_path: Path) -> None:
+    flags = ["--grpc-port=0", "--http-port=0", "--metrics-port=0", "--worker-port=0"]
+    process = subprocess.Popen(
+        [*PDSERVE, "up", "--model", model, *flags], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        while "Ctrl-C" not in (lines[-1] if lines else ""):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "pdserve up ended early"
+        (http,) = [line.split()[1] for line in lines if line.startswith("HTTP")]
+        with urllib.request.urlopen(http.removesuffix("/v1") + "/health", timeout=5) as response:
+            assert response.status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_up_leaves_no_process_behind(model: str, tmp_path: Path) -> None:
+    import psutil
+
+    flags = ["--grpc-port=0", "--http-port=0", "--metrics-port=0", "--worker-port=0"]
+    process = subprocess.Popen(
+        [*PDSERVE, "up", "--model", model, *flags], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 30
+    while len(children) < 3 and time.monotonic() < deadline:
+        children = psutil.Process(process.pid).children()
+        time.sleep(0.1)
+    time.sleep(1.0)  # past the exec, where the children ask for the signal
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=40)
+    assert not alive
+
+
+def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
+    result = run("up", "--model", "nowhere", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr == (
+        "pdserve: no model at 'nowhere': it has no config.json; pass --model DIR\n"
+    )
+
+
+def test_a_port_in_use_is_one_clear_line(model: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("up", "--model", model, f"--http-port={port}", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"cannot use 127.0.0.1:{port}: Address already in use" in result.stderr
+    assert "pass --http-port" in result.stderr
+
+
+def test_a_wrong_flag_shows_the_usage(tmp_path: Path) -> None:
+    result = run("up", "--modle", "x", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "unrecognized arguments: --modle" in result.stderr
+
+
+def test_no_router_is_one_clear_line(tmp_path: Path) -> None:
+    result = run("generate", "--address", "127.0.0.1:9", "--timeout-s", "2", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("pdserve: UNAVAILABLE")
+
+
+@pytest.mark.parametrize("module", ["pdserve_prefill", "pdserve_decode", "pdserve_router"])
+def test_a_service_with_a_bad_setting_says_what_to_do(module: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", module, "--model", "nowhere", "--metrics-port", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode in (1, 2)
+    assert "nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pdserve_client"],
+        ["pdserve_client", "up"],
+        ["pdserve_client", "run"],
+        ["pdserve_client", "bench"],
+        ["pdserve_prefill"],
+        ["pdserve_decode"],
+        ["pdserve_router"],
+    ],
+)
+def test_help_is_complete(command: list[str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", *command, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "usage:" in result.stdout
