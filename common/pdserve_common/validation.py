@@ -115,7 +115,7 @@ def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size:
             f"(max_model_len is {max_model_len}, one is for the answer)",
             field="prompt",
         )
-    validate_token_ids("prompt", token_ids, vocab_size)
+    validate_token_ids("prompt_token_ids", token_ids, vocab_size)
 
 
 def validate_request_id(request_id: str) -> None:

@@ -33,6 +33,9 @@ _STATUS = {
 
 _ERROR_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
+# Fields of the engine that have another name in OpenAI's requests.
+_PARAMS = {"prompt_token_ids": "prompt"}
+
 
 class BodyTooLargeError(InvalidRequestError):
     """The HTTP body is above the limit. Not retryable."""
@@ -57,8 +60,14 @@ def error_object(error: PdserveError) -> dict[str, Any]:
         error.message,
         status=status,
         code=code,
-        param=error.field if isinstance(error, InvalidRequestError) else None,
+        param=_param(error),
     )
+
+
+def _param(error: PdserveError) -> str | None:
+    if not isinstance(error, InvalidRequestError) or error.field is None:
+        return None
+    return _PARAMS.get(error.field, error.field)
 
 
 def plain_error_object(

@@ -33,6 +33,7 @@ class FakeAgent:
         self.posted: list[Handle] = []
         self.is_synchronous = True
         self.is_ending = False
+        self.num_posts = 0
         self.post_error: Exception | None = None
         self.peers: list[str] = []
         self.is_closed = False
@@ -56,7 +57,9 @@ class FakeAgent:
             raise self.post_error
         if handle.end is None:
             self.posted.append(handle)
-        return handle.end is not None and self.is_synchronous
+        self.num_posts += 1
+        is_odd_one = self.num_posts % 6 == 1  # now and then one is not, or is by luck
+        return handle.end is not None and self.is_synchronous != is_odd_one
 
     def poll(self, handle: Handle) -> tuple[bool, str]:
         return self.is_ending or handle.end is not None, handle.end or ""

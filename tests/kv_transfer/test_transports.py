@@ -72,7 +72,7 @@ def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -
         result = two.read(remote, local)
         assert result.is_ok, result.error
         assert result.num_bytes == len(remote) * two.p_pool.block_bytes
-        assert result.transport in ("local", "shm")
+        assert result.transport in ("local", "shm"), result
         assert torch.equal(two.d_pool.tensor, expected)
     assert two.d.num_pending_reads() == 0
     assert two.lost == []

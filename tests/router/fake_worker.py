@@ -67,10 +67,16 @@ class Link:
 
     def __init__(self) -> None:
         self._pending: list[EngineCoreOutput] = []
+        self._rest: dict[str, object] = {}
         self._event = asyncio.Event()
 
     def emit(self, output: EngineCoreOutput) -> None:
         self._pending.append(output)
+        self._event.set()
+
+    def say(self, **fields: object) -> None:
+        """Send what an engine says besides outputs."""
+        self._rest.update(fields)
         self._event.set()
 
     async def next_step(self) -> EngineCoreOutputs:
@@ -78,7 +84,8 @@ class Link:
         self._event.clear()
         outputs, self._pending = self._pending, []
         stats = SchedulerStats(num_running_reqs=len(outputs))
-        return EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=stats)
+        rest, self._rest = self._rest, {}
+        return EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=stats, **rest)
 
 
 class Running:
@@ -162,6 +169,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.hellos: list[pb2.AttachHello] = []
+        self.links: list[Link] = []
         self.num_heartbeats = 0
         self.port = 0
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -199,6 +207,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         first = await requests.__anext__()
         self.hellos.append(first.hello)
         link = Link()
+        self.links.append(link)
         # gRPC takes one write at a time.
         lock = asyncio.Lock()
         await context.write(

@@ -86,7 +86,7 @@ BAD_REQUESTS = {
     "token id out of range": (
         {"tokens": pb2.TokenPrompt(token_ids=[5, 99999])},
         INVALID,
-        "prompt has 99999",
+        "prompt_token_ids has 99999",
     ),
     "no messages": ({"chat": pb2.ChatPrompt()}, INVALID, "messages is empty"),
     "unknown model": ({"text": "a", "model": "x"}, grpc.StatusCode.NOT_FOUND, "model 'x'"),

@@ -197,3 +197,26 @@ async def test_closing_ends_what_runs(link) -> None:
     link.add("a")
     await link.client.close()
     assert link.ends("a")[0].error.message.endswith("the router is closing")
+
+
+async def test_a_dead_engine_ends_its_requests_and_says_why(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    error = EngineError(code=ErrorCode.ENGINE_DEAD, message="out of memory")
+    link.worker.links[0].say(engine_dead=error)
+    await until(lambda: link.ends("a"))
+    assert link.ends("a")[0].error.message.endswith("its engine died: out of memory")
+    assert WorkerState.DOWN in link.states
+
+
+async def test_a_request_that_ended_without_an_output_gets_one(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    link.worker.links[0].say(finished_requests=frozenset({"a", "unknown"}))
+    await until(lambda: link.ends("a"))
+    assert link.ends("a")[0].error.code is ErrorCode.CANCELLED
+    assert link.client.is_ready

@@ -42,7 +42,10 @@ CONNECT_S = 5.0
 # other pieces fail in the same breath, but not in the same call.
 SETTLE_S = 0.05
 CLOSE_S = 5.0
-NUM_PROBES = 3
+# So many READs that are over when posted tell shared memory; while a connection is being set up
+# some are not, and on a network one might be by luck.
+NUM_SYNCHRONOUS = 3
+MAX_PROBES = 12
 
 
 class NixlTransport(KVTransport):
@@ -243,10 +246,8 @@ class NixlTransport(KVTransport):
 
     def _post_probe(self, peer: Peer) -> None:
         peer.probe = self._agent.make_probe(peer.agent_name, peer.welcome.endpoint)
-        is_done = self._agent.post(peer.probe)
-        # The first one connects and is never synchronous.
-        if peer.num_probes > 0:
-            peer.is_synchronous &= is_done
+        peer.num_probes += 1
+        peer.num_synchronous += self._agent.post(peer.probe)
 
     def _poll_probe(self, peer: Peer, now: float) -> None:
         is_over, error = self._agent.poll(peer.probe)
@@ -256,11 +257,10 @@ class NixlTransport(KVTransport):
             return
         self._agent.release(peer.probe)
         peer.probe = None
-        peer.num_probes += 1
         self._poll_s = MIN_POLL_S
         if error:
             self._lose(peer, f"cannot connect: {error}")
-        elif peer.num_probes > NUM_PROBES:
+        elif peer.num_synchronous == NUM_SYNCHRONOUS or peer.num_probes == MAX_PROBES:
             self._label(peer)
         elif not peer.is_lost:
             try:
@@ -273,7 +273,7 @@ class NixlTransport(KVTransport):
         it is posted; networks then differ by whether there is an RDMA device, which UCX prefers.
         """
         required = self._require_transport
-        if peer.is_synchronous:
+        if peer.num_synchronous == NUM_SYNCHRONOUS:
             found = "shm"
         elif required in ("tcp", "rdma"):
             found = required

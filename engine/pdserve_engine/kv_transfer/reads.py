@@ -52,7 +52,8 @@ class Peer:
     transport: str = ""
     probe: Any = None
     num_probes: int = 0
-    is_synchronous: bool = True
+    # Of these, over when they were posted.
+    num_synchronous: int = 0
     dlist: Any = None
     waiting: deque[Piece] = field(default_factory=deque)
     posted: list[Piece] = field(default_factory=list)
