@@ -26,6 +26,7 @@ import tiny_model_data as data
 from tiny_model_tokens import (
     BOS,
     CHAT_TEMPLATE,
+    CONTEXT_WEIGHT,
     EOS,
     MAX_POSITIONS,
     PAD,
@@ -327,27 +328,33 @@ def write_json(path: Path, value: dict[str, object]) -> None:
 
 
 def write_model_card(
-    path: Path, trainer: Trainer, *, seconds: float, seed: int, table: dict[int, float]
+    trainer: Trainer, args: argparse.Namespace, *, seconds: float, table: dict[int, float]
 ) -> None:
     config = trainer.model.config
     rows = "\n".join(f"| {length} | {share:.1%} |" for length, share in table.items())
     stages = "\n".join(f"- {name}: {steps} steps" for name, steps in trainer.stage_steps.items())
     fields = {
         "params": f"{trainer.model.num_parameters() / 1e6:.1f}",
+        "digits": data.CODE_DIGITS,
+        "chance": 10**data.CODE_DIGITS,
+        "num_keys": len(data.KEYS),
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "vocab": config.vocab_size,
+        "advance": ADVANCE_ACCURACY,
+        "context_weight": CONTEXT_WEIGHT,
         "stages": stages,
         "steps": f"{trainer.num_steps:,}",
         "tokens": f"{trainer.num_tokens / 1e6:.1f}",
         "minutes": f"{seconds / 60:.0f}",
         "threads": torch.get_num_threads(),
-        "seed": seed,
+        "seed": args.seed,
+        "count": args.eval_count,
         "rows": rows,
     }
-    path.write_text(MODEL_CARD.read_text().format(**fields))
+    (args.out / "README.md").write_text(MODEL_CARD.read_text().format(**fields))
 
 
 def parse_args() -> argparse.Namespace:
@@ -373,7 +380,7 @@ def main() -> None:
     seconds = time.monotonic() - start
     table = evaluate(trainer.best, tokenizer, EVAL_LENGTHS, count=args.eval_count, seed=EVAL_SEED)
     print({length: f"{share:.1%}" for length, share in table.items()})
-    write_model_card(args.out / "README.md", trainer, seconds=seconds, seed=args.seed, table=table)
+    write_model_card(trainer, args, seconds=seconds, table=table)
     print(f"wrote {args.out} after {seconds / 60:.1f} minutes of training")
 
 
