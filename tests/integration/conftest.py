@@ -55,6 +55,12 @@ class RunningStack(Stack):
             found[process.name] = (handle.num_fds(), handle.num_threads())
         return found
 
+    def rss_mib(self, name: str) -> float:
+        """Return the resident memory of one process."""
+        (process,) = [process for process in self.processes if process.name == name]
+        assert process.process is not None
+        return psutil.Process(process.process.pid).memory_info().rss / 2**20
+
     def _left_over(self) -> dict[str, float]:
         left = {}
         for name in self.worker_names():
