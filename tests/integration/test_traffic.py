@@ -14,7 +14,6 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
-
 KV_MIB = 16
 WEIGHTS_MIB = 1
 
