@@ -41,6 +41,7 @@ COLORS = split("black blue brown gold green orange pink red white yellow")
 THINGS = split("ball bell book boat coat cup drum flute hat kite key lamp map ring shoe")
 FOODS = split("apples berries bread cake cheese nuts pie rice soup")
 RELATIVES = split("aunt brother father grandfather grandmother mother sister uncle")
+CAST = (*GIRLS, *BOYS, *ANIMALS, *THINGS, *FOODS, *RELATIVES)  # what a story must not mix up
 SKILLS = split("climb cook dance draw fish paint read sail sing swim write")
 TIMES = split("afternoon day evening morning")
 SPOTS = split(

@@ -15,7 +15,8 @@ VOCAB_SIZE = 1536  # room for each word of the texts as one token
 MAX_POSITIONS = 2048
 # Losses: the key and the first digit of an answer are where attention must find its way.
 KEY_WEIGHT, FIRST_DIGIT_WEIGHT, DIGIT_WEIGHT = 8.0, 8.0, 4.0
-CONTEXT_WEIGHT = 0.25  # of the text around the answers; answers and stories weigh 1
+CAST_WEIGHT = 4.0  # of a name or thing that a story said before
+CONTEXT_WEIGHT = 0.25  # of the text around answers; the rest of answers and stories weighs 1
 QUESTION_KEY_OFFSET = 4  # from the key in a question to the first token of its answer
 
 BOS, EOS, PAD = "<|bos|>", "<|end|>", "<|pad|>"
@@ -40,7 +41,7 @@ class Batch(NamedTuple):
     weights: Tensor  # of predicting the token
     answers: Tensor  # the number of the answer that the token is part of, from 1; 0 outside
     digit_sources: Tensor  # for each digit of an answer, where it was given; 0 elsewhere
-    key_sources: Tensor  # for the key of an answer, where the question has it; 0 elsewhere
+    word_sources: Tensor  # the same for the key of an answer and for the cast of a story
 
 
 class Row(NamedTuple):
@@ -48,7 +49,7 @@ class Row(NamedTuple):
     weights: list[float]
     answers: list[int]
     digit_sources: list[int]
-    key_sources: list[int]
+    word_sources: list[int]
 
 
 def train_tokenizer(rng: Random) -> PreTrainedTokenizerFast:
@@ -91,6 +92,7 @@ class Encoder:
         vocab = tokenizer.get_vocab()
         self.first_digits = {vocab[f"Ġ{digit}"] for digit in range(10)}
         self.digits = self.first_digits | {vocab[str(digit)] for digit in range(10)}
+        self.cast = {vocab[f"Ġ{word}"] for word in data.CAST if f"Ġ{word}" in vocab}
         self.is_token, self.assistant = vocab["Ġis"], vocab[ROLES[2]]
         missing = [key for key in data.KEYS if f"Ġ{key}" not in vocab]
         if missing:
@@ -116,17 +118,17 @@ class Encoder:
         ids = self.tokenizer.encode(self._render(sample), add_special_tokens=False)
         digit_sources = self._find_digits(ids, sample.num_given)
         answers = self._number_answers(ids, digit_sources, num_answers)
-        key_sources = [0] * len(ids)
+        if not sample.num_given:
+            word_sources = self._find_cast(ids)
+            weights = [CAST_WEIGHT if source else 1.0 for source in word_sources]
+            return Row(ids, weights, answers, digit_sources, word_sources)
+        word_sources = [0] * len(ids)
         for i, token in enumerate(ids):
             if token in self.first_digits and digit_sources[i] and ids[i - 1] == self.is_token:
-                key_sources[i - 2] = answers.index(answers[i]) - QUESTION_KEY_OFFSET
-        weights = [
-            self._weigh(ids[i], digit_sources[i], key_sources[i], answers[i])
-            if sample.num_given
-            else 1.0
-            for i in range(len(ids))
-        ]
-        return Row(ids, weights, answers, digit_sources, key_sources)
+                word_sources[i - 2] = answers.index(answers[i]) - QUESTION_KEY_OFFSET
+        places = zip(ids, digit_sources, word_sources, answers, strict=True)
+        weights = [self._weigh(*place) for place in places]
+        return Row(ids, weights, answers, digit_sources, word_sources)
 
     def _render(self, sample: data.Sample) -> str:
         if sample.messages:
@@ -150,6 +152,11 @@ class Encoder:
                 sources[i] = sources[i - 1] + 1
         return sources
 
+    def _find_cast(self, row: list[int]) -> list[int]:
+        """Find, for each later mention of a name or thing, the first one."""
+        sources = [row.index(token) if token in self.cast else 0 for token in row]
+        return [source if source < i else 0 for i, source in enumerate(sources)]
+
     def _number_answers(self, row: list[int], sources: list[int], count: int) -> list[int]:
         """Number the answers: in chats, turns that hold a code; in plain text, the codes."""
         answers = [0] * len(row)
@@ -167,11 +174,11 @@ class Encoder:
                 answers[i] = count
         return answers
 
-    def _weigh(self, token: int, digit_source: int, key_source: int, answer: int) -> float:
+    def _weigh(self, token: int, digit_source: int, word_source: int, answer: int) -> float:
         if digit_source:
             return FIRST_DIGIT_WEIGHT if token in self.first_digits else DIGIT_WEIGHT
         if token in self.digits:
             return 0.0  # a given digit is noise
-        if key_source:
+        if word_source:
             return KEY_WEIGHT
         return 1.0 if answer else CONTEXT_WEIGHT

@@ -38,7 +38,7 @@ from tiny_model_tokens import (
 TOKENS_PER_STEP = 1024
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 50
-STORY_SHARE = 0.16
+STORY_SHARE = 0.2
 AUX_WEIGHT = 0.5
 AUX_STRIDE = 4  # and are trained at every fourth position, to save time
 AUX_REACH = 3  # the auxiliary heads predict this many previous tokens
@@ -80,7 +80,6 @@ STAGES = (
     Stage(kind=Kind.DENSE, num_tokens=192, max_steps=400),
     Stage(kind=Kind.MIX, num_tokens=256, max_steps=600),
     Stage(kind=Kind.MIX, num_tokens=384, max_steps=400),
-    Stage(kind=Kind.MIX, num_tokens=768, max_steps=300),
     Stage(kind=Kind.MIX, num_tokens=768, max_steps=1600, is_final=True),
 )
 
@@ -204,7 +203,7 @@ class Trainer:
                 hidden = output.hidden_states[GUIDED_LAYER]
                 guide_loss = compute_guide_loss(self.model, hidden, batch.digit_sources, group=0)
                 guide_loss = guide_loss + compute_guide_loss(
-                    self.model, hidden, batch.key_sources, group=1
+                    self.model, hidden, batch.word_sources, group=1
                 )
                 total = total + AUX_WEIGHT * (self.compute_aux_loss(hidden, batch) + guide_loss)
         answers = batch.answers[:, 1:]
@@ -343,6 +342,7 @@ def write_model_card(
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "vocab": config.vocab_size,
+        "story_share": STORY_SHARE,
         "advance": ADVANCE_ACCURACY,
         "context_weight": CONTEXT_WEIGHT,
         "stages": stages,
