@@ -72,7 +72,7 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _stack_config(args: argparse.Namespace) -> StackConfig:
     flags = vars(args)
-    if "metrics_port" not in flags and args.command is _run:
+    if args.command is _run:
         # A single run needs no fixed ports: it must work beside a stack that is up.
         flags = {"grpc_port": 0, "http_port": 0, "metrics_port": 0, "worker_port": 0, **flags}
         flags.setdefault("log_dir", os.path.join(".run", "run"))

@@ -1,9 +1,17 @@
 """Checks on what clients send: every refusal names the field, the value and the limit."""
 
 import math
+import time
 from collections.abc import Sequence
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, SamplingParams
+from pdserve_common.engine_types import (
+    EarlyStopping,
+    EngineCoreRequest,
+    EngineInfo,
+    KVTransferParams,
+    SamplingParams,
+    WorkerRole,
+)
 from pdserve_common.errors import InvalidRequestError
 
 MAX_REQUEST_ID_CHARS = 256
@@ -12,6 +20,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**64 - 1
 PRIORITY_LIMIT = 2**31 - 1
+MAX_TIMEOUT_S = 7 * 24 * 3600
 
 # Fields that are part of the API and not served yet: (name, value that means unused).
 _UNSERVED_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
@@ -20,6 +29,8 @@ _UNSERVED_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
     ("frequency_penalty", 0.0),
     ("repetition_penalty", 1.0),
     ("use_beam_search", False),
+    ("length_penalty", 1.0),
+    ("early_stopping", EarlyStopping.FALSE),
     ("logprobs", None),
     ("prompt_logprobs", None),
     ("logits_processors", ()),
@@ -146,12 +157,15 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     validate_sampling_params(request.sampling_params, vocab_size=info.vocab_size)
     if request.eos_token_id is not None:
         validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
-    params = request.kv_transfer_params
-    if params is not None and params.do_remote_decode == params.do_remote_prefill:
-        raise InvalidRequestError(
-            "kv_transfer_params needs exactly one of do_remote_decode and do_remote_prefill",
-            field="kv_transfer_params",
-        )
+    if request.kv_transfer_params is not None:
+        _validate_kv_transfer_params(request.kv_transfer_params, info)
+    if request.deadline is not None:
+        timeout_s = request.deadline - time.monotonic()
+        if timeout_s > MAX_TIMEOUT_S:
+            raise InvalidRequestError(
+                f"timeout is {timeout_s:.0f} s, must be at most {MAX_TIMEOUT_S} s",
+                field="timeout_ns",
+            )
 
 
 def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -160,6 +174,29 @@ def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) ->
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
             f"{field} has {wrong}, token ids are 0 to {vocab_size - 1}", field=field
+        )
+
+
+def _validate_kv_transfer_params(params: KVTransferParams, info: EngineInfo) -> None:
+    """A leg must suit its worker, or nobody would ever finish it."""
+    field = "kv_transfer_params"
+    if params.do_remote_decode == params.do_remote_prefill:
+        raise InvalidRequestError(
+            f"{field} needs exactly one of do_remote_decode and do_remote_prefill", field=field
+        )
+    role = WorkerRole.PREFILL if params.do_remote_decode else WorkerRole.DECODE
+    if info.role is not role:
+        raise InvalidRequestError(
+            f"{field} is for a {role.name.lower()} worker, this is a {info.role.name.lower()} worker",
+            field=field,
+        )
+    if not params.remote_engine_id:
+        raise InvalidRequestError(f"{field}.remote_engine_id is empty", field=field)
+    if params.do_remote_prefill and not (params.remote_host and 0 < params.remote_port < 65536):
+        raise InvalidRequestError(
+            f"{field} has no address to pull from: host {params.remote_host!r}, "
+            f"port {params.remote_port}",
+            field=field,
         )
 
 

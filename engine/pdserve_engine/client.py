@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 # A step in pure torch releases the GIL, its Python parts should not wait 5 ms to get it back.
 SWITCH_INTERVAL_S = 5e-4
 JOIN_TIMEOUT_S = 30.0
+# An idle engine looks around at least this often.
+MAX_WAIT_S = 60.0
 
 
 class _Add(NamedTuple):
@@ -128,7 +130,9 @@ class InprocEngineClient:
         return request_id in self._owners
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
-        mine = tuple(rid for rid in request_ids if self._owners.get(rid) == client_index)
+        # Ids without an owner may be requests that P has handed off: their sessions end.
+        owners = self._owners
+        mine = tuple(rid for rid in request_ids if owners.get(rid, client_index) == client_index)
         if mine:
             for request_id in mine:
                 self._aborts.put(request_id)
@@ -193,17 +197,17 @@ class InprocEngineClient:
             self._process_inputs(may_block=not may_step)
             is_step = core.has_work()
             result = core.step() if is_step else core.poll()
-            # A step that could compute nothing waits for an event: a request, freed blocks, a
-            # deadline. A poll may have brought work.
-            may_step = core.has_work() and (result.has_computed or not is_step)
+            # A step that changed nothing waits for an event: a request, freed blocks, a deadline.
+            # A poll may have brought work.
+            may_step = core.has_work() and (result.has_progressed or not is_step)
             self._call_soon(self._deliver, result)
 
     def _process_inputs(self, *, may_block: bool) -> None:
         if may_block:
-            timeout = None
+            timeout = MAX_WAIT_S
             deadline = self._core.scheduler.next_deadline()
             if deadline is not None:
-                timeout = max(0.0, deadline - time.monotonic())
+                timeout = min(timeout, max(0.0, deadline - time.monotonic()))
             try:
                 self._handle(self._inputs.get(timeout=timeout))
             except queue.Empty:
@@ -218,6 +222,9 @@ class InprocEngineClient:
         if isinstance(item, _Add):
             self._core.add_request(item.request)
         elif isinstance(item, _Abort):
+            # What `_aborts` still holds is repeated here or further on in `_inputs`: it must not
+            # be left to hit a later request of the same id.
+            self.take_aborts()
             self._core.abort_requests(item.request_ids)
         else:
             item.function(self._core)

@@ -83,6 +83,7 @@ def load_engine(
         epoch=new_epoch(),
         compatibility_hash=compatibility_hash(config.model, model_config, spec.layout()),
         layout=spec.layout(),
+        vocab_size=model_config.vocab_size,
     )
     connector = _make_connector(config, role, identity, metrics, wakeup, step_seq)
     if connector is not None:

@@ -190,6 +190,8 @@ class WorkerClient:
             kind = response.WhichOneof("message")
             if kind == "outputs":
                 self._on_outputs(wire.engine_core_outputs_from_proto(response.outputs))
+            elif kind == "heartbeat" and response.heartbeat.draining:
+                self._on_draining()
             elif kind == "welcome":
                 self._on_welcome(wire.engine_info_from_proto(response.welcome.info))
 

@@ -48,7 +48,12 @@ def make_pool(seed: int, num_blocks: int = NUM_BLOCKS) -> KVCache:
 
 
 def make_identity(engine_id: str, **changes: Any) -> KVIdentity:
-    fields = {"epoch": new_epoch(), "compatibility_hash": "same", "layout": SPEC.layout()} | changes
+    fields = {
+        "epoch": new_epoch(),
+        "compatibility_hash": "same",
+        "layout": SPEC.layout(),
+        "vocab_size": 100_000,
+    } | changes
     return KVIdentity(engine_id=engine_id, **fields)
 
 

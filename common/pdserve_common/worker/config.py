@@ -10,13 +10,10 @@ from pdserve_common.config import opt
 class WorkerConfig:
     """Where a worker listens and how it ends."""
 
-    engine_id: str | None = opt(None, "Stable name of this worker; role, host and port if unset.")
+    engine_id: str | None = opt(None, "Unique name of this worker; role, host and port if unset.")
     host: str = opt("127.0.0.1", "Address to listen on.")
     port: int = opt(0, "gRPC port; 0: any free one.")
     metrics_port: int = opt(0, "Port of /metrics; 0: any free one.")
-    advertise_host: str | None = opt(
-        None, "Name or address peers reach this worker at; host if unset."
-    )
     drain_timeout_s: float = opt(30.0, "On SIGTERM, how long requests and KV sessions may take.")
     log_level: str = opt("info", "debug, info, warning or error.")
 

@@ -16,13 +16,15 @@ MAX_FRAME_BYTES = 1024 * 1024
 OUTPUT_BYTES = 96
 TOKEN_BYTES = 5
 
+EMPTY = EngineCoreOutputs()
+
 
 class Outbox:
     """Outputs not written yet. Used on the event loop's thread only."""
 
     def __init__(self) -> None:
         self._pending: dict[str, EngineCoreOutput] = {}
-        self._rest = EngineCoreOutputs()
+        self._rest = EMPTY
         self._num_bytes = 0
         self._event = asyncio.Event()
 
@@ -35,6 +37,10 @@ class Outbox:
         self._rest = dataclasses.replace(
             outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
         )
+        self._event.set()
+
+    def wake(self) -> None:
+        """Let a waiting `get` return, with nothing if there is nothing."""
         self._event.set()
 
     async def get(self, timeout_s: float) -> list[EngineCoreOutputs]:
@@ -56,7 +62,8 @@ class Outbox:
             dataclasses.replace(self._rest, outputs=tuple(frame))
             for frame in _frames(pending.values())
         ]
-        return frames or [self._rest]
+        rest, self._rest = self._rest, EMPTY
+        return frames or ([] if rest is EMPTY else [rest])
 
 
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:

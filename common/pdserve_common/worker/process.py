@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # After the drain, how long streams that are still open may take to end.
 STOP_GRACE_S = 2.0
+EXIT_ENGINE_DEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,6 @@ class WorkerContext:
     """What a role gets to build its engine with."""
 
     engine_id: str
-    host: str
-    port: int
     registry: CollectorRegistry
 
 
@@ -80,7 +81,9 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     try:
         metrics_server = MetricsServer(config.host, config.metrics_port, registry)
         server = RpcServer(config.host, config.port)
-        worker = await build(_context(config, role, server.port, registry))
+        worker = await _build_unless_stopped(
+            build(_context(config, role, server.port, registry)), stop
+        )
     except (OSError, ValueError, PdserveError) as error:
         # A port in use, a missing model, a setting that does not fit: one line that says what.
         logger.error("cannot start: %s", error)
@@ -101,8 +104,11 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     )
     status = await _wait_for_the_end(stop, worker)
     await server.set_serving(False)
+    servicer.announce_drain()
     if status == 0 and not await worker.engine.drain(config.drain_timeout_s):
         logger.warning("drain timed out after %g s, aborted the rest", config.drain_timeout_s)
+    if worker.died.is_set():
+        status = EXIT_ENGINE_DEAD
     servicer.stop()
     await worker.close()
     await server.stop(STOP_GRACE_S)
@@ -115,12 +121,26 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
 def _context(
     config: WorkerConfig, role: str, port: int, registry: CollectorRegistry
 ) -> WorkerContext:
-    return WorkerContext(
-        engine_id=config.engine_id or f"{role}-{config.host}-{port}",
-        host=config.advertise_host or config.host,
-        port=port,
-        registry=registry,
-    )
+    # A wildcard is the same on every host, and link tables are keyed by this name.
+    is_wildcard = config.host in ("", "0.0.0.0", "::", "[::]")
+    host = socket.gethostname() if is_wildcard else config.host
+    return WorkerContext(engine_id=config.engine_id or f"{role}-{host}-{port}", registry=registry)
+
+
+async def _build_unless_stopped(building: Awaitable[Worker], stop: asyncio.Event) -> Worker:
+    """Wait for the worker; leave the process at once if it is asked to stop before.
+
+    Loading runs on a thread that nothing can interrupt, and there is nothing to drain yet.
+    """
+    build = asyncio.ensure_future(building)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([build, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if not build.done():
+        logger.info("asked to stop while loading")
+        logging.shutdown()
+        os._exit(0)
+    stopped.cancel()
+    return await build
 
 
 async def _wait_for_the_end(stop: asyncio.Event, worker: Worker) -> int:
@@ -131,6 +151,6 @@ async def _wait_for_the_end(stop: asyncio.Event, worker: Worker) -> int:
         task.cancel()
     if worker.died.is_set():
         logger.error("the engine died: exiting so that it is restarted")
-        return 2
+        return EXIT_ENGINE_DEAD
     logger.info("asked to stop: draining")
     return 0

@@ -47,11 +47,23 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._is_stopping = asyncio.Event()
+        self._outboxes: set[Outbox] = set()
+        self._is_draining = False
+        self._is_stopping = False
+
+    def announce_drain(self) -> None:
+        """Tell every router to send its requests elsewhere."""
+        self._is_draining = True
+        self._wake_all()
 
     def stop(self) -> None:
-        """End all Attach streams; call after draining."""
-        self._is_stopping.set()
+        """End all Attach streams once they have sent what they have; call after draining."""
+        self._is_stopping = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for outbox in self._outboxes:
+            outbox.wake()
 
     async def GetInfo(
         self, request: service_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -67,6 +79,11 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             outbox = Outbox()
             client_index = self._engine.register_client(outbox.put)
             try:
+                if request.request.sampling_params.stop:
+                    raise InvalidRequestError(
+                        "stop is set: workers know no text, stop strings are the router's",
+                        field="stop",
+                    )
                 self._add(request.request, client_index, context.time_remaining())
                 is_finished = False
                 while not is_finished:
@@ -90,6 +107,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             hello = await _read_hello(requests)
             outbox = Outbox()
             client_index = self._engine.register_client(outbox.put)
+            self._outboxes.add(outbox)
             logger.info("router %s attached as client %d", hello.router_id, client_index)
             reader = asyncio.create_task(self._read(requests, client_index, outbox))
             try:
@@ -99,6 +117,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 await context.write(service_pb2.AttachResponse(welcome=welcome))
                 await self._write(context, outbox, reader)
             finally:
+                self._outboxes.discard(outbox)
                 self._engine.unregister_client(client_index)
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
@@ -107,32 +126,39 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     async def _write(
         self, context: grpc.aio.ServicerContext, outbox: Outbox, reader: "asyncio.Task[None]"
     ) -> None:
-        """Send outputs as they come and a heartbeat when none do, until the router is gone or we
-        stop.
+        """Send outputs as they come, and at least a heartbeat each second, until the router is gone
+        or we stop.
         """
-        while not reader.done() and not self._is_stopping.is_set():
-            frames = await outbox.get(HEARTBEAT_S)
-            step_seq = self._engine.step_seq()
-            messages = [
-                service_pb2.AttachResponse(
-                    outputs=engine_core_outputs_to_proto(frame, step_seq=step_seq)
-                )
-                for frame in frames
-            ]
-            for message in messages[:-1]:
-                message.outputs.more = True
-            if not messages:
-                heartbeat = service_pb2.Heartbeat(step_seq=step_seq)
-                messages = [service_pb2.AttachResponse(heartbeat=heartbeat)]
+        is_drain_told = False
+        while not reader.done():
+            is_last = self._is_stopping
+            messages = self._to_messages(await outbox.get(0.0 if is_last else HEARTBEAT_S))
+            if not messages or self._is_draining > is_drain_told:
+                is_drain_told = self._is_draining
+                messages.append(self._heartbeat())
             for message in messages:
-                try:
-                    await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
-                except asyncio.TimeoutError:
-                    raise OverloadedError(
-                        f"router has read nothing for {WRITE_TIMEOUT_S:g} s"
-                    ) from None
-        if reader.done():
-            reader.result()
+                await _write_in_time(context, message)
+            if is_last:
+                return
+        reader.result()
+
+    def _to_messages(self, frames: list[EngineCoreOutputs]) -> list[service_pb2.AttachResponse]:
+        step_seq = self._engine.step_seq()
+        messages = [
+            service_pb2.AttachResponse(
+                outputs=engine_core_outputs_to_proto(frame, step_seq=step_seq)
+            )
+            for frame in frames
+        ]
+        for message in messages[:-1]:
+            message.outputs.more = True
+        return messages
+
+    def _heartbeat(self) -> service_pb2.AttachResponse:
+        heartbeat = service_pb2.Heartbeat(
+            step_seq=self._engine.step_seq(), draining=self._is_draining
+        )
+        return service_pb2.AttachResponse(heartbeat=heartbeat)
 
     async def _read(
         self,
@@ -181,6 +207,15 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         request = dataclasses.replace(request, client_index=client_index, deadline=deadline)
         self._engine.add_request(request)
         return request
+
+
+async def _write_in_time(
+    context: grpc.aio.ServicerContext, message: service_pb2.AttachResponse
+) -> None:
+    try:
+        await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise OverloadedError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s") from None
 
 
 async def _read_hello(

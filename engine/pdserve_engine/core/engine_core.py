@@ -25,8 +25,10 @@ class StepResult(NamedTuple):
 
     outputs: ClientOutputs
     stats: SchedulerStats
-    # False: nothing could be scheduled; there is no use in stepping again before something changes.
+    # Whether the model ran.
     has_computed: bool
+    # False: stepping again is of no use before something changes from outside.
+    has_progressed: bool
 
 
 class EngineCore:
@@ -57,7 +59,14 @@ class EngineCore:
         self.scheduler.add_request(Request(request, max_model_len=self._max_model_len, seed=seed))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests, and the KV sessions of requests that were handed off. Unknown ids are
+        ignored.
+        """
+        request_ids = tuple(request_ids)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        if self.connector is not None:
+            for request_id in request_ids:
+                self.connector.abort_session(request_id)
 
     def has_work(self) -> bool:
         """Is there anything to step for? Requests that wait for remote KV wake the engine when it
@@ -81,14 +90,16 @@ class EngineCore:
         stats = self.scheduler.make_stats(
             step_num_tokens=num_tokens, step_duration_s=time.monotonic() - start
         )
-        return StepResult(outputs, stats, has_computed=num_tokens > 0)
+        # A preemption frees blocks for others, even if this step had to end with it.
+        has_progressed = num_tokens > 0 or bool(scheduler_output.preempted_req_ids)
+        return StepResult(outputs, stats, num_tokens > 0, has_progressed)
 
     def poll(self) -> StepResult:
         """Take in KV news, deadlines and aborts without running the model."""
         self.scheduler.expire_deadlines(time.monotonic())
         self.scheduler.update_from_kv_transfer()
         stats = self.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
-        return StepResult(self.scheduler.take_pending_outputs(), stats, has_computed=False)
+        return StepResult(self.scheduler.take_pending_outputs(), stats, False, False)
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prompt and one decode step, so that the first request finds everything

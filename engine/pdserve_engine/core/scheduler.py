@@ -85,7 +85,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._finished_req_ids: set[str] = set()
         self._pending_outputs: ClientOutputs = {}
-        self._deadlines: list[tuple[float, str]] = []
+        # A heap of (deadline, order of arrival, request); ids may come again, requests do not.
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_added = 0
 
     # ---- requests in and out
     # -------------------------------------------------------------------------------
@@ -96,7 +98,9 @@ class Scheduler:
         self.requests[request.request_id] = request
         request.record_event(EngineCoreEventType.QUEUED)
         if request.request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.request.deadline, request.request_id))
+            entry = (request.request.deadline, self._num_added, request)
+            heapq.heappush(self._deadlines, entry)
+        self._num_added += 1
         if request.do_remote_prefill or request.do_remote_decode:
             if self.connector is None:
                 error = EngineError(
@@ -138,16 +142,16 @@ class Scheduler:
 
     def expire_deadlines(self, now: float) -> None:
         """End requests whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            error = EngineError(
-                code=ErrorCode.DEADLINE_EXCEEDED, message="the request's deadline passed"
-            )
-            self.finish_requests([request_id], RequestStatus.FINISHED_ERROR, error)
+        error = EngineError(
+            code=ErrorCode.DEADLINE_EXCEEDED, message="the request's deadline passed"
+        )
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            _, _, request = heapq.heappop(self._deadlines)
+            self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline (time.monotonic) of a request that is not over."""
-        while self._deadlines and self._deadlines[0][1] not in self.requests:
+        while self._deadlines and self._deadlines[0][2].status.is_finished:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 

@@ -111,6 +111,9 @@ class KVConnector(ABC):
         blocks (rule K5): they come back in landed_block_ids.
         """
 
+    def abort_session(self, request_id: str) -> None:
+        """P: end the session of a request that was handed off. Unknown ids are ignored."""
+
     @abstractmethod
     def fence_all(self, reason: str) -> None:
         """End every session before blocks change hands (cache reset, sleep, weight change,
@@ -149,6 +152,8 @@ class KVIdentity:
     epoch: str
     compatibility_hash: str
     layout: KVLayout
+    # Token ids are below this.
+    vocab_size: int
 
     @property
     def agent_name(self) -> str:

@@ -74,6 +74,7 @@ class ConsumerConnector(KVConnector):
         self._table = PullTable(
             transport,
             layout=identity.layout,
+            vocab_size=identity.vocab_size,
             d_epoch=identity.epoch,
             metrics=metrics,
             link_of=self._links.get,

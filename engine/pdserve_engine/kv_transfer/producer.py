@@ -143,6 +143,12 @@ class ProducerConnector(KVConnector):
             self._tell_end(request, params.remote_engine_id)
             return False
 
+    def abort_session(self, request_id: str) -> None:
+        with self._lock:
+            session = self._sessions.get(request_id)
+            if session is not None:
+                self._end(session, "aborted")
+
     def fence_all(self, reason: str) -> None:
         with self._lock:
             for session in list(self._sessions.values()):

@@ -145,11 +145,13 @@ def find_bad_blocks(message: BlocksReady, layout: KVLayout, welcome: KVLinkWelco
     return None
 
 
-def find_bad_end(pull: Pull, message: PrefillDone, layout: KVLayout) -> str | None:
+def find_bad_end(pull: Pull, message: PrefillDone, layout: KVLayout, vocab_size: int) -> str | None:
     """Say why a PrefillDone does not fit the blocks announced before it, or return None."""
     num_needed = -(-message.num_tokens // layout.block_size)
     if message.num_tokens < 1 or pull.num_remote_blocks != num_needed:
         return f"announced {pull.num_remote_blocks} blocks for {message.num_tokens} tokens"
     if not message.output_token_ids:
         return "sent no token"
+    if max(message.output_token_ids) >= vocab_size:
+        return f"sent token {max(message.output_token_ids)} of a vocabulary of {vocab_size}"
     return None

@@ -64,6 +64,7 @@ class PullTable:
         transport: KVTransport,
         *,
         layout: KVLayout,
+        vocab_size: int,
         d_epoch: str,
         metrics: KVTransferMetrics,
         link_of: Callable[[str], KVLink | None],
@@ -73,6 +74,7 @@ class PullTable:
     ) -> None:
         self._transport = transport
         self._layout = layout
+        self._vocab_size = vocab_size
         self._d_epoch = d_epoch
         self._metrics = metrics
         self._link_of = link_of
@@ -120,7 +122,10 @@ class PullTable:
         pull.num_tokens = num_tokens
         pull.deadline = deadline
         if is_over:
-            message = f"the announcement of {engine_id} expired before the request came"
+            message = (
+                f"request {request_id!r}, attempt {attempt}, has ended here before: its announcement "
+                "expired before it came, or the id is used twice"
+            )
             self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
         elif pull.engine_id != engine_id:
             self._fail_protocol(pull, f"announced a request that was sent to {engine_id}")
@@ -286,6 +291,12 @@ class PullTable:
         if pull is None:
             key = (message.request_id, message.attempt)
             if key in self._ended or self._num_early >= MAX_EARLY:
+                if isinstance(message, BlocksReady):
+                    # Nobody here will ever release these blocks: P need not wait for its deadline.
+                    cancel = CancelRequest(
+                        request_id=message.request_id, attempt=message.attempt, reason="unwanted"
+                    )
+                    link.handle.send(cancel)
                 return None
             pull = self._add(message.request_id, message.attempt, link.engine_id)
             self._num_early += 1
@@ -306,7 +317,7 @@ class PullTable:
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
         if pull.is_prefill_done:
             return False
-        bad = find_bad_end(pull, message, self._layout)
+        bad = find_bad_end(pull, message, self._layout, self._vocab_size)
         if bad is not None:
             self._fail_protocol(pull, bad)
             return True

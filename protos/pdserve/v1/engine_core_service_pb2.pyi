@@ -32,10 +32,12 @@ class AbortRequests(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step_seq",)
+    __slots__ = ("step_seq", "draining")
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     step_seq: int
-    def __init__(self, step_seq: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "add_request", "abort_requests", "heartbeat")
