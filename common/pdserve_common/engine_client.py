@@ -53,6 +53,9 @@ class EngineClient(Protocol):
     def is_alive(self) -> bool:
         """False once the engine has died."""
 
+    def problem(self) -> str | None:
+        """Why the process has to be restarted (a dead engine, a broken transport), or None."""
+
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, wait for requests and KV sessions to end; False if some were aborted
         at the timeout.

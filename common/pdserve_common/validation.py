@@ -187,7 +187,8 @@ def _validate_kv_transfer_params(params: KVTransferParams, info: EngineInfo) -> 
     role = WorkerRole.PREFILL if params.do_remote_decode else WorkerRole.DECODE
     if info.role is not role:
         raise InvalidRequestError(
-            f"{field} is for a {role.name.lower()} worker, this is a {info.role.name.lower()} worker",
+            f"{field} is for a {role.name.lower()} worker, "
+            f"this is a {info.role.name.lower()} worker",
             field=field,
         )
     if not params.remote_engine_id:

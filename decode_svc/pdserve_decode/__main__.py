@@ -36,7 +36,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
     loaded = await asyncio.get_running_loop().run_in_executor(None, load)
     recorder = EngineStatsRecorder(EngineMetrics(context.registry))
     client.start(loaded, recorder)
-    worker = Worker(engine=client, died=client.died)
+    worker = Worker(engine=client)
     if isinstance(loaded.connector, ConsumerConnector):
         worker.close = KvLinkPool(loaded.connector).close
     return worker

@@ -65,7 +65,7 @@ class InprocEngineClient:
         self._error: str | None = None
         self._stats = SchedulerStats()
         self._on_step: StepObserver | None = None
-        self.died = asyncio.Event()
+        self._step_started: float | None = None
 
     # ---- before serving
     # ------------------------------------------------------------------------------------
@@ -147,6 +147,15 @@ class InprocEngineClient:
     def is_alive(self) -> bool:
         return self._error is None and not self._is_stopped
 
+    def problem(self) -> str | None:
+        if self._error is not None:
+            return self._error
+        started = self._step_started
+        if started is not None and time.monotonic() - started > self._loaded.step_timeout_s:
+            return f"a step has taken more than {self._loaded.step_timeout_s:g} s"
+        connector = self._loaded.connector
+        return connector.failure() if connector is not None else None
+
     # ---- the end
     # -------------------------------------------------------------------------------------------
 
@@ -196,7 +205,9 @@ class InprocEngineClient:
         while not self._is_stopped:
             self._process_inputs(may_block=not may_step)
             is_step = core.has_work()
+            self._step_started = time.monotonic()
             result = core.step() if is_step else core.poll()
+            self._step_started = None
             # A step that changed nothing waits for an event: a request, freed blocks, a deadline.
             # A poll may have brought work.
             may_step = core.has_work() and (result.has_progressed or not is_step)
@@ -258,7 +269,6 @@ class InprocEngineClient:
         self._owners.clear()
         for callback in list(self._clients.values()):
             callback(EngineCoreOutputs(engine_dead=error))
-        self.died.set()
 
 
 def _abort_all(core: EngineCore) -> None:

@@ -46,8 +46,10 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "Order of the waiting queue.")
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
-    kv_session_timeout_s: float = opt(30.0, "P fences a session after this long without progress.")
+    kv_session_timeout_s: float = opt(600.0, "P fences a session D has not pulled for so long.")
     kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")
+
+    step_timeout_s: float = opt(300.0, "A step that takes longer is hung: the process exits.")
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -61,7 +63,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, must be at least 0")
-        for name in ("kv_session_timeout_s", "kv_transfer_timeout_s"):
+        for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 

@@ -45,6 +45,7 @@ class LoadedEngine:
     info: EngineInfo
     connector: KVConnector | None
     kv_cache: KVCache
+    step_timeout_s: float
 
     def close(self) -> None:
         """Release the transport, then the pool under it. The engine thread has ended."""
@@ -110,7 +111,13 @@ def load_engine(
         info.max_model_len,
         info.dtype,
     )
-    return LoadedEngine(core=core, info=info, connector=connector, kv_cache=kv_cache)
+    return LoadedEngine(
+        core=core,
+        info=info,
+        connector=connector,
+        kv_cache=kv_cache,
+        step_timeout_s=config.step_timeout_s,
+    )
 
 
 def _make_connector(

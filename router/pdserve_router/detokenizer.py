@@ -27,14 +27,22 @@ class IncrementalDecoder:
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:
+            # The library's own and only class for "the text so far is no prefix of the text now",
+            # which byte-fallback tokenizers bring about when bytes that began a character end in
+            # none. Whole decoding still has an answer.
+            return self._restart()
         if text is None:
-            if len(self._pending) < _MAX_PENDING_TOKENS:
-                return ""
-            text = self.flush()
-            self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
-            return text
+            return "" if len(self._pending) < _MAX_PENDING_TOKENS else self._restart()
         self._context, self._pending = self._pending, []
+        return text
+
+    def _restart(self) -> str:
+        """Give up the open character: return what there is of it and begin a new stream."""
+        text = self.flush()
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
         return text
 
     def flush(self) -> str:

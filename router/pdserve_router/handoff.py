@@ -108,8 +108,11 @@ class Handoff:
     def _send(
         self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
     ) -> None:
-        worker.add_request(request, on_output)
+        worker.add_request(request, on_output, self._on_defect)
         self._running.add(worker)
+
+    def _on_defect(self) -> None:
+        self.fail(PdserveError("internal error of the router, see its log"))
 
     def _on_deadline(self) -> None:
         age = time.monotonic() - self.request.arrival_time
@@ -133,12 +136,19 @@ class Handoff:
         self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
         if not self._accept(output) or not output.finished:
             return
-        if _has_failed(output):
+        if self._is_void_ticket(output):
+            self._running.discard(self.route.decode)
+        elif _has_failed(output):
             self._fail_leg(self.route.decode, output, outcome="decode_failed")
         else:
             # D is done, so P has nothing left to do either.
             self._running.clear()
             self._end_as(output, outcome="completed")
+
+    def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
+        """D heard from P that the request ends there; P's own word of it is still on its way."""
+        is_cancelled = output.error is not None and output.error.code is ErrorCode.CANCELLED
+        return is_cancelled and self.route.prefill in self._running
 
     def _accept(self, output: EngineCoreOutput) -> bool:
         """Take the tokens; False if that ended the request."""

@@ -137,10 +137,10 @@ class InputProcessor:
             )
         return token_ids or ()
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included. Unknown ids are refused."""
         validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
-        return self._tokenizer.decode(token_ids)
+        return await self._tokenizer.decode_any(token_ids)
 
     def _deadline(self, wanted: float | None, arrival_time: float) -> float:
         if wanted is None:

@@ -1,5 +1,6 @@
 """OpenAI's answers as JSON: whole ones, chunks of a stream, and errors."""
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -130,6 +131,13 @@ class AnswerFormat:
                 events += _event({**frame, "usage": usage_object(output.usage)})
             events += DONE_EVENT
         return events
+
+    def text_events(self, output: RequestOutput) -> bytes:
+        """Return the text of an output that an error event will follow."""
+        completion = dataclasses.replace(output.completion, finish_reason=None)
+        if not completion.text:
+            return b""
+        return self._chunk(self._choice(completion, self._delta(completion)))
 
     @property
     def _chunk_name(self) -> str:

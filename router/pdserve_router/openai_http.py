@@ -178,10 +178,10 @@ async def _stream(
     await guard.write(send(_start_message(headers)))
     await guard.write(send(_body_message(form.first_events() + form.events(first))))
     async for output in handoff:
-        if output.completion.error is not None:
-            data = error_event(error_from_engine(output.completion.error))
-        else:
+        if (error := output.completion.error) is None:
             data = form.events(output)
+        else:  # merged outputs may hold text besides their error
+            data = form.text_events(output) + error_event(error_from_engine(error))
         if data:
             await guard.write(send(_body_message(data)))
     await guard.write(send({"type": "http.response.body", "body": b""}))

@@ -118,7 +118,10 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any
-    max_tokens: int | None = COMPLETION_MAX_TOKENS
+
+    @property
+    def output_token_limit(self) -> int | None:
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompt_input(self) -> dict[str, Any]:
         """Return the prompt as fields of a GenerationRequest."""

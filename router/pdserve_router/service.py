@@ -76,7 +76,7 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
     ) -> pb2.DetokenizeResponse:
         async with rpc_errors(context):
             self._router.input_processor.check_model(request.model)
-            text = self._router.input_processor.detokenize(request.token_ids)
+            text = await self._router.input_processor.detokenize(request.token_ids)
             return pb2.DetokenizeResponse(text=text)
         raise AssertionError("unreachable: rpc_errors aborts")
 

@@ -14,8 +14,11 @@ from pdserve_common.errors import InvalidRequestError
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
 # loop can spare; more go to a thread (the tokenizer releases the GIL).
 INLINE_CHARS = 4096
+# What the template adds to a message, in time if not in text.
+CHARS_PER_MESSAGE = 32
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Tokenizer:
@@ -48,16 +51,24 @@ class Tokenizer:
         """Return the tokens of a conversation. Raises InvalidRequestError if the chat template
         refuses it.
         """
-        if sum(len(message["content"]) for message in messages) <= INLINE_CHARS:
+        size = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in messages)
+        if size <= INLINE_CHARS:
             return self._encode_chat(messages)
         return await self._in_thread(self._encode_chat, messages)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+    async def decode_any(self, token_ids: Sequence[int]) -> str:
+        """`decode` for token ids of any number."""
+        if len(token_ids) <= INLINE_CHARS:
+            return self.decode(token_ids)
+        return await self._in_thread(self.decode, token_ids)
 
-    async def _in_thread(self, function: Callable[[T], list[int]], argument: T) -> list[int]:
+    async def _in_thread(self, function: Callable[[T], R], argument: T) -> R:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, argument)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of some tokens, special tokens included."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Of a batch, since only that releases the GIL.

@@ -59,6 +59,7 @@ class _LinkLostError(Exception):
 class _Listener(NamedTuple):
     attempt: int
     on_output: OutputCallback
+    on_defect: Callable[[], None]
 
 
 class WorkerClient:
@@ -109,14 +110,20 @@ class WorkerClient:
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all("the router is closing")
 
-    def add_request(self, request: EngineCoreRequest, on_output: OutputCallback) -> None:
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        on_output: OutputCallback,
+        on_defect: Callable[[], None] = lambda: None,
+    ) -> None:
         """Send a request. `on_output` gets its outputs, the last one has a finish_reason, also when
-        the worker is lost. Raises NoWorkerError if the worker is not ready.
+        the worker is lost; `on_defect` is called instead once `on_output` has raised. Raises
+        NoWorkerError if the worker is not ready.
         """
         if not self.is_ready:
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.engine_core_request_to_proto(request)
-        self._listeners[request.request_id] = _Listener(request.attempt, on_output)
+        self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
         self._outbox.put_nowait(service_pb2.AttachRequest(add_request=message))
 
     def abort(self, request_id: str) -> None:
@@ -256,7 +263,13 @@ class WorkerClient:
         if listener is not None:
             if output.finished:
                 del self._listeners[output.request_id]
-            listener.on_output(output)
+            try:
+                listener.on_output(output)
+            except Exception:
+                # A defect while taking one request's output must not end the others' stream.
+                logger.exception("request %s: cannot take an output", output.request_id)
+                self._listeners.pop(output.request_id, None)
+                listener.on_defect()
 
     def _on_draining(self) -> None:
         if self.state is WorkerState.READY:

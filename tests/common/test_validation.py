@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import time
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_good_parameters_pass() -> None:
         ({"presence_penalty": 0.5}, "presence_penalty is 0.5: not served yet"),
         ({"logit_bias": {1: 1.0}}, "logit_bias is"),
         ({"use_beam_search": True}, "use_beam_search is True"),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0: not served yet"),
     ],
 )
 def test_a_bad_parameter_is_named_with_its_value_and_limit(
@@ -92,6 +94,23 @@ def test_a_bad_parameter_is_named_with_its_value_and_limit(
         ({"resumable": True}, "resumable is set: not served yet"),
         ({"resume_output_token_ids": (1,)}, "resume_output_token_ids is set"),
         ({"kv_transfer_params": KVTransferParams()}, "needs exactly one of"),
+        (
+            {"kv_transfer_params": KVTransferParams(do_remote_decode=True, remote_engine_id="d")},
+            "is for a prefill worker, this is a decode worker",
+        ),
+        (
+            {"kv_transfer_params": KVTransferParams(do_remote_prefill=True)},
+            "remote_engine_id is empty",
+        ),
+        (
+            {
+                "kv_transfer_params": KVTransferParams(
+                    do_remote_prefill=True, remote_engine_id="p", remote_host="h", remote_port=70000
+                )
+            },
+            "no address to pull from",
+        ),
+        ({"deadline": time.monotonic() + 1e10}, "s, must be at most 604800 s"),
         ({"eos_token_id": 100}, "eos_token_id has 100"),
     ],
 )

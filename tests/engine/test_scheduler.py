@@ -318,6 +318,35 @@ def test_a_passed_deadline_ends_the_request_with_a_typed_error() -> None:
     engine.assert_idle()
 
 
+def test_a_deadline_ends_only_the_request_it_came_with() -> None:
+    engine = Engine()
+    engine.add("a", [1, 2, 3], max_tokens=1, deadline=time.monotonic() + 0.05)
+    engine.run()
+    engine.add("a", [1, 2, 3], max_tokens=50, deadline=time.monotonic() + 100)
+    time.sleep(0.06)
+    engine.run()
+    assert engine.outputs["a"][-1].finish_reason == FinishReason.LENGTH
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine = Engine()
+    for index in range(500):
+        engine.add(str(index), [1, 2], max_tokens=1, deadline=time.monotonic() + 100 + index)
+        engine.core.abort_requests([str(index)])
+    assert len(engine.scheduler._deadlines) < 100
+
+
+def test_a_step_that_only_preempts_is_worth_another() -> None:
+    """Or the engine would wait for an event although its blocks would let others run."""
+    engine = Engine(num_blocks=4, max_num_seqs=1, enable_caching=False)
+    engine.add("a", [1] * 8, max_tokens=8)
+    engine.step()
+    engine.pool.get_new_blocks(engine.pool.num_free_blocks)
+    result = engine.core.step()
+    assert not result.has_computed
+    assert result.has_progressed
+
+
 def test_nan_logits_fail_only_their_request() -> None:
     engine = Engine()
     engine.add("bad", [1, 2], max_tokens=5)
@@ -339,6 +368,7 @@ class ScriptedConnector(KVConnector):
         self.loading: dict[str, tuple[list[int], int]] = {}
         self.held: dict[str, list[int]] = {}
         self.zombies: dict[str, list[int]] = {}
+        self.aborted_sessions: list[str] = []
 
     def on_new_request(self, request: Request) -> None:
         pass
@@ -368,6 +398,12 @@ class ScriptedConnector(KVConnector):
             self.held[request.request_id] = block_ids[0]
             return True
         return False
+
+    def failure(self) -> str | None:
+        return None
+
+    def abort_session(self, request_id: str) -> None:
+        self.aborted_sessions.append(request_id)
 
     def fence_all(self, reason: str) -> None:
         raise NotImplementedError
@@ -429,6 +465,15 @@ def test_a_prefill_worker_stops_after_the_first_token_and_keeps_the_blocks_until
     connector.release("a")
     engine.step()
     engine.assert_idle()
+
+
+def test_aborting_a_handed_off_request_ends_its_session() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector)
+    engine.add("a", [1, 2, 3], kv_transfer_params=ON_P)
+    engine.run()
+    engine.core.abort_requests(["a"])
+    assert connector.aborted_sessions == ["a"]
 
 
 def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:

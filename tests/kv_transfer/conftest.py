@@ -228,7 +228,11 @@ class Pair:
         transport = make_transport(self.kind, identity, registry=self.registry)
         self.p_identity = identity
         self.p = ProducerConnector(
-            transport, identity=identity, metrics=self.p_metrics, **self._common()
+            transport,
+            identity=identity,
+            metrics=self.p_metrics,
+            session_timeout_s=30.0,
+            **self._common(),
         )
         self.p.register_kv_cache(self.p_pool)
 

@@ -10,7 +10,7 @@ import pytest
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv_transfer import nixl_transport
-from pdserve_engine.kv_transfer.nixl import NIXL_ERRORS
+from pdserve_engine.kv_transfer.nixl import RemoteDisconnectError
 
 BLOCK_BYTES = 1 << 20
 
@@ -62,7 +62,8 @@ class FakeAgent:
         return handle.end is not None and self.is_synchronous != is_odd_one
 
     def poll(self, handle: Handle) -> tuple[bool, str]:
-        return self.is_ending or handle.end is not None, handle.end or ""
+        is_over = self.is_ending or handle.end in ("", "REMOTE_DISCONNECT")
+        return is_over, handle.end or ""
 
     def release(self, handle: Handle) -> None:
         if handle in self.posted:
@@ -166,13 +167,30 @@ def test_a_failed_piece_fails_the_read_once_it_has_settled(rig: Rig, kit: Simple
     assert rig.landed.results[1].is_ok
 
 
-def test_a_read_that_cannot_be_posted_fails(rig: Rig, kit: SimpleNamespace) -> None:
-    rig.agent.post_error = NIXL_ERRORS[0]("broken")
+def test_a_read_that_finds_its_peer_gone_when_posted_fails(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.agent.post_error = RemoteDisconnectError("gone")
     rig.read(80)
     kit.wait_until(lambda: rig.landed.results)
-    assert rig.landed.results[0].error == "broken"
-    assert "broken" in kit.wait_until(lambda: rig.lost)[0]
+    assert rig.landed.results[0].error == "gone"
+    assert "gone" in kit.wait_until(lambda: rig.lost)[0]
+    assert rig.transport.failure is None
     rig.agent.post_error = None
+
+
+def test_a_read_that_may_still_land_keeps_its_blocks_and_fails_the_worker(
+    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.1)
+    rig.read(1)
+    rig.wait_posted(1)
+    rig.agent.posted[0].end = "BACKEND_ERROR"
+    kit.wait_until(lambda: rig.landed.stalls)
+    assert "may still land" in kit.wait_until(lambda: rig.transport.failure)
+    assert "BACKEND_ERROR" in kit.wait_until(lambda: rig.lost)[0]
+    assert rig.landed.results == [], "no clock makes its blocks safe"
+    rig.transport.close()
+    assert rig.landed.results == []
+    rig.agent.is_closed, rig.agent.peers = True, []
 
 
 def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(

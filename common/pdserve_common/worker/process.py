@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 # After the drain, how long streams that are still open may take to end.
 STOP_GRACE_S = 2.0
-EXIT_ENGINE_DEAD = 2
+EXIT_BROKEN = 2
+HEALTH_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,6 @@ class Worker:
     """What a role has built."""
 
     engine: EngineClient
-    # Set when the engine died.
-    died: asyncio.Event
     # Closes what the role holds besides the engine: after the drain, before the engine.
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     # Further services: their names and what adds them to a server.
@@ -102,20 +101,24 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         metrics_server.port,
         worker.engine.info,
     )
-    status = await _wait_for_the_end(stop, worker)
+    problem = await _wait_for_the_end(stop, worker.engine)
     await server.set_serving(False)
     servicer.announce_drain()
-    if status == 0 and not await worker.engine.drain(config.drain_timeout_s):
+    if problem is None and not await worker.engine.drain(config.drain_timeout_s):
         logger.warning("drain timed out after %g s, aborted the rest", config.drain_timeout_s)
-    if worker.died.is_set():
-        status = EXIT_ENGINE_DEAD
+    problem = problem or worker.engine.problem()
     servicer.stop()
     await worker.close()
     await server.stop(STOP_GRACE_S)
-    await worker.engine.close()
     metrics_server.close()
+    if problem is not None:
+        # Its threads may hang, and its memory may be under a READ: only the system can clean up.
+        logger.error("exiting to be restarted: %s", problem)
+        logging.shutdown()
+        os._exit(EXIT_BROKEN)
+    await worker.engine.close()
     logger.info("stopped")
-    return status
+    return 0
 
 
 def _context(
@@ -143,14 +146,13 @@ async def _build_unless_stopped(building: Awaitable[Worker], stop: asyncio.Event
     return await build
 
 
-async def _wait_for_the_end(stop: asyncio.Event, worker: Worker) -> int:
-    """Return 0 when asked to stop, 2 when the engine died."""
-    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(worker.died.wait())]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for task in waits:
-        task.cancel()
-    if worker.died.is_set():
-        logger.error("the engine died: exiting so that it is restarted")
-        return EXIT_ENGINE_DEAD
-    logger.info("asked to stop: draining")
-    return 0
+async def _wait_for_the_end(stop: asyncio.Event, engine: EngineClient) -> str | None:
+    """Wait until the process is asked to stop, or return what is wrong with its engine."""
+    while (problem := engine.problem()) is None:
+        try:
+            await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
+        except asyncio.TimeoutError:
+            continue
+        logger.info("asked to stop: draining")
+        return None
+    return problem

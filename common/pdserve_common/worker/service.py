@@ -181,6 +181,10 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 ) from None
             kind = message.WhichOneof("message")
             if kind == "add_request":
+                if self._engine.has_request(message.add_request.request_id):
+                    # An answer under this id would end the one that is running.
+                    logger.warning("request %s came twice", message.add_request.request_id)
+                    continue
                 try:
                     self._add(message.add_request, client_index, None)
                 except PdserveError as error:

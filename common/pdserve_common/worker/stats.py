@@ -16,7 +16,7 @@ class EngineStatsRecorder:
     def __call__(
         self, stats: SchedulerStats, outputs: Iterable[EngineCoreOutput], has_computed: bool
     ) -> None:
-        """Take in one step; `has_computed` tells a step that ran the model from one that did not."""
+        """Take in one step; `has_computed` tells whether it ran the model."""
         self._record_load(stats)
         if has_computed:
             self._metrics.step_duration.observe(stats.step_duration_s)

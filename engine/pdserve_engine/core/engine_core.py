@@ -75,7 +75,7 @@ class EngineCore:
         return self.scheduler.has_schedulable_requests() or self.scheduler.has_finished_requests()
 
     def step(self) -> StepResult:
-        """Run one step. The model's exceptions pass through: the caller declares the engine dead."""
+        """Run one step. The model's exceptions pass through: the caller ends the engine."""
         start = time.monotonic()
         self.scheduler.expire_deadlines(start)
         scheduler_output = self.scheduler.schedule()

@@ -100,6 +100,9 @@ class Scheduler:
         if request.request.deadline is not None:
             entry = (request.request.deadline, self._num_added, request)
             heapq.heappush(self._deadlines, entry)
+            if len(self._deadlines) > 2 * len(self.requests) + 64:  # most are of ended requests
+                self._deadlines = [e for e in self._deadlines if not e[2].status.is_finished]
+                heapq.heapify(self._deadlines)
         self._num_added += 1
         if request.do_remote_prefill or request.do_remote_decode:
             if self.connector is None:

@@ -111,6 +111,11 @@ class KVConnector(ABC):
         blocks (rule K5): they come back in landed_block_ids.
         """
 
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Why this worker cannot hand KV over any more and has to be restarted, or None."""
+
+    @abstractmethod
     def abort_session(self, request_id: str) -> None:
         """P: end the session of a request that was handed off. Unknown ids are ignored."""
 
@@ -196,6 +201,8 @@ class KVTransport(ABC):
     """
 
     name: str
+    # Why nothing can be moved safely any more: the process has to be restarted. None: all is well.
+    failure: str | None = None
 
     @abstractmethod
     def register(self, kv_cache: "KVCache") -> None:

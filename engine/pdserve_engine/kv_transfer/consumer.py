@@ -137,6 +137,12 @@ class ConsumerConnector(KVConnector):
         with self._lock:
             return self._table.end_request(request.request_id, block_ids)
 
+    def abort_session(self, request_id: str) -> None:
+        """D has no sessions of its own: request_finished cancels."""
+
+    def failure(self) -> str | None:
+        return self._transport.failure
+
     def fence_all(self, reason: str) -> None:
         with self._lock:
             self._table.fence(reason)

@@ -51,6 +51,8 @@ NIXL_ERRORS = (
     nixlUnknownError,
 )
 
+RemoteDisconnectError = nixlRemoteDisconnectError
+
 BlockIds = NDArray[np.int32]
 
 
@@ -129,12 +131,17 @@ class NixlAgent:
         return bool(self._agent.transfer(handle) == "DONE")
 
     def poll(self, handle: Any) -> tuple[bool, str]:
-        """Return (is it over, what went wrong)."""
+        """Return (can nothing land any more, what went wrong).
+
+        After a remote disconnect nothing lands; after any other error nobody knows (rule K5).
+        """
         try:
             state = self._agent.check_xfer_state(handle)
-        except NIXL_ERRORS as error:
+        except nixlRemoteDisconnectError as error:
             return True, str(error)
-        return state != "PROC", "NIXL reports an error" if state == "ERR" else ""
+        except NIXL_ERRORS as error:
+            return False, str(error)
+        return state == "DONE", "NIXL reports an error" if state == "ERR" else ""
 
     def release(self, handle: Any) -> None:
         """Free a handle of a READ that is over."""

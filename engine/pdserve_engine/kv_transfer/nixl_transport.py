@@ -24,7 +24,12 @@ from pdserve_engine.kv_transfer.base import (
     check_block_ids,
     num_region_blocks,
 )
-from pdserve_engine.kv_transfer.nixl import NIXL_ERRORS, NixlAgent, has_rdma_device
+from pdserve_engine.kv_transfer.nixl import (
+    NIXL_ERRORS,
+    NixlAgent,
+    RemoteDisconnectError,
+    has_rdma_device,
+)
 from pdserve_engine.kv_transfer.reads import Peer, Piece, Read
 
 if TYPE_CHECKING:
@@ -38,8 +43,8 @@ MIN_POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 # How long a peer may take to connect, and P helps it to.
 CONNECT_S = 5.0
-# A READ that failed is given up to UCX for this long before its blocks count as landed (K5): its
-# other pieces fail in the same breath, but not in the same call.
+# After a REMOTE_DISCONNECT nothing lands any more (K5). UCX gets this long to fail the other pieces
+# of the READ, which it does in the same breath, but not in the same call.
 SETTLE_S = 0.05
 CLOSE_S = 5.0
 # So many READs that are over when posted tell shared memory; while a connection is being set up
@@ -158,7 +163,7 @@ class NixlTransport(KVTransport):
             self._agent = NixlAgent(
                 self._agent_name, self._kv_cache, transport=self._require_transport
             )
-        except NIXL_ERRORS as error:
+        except BaseException as error:  # `register` waits for this thread's word
             tls = os.environ.get("UCX_TLS", "any")
             message = f"NIXL cannot start with UCX_TLS={tls}: {error}"
             self._opened.set_exception(KVTransferError(message))
@@ -171,6 +176,7 @@ class NixlTransport(KVTransport):
             with self._lock:
                 self._is_closed = True
             if self._close_by is None:
+                self.failure = "the KV transfer thread has died"
                 for peer in self._all_peers:
                     peer.on_lost("the transfer thread has died")
 
@@ -330,17 +336,28 @@ class NixlTransport(KVTransport):
                     peer.dlist, read.remote[wanted], read.local[wanted]
                 )
                 self._agent.post(piece.handle)
-            except NIXL_ERRORS as error:
+            except RemoteDisconnectError as error:
                 self._fail(piece, str(error), now)
+            except NIXL_ERRORS as error:
+                if piece.handle is None:  # it was never posted
+                    self._fail(piece, str(error), now)
+                else:
+                    piece.is_unsure = True
+                    self._give_up(read, str(error))
             self._poll_s = MIN_POLL_S
             self._poll_piece(peer, piece, time.monotonic())
 
     def _poll_piece(self, peer: Peer, piece: Piece, now: float) -> None:
         read = piece.read
+        if piece.is_unsure:
+            return
         if piece.settled_at is None:
             is_over, error = self._agent.poll(piece.handle)
             if not is_over:
-                self._check_stall(read, now)
+                if error:
+                    self._give_up(read, error)
+                else:
+                    self._check_stall(read, now)
                 return
             if not error:
                 read.progress_at = now
@@ -351,6 +368,19 @@ class NixlTransport(KVTransport):
         if piece.settled_at is not None and now >= piece.settled_at:
             self._land(peer, piece)
             self._lose(peer, f"READ failed: {read.error}")
+
+    def _give_up(self, read: Read, error: str) -> None:
+        """A READ has gone wrong and nobody can say that it will not land: its blocks stay out of
+        the pool for good (K5), and the process has to be restarted.
+        """
+        if self.failure is None:
+            self.failure = f"a READ from {read.peer.key} may still land after an error: {error}"
+            logger.error("%s", self.failure)
+        if not read.is_stalled:
+            read.is_stalled = True
+            read.error = read.error or error
+            read.on_stall()
+            self._lose(read.peer, error)
 
     def _fail(self, piece: Piece, error: str, now: float) -> None:
         piece.read.error = piece.read.error or error

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 4096
+# How long a session waits for its D to dial. Once announced it has the whole session timeout: D, or
+# the loss of its link, says when the blocks are not wanted any more.
+LINK_WAIT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +90,7 @@ class ProducerConnector(KVConnector):
         metrics: KVTransferMetrics,
         wakeup: Callable[[], None],
         step_seq: Callable[[], int],
-        session_timeout_s: float = 30.0,
+        session_timeout_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
@@ -148,6 +151,9 @@ class ProducerConnector(KVConnector):
             session = self._sessions.get(request_id)
             if session is not None:
                 self._end(session, "aborted")
+
+    def failure(self) -> str | None:
+        return self._transport.failure
 
     def fence_all(self, reason: str) -> None:
         with self._lock:
@@ -250,7 +256,7 @@ class ProducerConnector(KVConnector):
             num_announced=-(-num_tokens // self._identity.layout.block_size),
             num_tokens=num_tokens,
             output_token_ids=tuple(request.output_token_ids[num_resumed:]),
-            deadline=self._clock() + self._session_timeout_s,
+            deadline=self._clock() + min(LINK_WAIT_S, self._session_timeout_s),
         )
         self._sessions[session.request_id] = session
         link = self._links.get(engine_id)
@@ -331,7 +337,8 @@ class ProducerConnector(KVConnector):
         session = self._sessions.get(request.request_id)
         if session is not None:
             self._end(session, reason)
-            return
+            if session.attempt == request.request.attempt:
+                return
         ended = SessionEnded(
             session=None,
             request_id=request.request_id,

@@ -123,8 +123,8 @@ class PullTable:
         pull.deadline = deadline
         if is_over:
             message = (
-                f"request {request_id!r}, attempt {attempt}, has ended here before: its announcement "
-                "expired before it came, or the id is used twice"
+                f"request {request_id!r}, attempt {attempt}, has ended here before: its "
+                "announcement expired before it came, or the id is used twice"
             )
             self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
         elif pull.engine_id != engine_id:

@@ -34,6 +34,8 @@ class Piece:
     num_bytes: int
     handle: Any = None
     settled_at: float | None = None
+    # Posting it failed in a way that leaves open whether it will land.
+    is_unsure: bool = False
 
 
 @dataclass(slots=True, eq=False)
