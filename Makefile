@@ -14,7 +14,7 @@ help: ## Show the targets
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,client,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
 	@touch $@
 
 install: $(INSTALLED) ## Make .venv with everything in it

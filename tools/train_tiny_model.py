@@ -1,7 +1,7 @@
 """Train pdserve-tiny, the small bundled Llama that tells stories and recalls codes.
 
 Everything is made here: the text (tiny_model_data.py), the tokenizer, the weights and the model
-card. About 20 minutes on one CPU core.
+card. About 15 minutes on one CPU core.
 """
 
 import argparse

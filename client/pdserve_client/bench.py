@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -141,8 +142,7 @@ def percentile(values: list[float], percent: float) -> float:
     """Return the nearest-rank percentile, 0 for no values."""
     if not values:
         return 0.0
-    ranked = sorted(values)
-    return ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))]
+    return sorted(values)[math.ceil(len(values) * percent / 100) - 1]
 
 
 def format_summary(summary: dict[str, float | int | str | None]) -> str:

@@ -20,7 +20,7 @@ from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import channel_options
 from pdserve_common.wire import sampling_params_to_proto
 
-# Text, a chat as (role, content) pairs or mappings, or token ids.
+# Text, a chat as mappings with "role" and "content", or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 

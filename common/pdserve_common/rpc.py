@@ -17,7 +17,7 @@ from pdserve_common.errors import ModelNotFoundError, PdserveError
 
 logger = logging.getLogger(__name__)
 
-# A prompt of 128 k tokens is 0.5 MB packed; larger tensors go through PutTensor in pieces.
+# A prompt of 128 k tokens is 0.5 MB packed; tensors are not to ride in requests.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 _STATUS = {

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,7 @@ class WorkerPool:
         self.limits: ModelLimits | None = None
         self._pairs: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
         self._is_mismatch_logged = False
+        self._namesakes: frozenset[str] = frozenset()
         self._refresh()
 
     @property
@@ -122,9 +124,16 @@ class WorkerPool:
         workers = (*self.decode, *self.prefill)
         infos = [w.info for w in workers if w.is_ready and w.info is not None]
         self.limits = _limits(infos)
+        # Workers know their links by engine_id: two of one name would be taken for each other.
+        counts = Counter(info.engine_id for info in infos)
+        self._log_namesakes(frozenset(name for name, count in counts.items() if count > 1))
         ready = [worker for worker in self.decode if worker.is_ready]
         pairs = {
-            prefill: tuple(decode for decode in ready if _can_pair(prefill, decode))
+            prefill: tuple(
+                decode
+                for decode in ready
+                if _can_pair(prefill, decode) and not self._namesakes & _names(prefill, decode)
+            )
             for prefill in self.prefill
             if prefill.is_ready
         }
@@ -134,6 +143,14 @@ class WorkerPool:
             for state in WorkerState:
                 count = sum(worker.state is state for worker in workers)
                 self._metrics.workers.labels(role=role, state=state.value).set(count)
+
+    def _log_namesakes(self, names: frozenset[str]) -> None:
+        for name in sorted(names - self._namesakes):
+            logger.error(
+                "several workers call themselves %s: no handoffs for them, set their --engine-id",
+                name,
+            )
+        self._namesakes = names
 
     def _log_mismatch(self, is_mismatch: bool) -> None:
         if is_mismatch and not self._is_mismatch_logged:
@@ -152,6 +169,10 @@ def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
         vocab_size=min(info.vocab_size for info in infos),
         eos_token_ids=infos[0].eos_token_ids,
     )
+
+
+def _names(*workers: WorkerClient) -> set[str]:
+    return {worker.info.engine_id for worker in workers if worker.info is not None}
 
 
 def _can_pair(prefill: WorkerClient, decode: WorkerClient) -> bool:

@@ -166,6 +166,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.step_s = 0.002
         self.behave: Behaviour = prefill if role is WorkerRole.PREFILL else decode
         self.heartbeat_s: float | None = 0.1
+        self.is_draining = False
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.hellos: list[pb2.AttachHello] = []
@@ -271,4 +272,5 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.heartbeat_s or 3600)
             if self.heartbeat_s is not None:
                 async with lock:
-                    await context.write(pb2.AttachResponse(heartbeat=pb2.Heartbeat()))
+                    heartbeat = pb2.Heartbeat(draining=self.is_draining)
+                    await context.write(pb2.AttachResponse(heartbeat=heartbeat))

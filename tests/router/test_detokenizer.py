@@ -131,3 +131,29 @@ def test_a_stop_string_in_multi_byte_text(tokenizer) -> None:
 def test_min_tokens_are_not_searched_for_stop_strings(tokenizer) -> None:
     token_ids = [tokenizer.backend.encode(c).ids[0] for c in "abcabc"]
     assert detokenize(tokenizer, token_ids, stops=["b"], min_tokens=3)[0] == "abca"
+
+
+def test_bytes_that_end_in_no_character_do_not_end_the_stream() -> None:
+    """The library raises where byte tokens that began a character are followed by a word."""
+    vocab = {"<unk>": 0, "▁a": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
+    backend = BackendTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    emoji = [byte + 2 for byte in "😀".encode()]
+    half = 0xF0 + 2
+    for token_ids, num_emoji in (
+        ([*emoji, half, 1], 1),
+        ([*emoji, half, 1, *emoji, 1], 2),
+        ([half, 1], 0),
+    ):
+        detokenizer = Detokenizer(backend, skipped=frozenset())
+        text = "".join(detokenizer.push(token_id) for token_id in token_ids)
+        text += detokenizer.finish()
+        assert text.count("😀") == num_emoji
+        assert text.endswith("a")

@@ -360,3 +360,31 @@ async def test_two_hundred_streams_at_once(start_stack) -> None:
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="stop") == 200
         assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 0
         await stack.assert_idle()
+
+
+async def test_a_ticket_that_p_voided_waits_for_ps_own_word(stack) -> None:
+    """D may hear from P, and tell, that the request ended there before P's answer arrives."""
+
+    async def end_late(running) -> None:
+        await until(lambda: stack.decode.requests)
+        await asyncio.sleep(0.1)
+        running.emit(EOS, at=0, finish=FinishReason.STOP, prefill_stats=PREFILL_STATS)
+
+    async def void(running) -> None:
+        error = EngineError(code=ErrorCode.CANCELLED, message="P prefill-0 ended it: finished")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    stack.prefill.behave, stack.decode.behave = end_late, void
+    assert ending(await generate(stack)).finish_reason == core.FINISH_REASON_STOP
+    await stack.assert_idle()
+
+
+async def test_workers_of_one_name_get_no_handoffs(start_stack) -> None:
+    async with start_stack(num_prefill=2) as stack:
+        second = stack.prefills[1]
+        second.info = replace(second.info, engine_id=stack.prefill.info.engine_id)
+        second.cut()
+        await until(lambda: len(second.hellos) == 2)
+        await until(lambda: all(worker.is_ready for worker in stack.server.pool.prefill))
+        outputs = await generate(stack)
+        assert outputs[-1].metrics.path == "local"

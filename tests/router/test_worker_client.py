@@ -220,3 +220,31 @@ async def test_a_request_that_ended_without_an_output_gets_one(link) -> None:
     await until(lambda: link.ends("a"))
     assert link.ends("a")[0].error.code is ErrorCode.CANCELLED
     assert link.client.is_ready
+
+
+async def test_a_defect_in_taking_an_output_fails_that_request_alone(link) -> None:
+    await link.ready()
+    defects = []
+
+    def explode(output) -> None:
+        raise RuntimeError("a defect")
+
+    request = EngineCoreRequest(
+        request_id="bad", prompt_token_ids=(5,), sampling_params=SamplingParams(max_tokens=3)
+    )
+    link.client.add_request(request, explode, lambda: defects.append("bad"))
+    link.add("good")
+    await until(lambda: link.ends("good"))
+    await until(lambda: defects)
+    assert defects == ["bad"]
+    assert link.client.is_ready
+    link.add("later")
+    await until(lambda: link.ends("later"))
+
+
+async def test_a_worker_that_says_it_drains_gets_nothing_more(link) -> None:
+    await link.ready()
+    link.worker.is_draining = True
+    await until(lambda: link.client.state is WorkerState.DRAINING)
+    with pytest.raises(NoWorkerError, match="is draining"):
+        link.add("a")

@@ -1,13 +1,13 @@
-"""Decides each step which requests compute how many tokens: vLLM V1's scheduler with a token
-budget.
+"""Decides each step which requests compute how many tokens: vLLM V1's scheduler, a token budget.
 
 There are no prefill and decode phases: every request catches up from num_computed_tokens to
 num_tokens, running requests first, then waiting ones. Owned by the engine thread. Where a request
 is, by status:
 
-    WAITING, PREEMPTED        in `waiting` WAITING_FOR_REMOTE_KVS    in `remote_kvs`: a ticket
-    without blocks, or a pull under way that owns its blocks RUNNING                   in
-    `running`, or in `kv_ready` until there is a place in the batch
+    WAITING, PREEMPTED       `waiting`
+    WAITING_FOR_REMOTE_KVS   `remote_kvs`: a ticket without blocks, or a pull that owns its blocks;
+                             `kv_ready` when they have come and there is no place in the batch yet
+    RUNNING                  `running`
 """
 
 import heapq
