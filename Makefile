@@ -12,9 +12,10 @@ help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
+	@echo "installing into $(VENV): a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
 	@touch $@
 
 install: $(INSTALLED) ## Make .venv with everything in it
