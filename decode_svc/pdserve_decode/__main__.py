@@ -1,6 +1,5 @@
 """The decode service: an EngineCore as KV consumer behind gRPC."""
 
-import asyncio
 import functools
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from pdserve_decode.config import DecodeConfig
 from pdserve_decode.service import KvLinkPool
 from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.loading import load_engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,22 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
-    client = InprocEngineClient()
-    load = functools.partial(
-        load_engine,
+    engine = await InprocEngineClient.load(
         config,
         role="decode",
         engine_id=context.engine_id,
         metrics=KVTransferMetrics(context.registry),
-        wakeup=client.wake,
-        take_aborts=client.take_aborts,
+        on_step=EngineStatsRecorder(EngineMetrics(context.registry)),
     )
-    loaded = await asyncio.get_running_loop().run_in_executor(None, load)
-    recorder = EngineStatsRecorder(EngineMetrics(context.registry))
-    client.start(loaded, recorder)
-    worker = Worker(engine=client)
-    if isinstance(loaded.connector, ConsumerConnector):
-        worker.close = KvLinkPool(loaded.connector).close
+    worker = Worker(engine=engine)
+    if isinstance(engine.connector, ConsumerConnector):
+        worker.close = KvLinkPool(engine.connector).close
     return worker
 
 

@@ -5,6 +5,7 @@ looks at before it hands out its tokens. Outputs come back on the event loop's t
 """
 
 import asyncio
+import functools
 import logging
 import queue
 import sys
@@ -22,8 +23,11 @@ from pdserve_common.engine_types import (
     SchedulerStats,
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.engine_core import EngineCore, StepResult
-from pdserve_engine.loading import LoadedEngine
+from pdserve_engine.kv_transfer.base import KVConnector
+from pdserve_engine.loading import LoadedEngine, Role, load_engine
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,38 @@ class InprocEngineClient:
         self._stats = SchedulerStats()
         self._on_step: StepObserver | None = None
         self._step_started: float | None = None
+
+    @classmethod
+    async def load(
+        cls,
+        config: EngineConfig,
+        *,
+        role: Role,
+        engine_id: str,
+        metrics: KVTransferMetrics,
+        on_step: StepObserver | None = None,
+    ) -> "InprocEngineClient":
+        """Load an engine without blocking the event loop, and start it. Raises what load_engine
+        raises.
+        """
+        client = cls()
+        load = functools.partial(
+            load_engine,
+            config,
+            role=role,
+            engine_id=engine_id,
+            metrics=metrics,
+            wakeup=client.wake,
+            take_aborts=client.take_aborts,
+        )
+        loaded = await asyncio.get_running_loop().run_in_executor(None, load)
+        client.start(loaded, on_step)
+        return client
+
+    @property
+    def connector(self) -> KVConnector | None:
+        """What the service has to carry the KvLink's messages to."""
+        return self._loaded.connector
 
     # ---- before serving
     # ------------------------------------------------------------------------------------

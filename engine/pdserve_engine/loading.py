@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # A loading message in the log at most this often.
 PROGRESS_LOG_S = 1.0
 
+Role = Literal["prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
@@ -59,7 +61,7 @@ class LoadedEngine:
 def load_engine(
     config: EngineConfig,
     *,
-    role: Literal["prefill", "decode"],
+    role: Role,
     engine_id: str,
     metrics: KVTransferMetrics,
     wakeup: Callable[[], None] = lambda: None,

@@ -1,6 +1,5 @@
 """The prefill service: an EngineCore as KV producer behind gRPC."""
 
-import asyncio
 import functools
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from pdserve_common.worker.process import Worker, WorkerContext, run_worker
 from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.loading import load_engine
 from pdserve_prefill.config import PrefillConfig
 from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
 
@@ -23,22 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
-    client = InprocEngineClient()
-    load = functools.partial(
-        load_engine,
+    engine = await InprocEngineClient.load(
         config,
         role="prefill",
         engine_id=context.engine_id,
         metrics=KVTransferMetrics(context.registry),
-        wakeup=client.wake,
-        take_aborts=client.take_aborts,
+        on_step=EngineStatsRecorder(EngineMetrics(context.registry)),
     )
-    loaded = await asyncio.get_running_loop().run_in_executor(None, load)
-    recorder = EngineStatsRecorder(EngineMetrics(context.registry))
-    client.start(loaded, recorder)
-    worker = Worker(engine=client)
-    if isinstance(loaded.connector, ProducerConnector):
-        servicer = KvTransferServicer(loaded.connector)
+    worker = Worker(engine=engine)
+    if isinstance(engine.connector, ProducerConnector):
+        servicer = KvTransferServicer(engine.connector)
         worker.services[SERVICE_NAME] = servicer.add_to_server
         worker.close = servicer.close
     return worker
