@@ -130,6 +130,7 @@ def test_a_service_with_a_bad_setting_says_what_to_do(module: str, tmp_path: Pat
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -157,6 +157,7 @@ async def test_blocks_cross_between_processes(d: D, start_p: Any, kit: SimpleNam
     print(f"small pull: {stats}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["any", "tcp"])
 async def test_waiting_costs_little_cpu(d: D, start_p: Any, transport: str) -> None:
     p = start_p(transport=transport)
@@ -171,6 +172,7 @@ async def test_waiting_costs_little_cpu(d: D, start_p: Any, transport: str) -> N
     assert not d.connector.request_finished(request, ([],))
 
 
+@pytest.mark.slow
 async def test_a_killed_p_fails_its_requests_within_seconds(d: D, start_p: Any) -> None:
     p = start_p()
     await d.pull(p, "r0", [0, 1])
@@ -200,6 +202,7 @@ async def test_a_killed_p_fails_its_requests_within_seconds(d: D, start_p: Any) 
     assert (await d.pull(restarted, "r4", [5])).num_blocks == 1
 
 
+@pytest.mark.slow
 async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any) -> None:
     """The READ is posted before the link's end is noticed."""
     p = start_p()
