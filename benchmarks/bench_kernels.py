@@ -48,7 +48,9 @@ def make_metadata(query_lens: list[int], seq_lens: list[int], num_decodes: int, 
     )
 
 
-def bench_attention(args: argparse.Namespace, kernels, query_lens, seq_lens, num_decodes) -> float:
+def bench_attention(
+    args: argparse.Namespace, kernels, query_lens, seq_lens, num_decodes, window=None
+) -> float:
     """One layer's time; layers are taken in turn, so that the cache is as cold as in a model."""
     metadata = make_metadata(query_lens, seq_lens, num_decodes, args.device)
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens)
@@ -59,7 +61,9 @@ def bench_attention(args: argparse.Namespace, kernels, query_lens, seq_lens, num
 
     def step() -> None:
         for layer in range(layers):
-            kernels.paged_attention(query, kv_cache, layer, metadata, args.head_dim**-0.5)
+            kernels.paged_attention(
+                query, kv_cache, layer, metadata, args.head_dim**-0.5, window=window
+            )
 
     return measure(step, query.device, args.seconds) / layers
 
@@ -87,13 +91,15 @@ def main() -> None:
     kernels = pdserve_kernels.select(device)
     print(f"{platform.processor() or platform.machine()}, {args.threads} threads, {args.dtype}")
 
-    for batch, context in [(1, 128), (8, 128), (32, 128), (1, 2048), (8, 2048)]:
-        elapsed = bench_attention(args, kernels, [1] * batch, [context] * batch, batch)
-        shape = (2, batch, context, args.kv_heads, args.head_dim)
+    cases = [(1, 128, None), (8, 128, None), (32, 128, None), (1, 2048, None), (8, 2048, None)]
+    for batch, context, window in [*cases, (8, 2048, 512)]:
+        elapsed = bench_attention(args, kernels, [1] * batch, [context] * batch, batch, window)
+        shape = (2, batch, window or context, args.kv_heads, args.head_dim)
         kv = torch.ones(shape, dtype=args.dtype, device=device)
         copy = torch.empty_like(kv)
         bound = measure(lambda kv=kv, copy=copy: copy.copy_(kv), device, args.seconds)
-        report(f"decode {batch} x {context}", elapsed, bound, "copying its K and V once")
+        name = f"decode {batch} x {context}" + (f", window {window}" if window else "")
+        report(name, elapsed, bound, "copying its visible K and V once")
     for tokens in (512, 2048):
         elapsed = bench_attention(args, kernels, [tokens], [tokens], 0)
         shape = (1, args.heads, tokens, args.head_dim)
@@ -107,7 +113,7 @@ def main() -> None:
     weight = torch.randn(2 * args.intermediate, args.hidden).to(device, args.dtype)
     packed = kernels.pack_linear(weight)
     gain = torch.ones(args.hidden, dtype=args.dtype, device=device)
-    for rows in (1, 8, 32):
+    for rows in (1, 8, 32, 512):
         x = torch.randn(rows, args.hidden).to(device, args.dtype)
         elapsed = measure(lambda x=x: kernels.linear(x, packed), device, args.seconds)
         bound = measure(lambda x=x: F.linear(x, weight), device, args.seconds)
@@ -115,6 +121,14 @@ def main() -> None:
         elapsed = measure(lambda x=x: kernels.rms_norm(x, gain, 1e-6), device, args.seconds)
         bound = measure(lambda x=x: x.clone(), device, args.seconds)
         report(f"rms_norm {rows} x {args.hidden}", elapsed, bound, "copying x")
+        x = torch.randn(rows, 2 * args.intermediate).to(device, args.dtype)
+        elapsed = measure(lambda x=x: kernels.silu_and_mul(x), device, args.seconds)
+        bound = measure(
+            lambda x=x: F.silu(x[:, : args.intermediate]).mul_(x[:, args.intermediate :]),
+            device,
+            args.seconds,
+        )
+        report(f"silu_and_mul {rows} x {args.intermediate}", elapsed, bound, "F.silu and mul_")
 
 
 if __name__ == "__main__":

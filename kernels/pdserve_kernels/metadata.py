@@ -13,7 +13,7 @@ class StepMemo:
     be stale. Only the thread that runs the forward pass may touch it.
     """
 
-    plan: object | None = None
+    plans: dict[tuple[object, ...], object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

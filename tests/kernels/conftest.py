@@ -1,7 +1,7 @@
 """Batches over a paged cache whose every unused slot is NaN, and a dense answer for them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +19,19 @@ class Batch:
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
     scale: float
+    window: int | None = None
+    softcap: float = 0.0
+
+    def attend(self, paged_attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return paged_attention(
+            self.query,
+            self.kv_cache,
+            LAYER,
+            self.metadata,
+            self.scale,
+            window=self.window,
+            softcap=self.softcap,
+        )
 
     def on(self, device: str) -> "Batch":
         tensors = {
@@ -31,7 +44,13 @@ class Batch:
             seq_lens_host=self.metadata.seq_lens_host,
             num_decodes=self.metadata.num_decodes,
         )
-        return Batch(self.query.to(device), self.kv_cache.to(device), metadata, self.scale)
+        query, kv_cache = self.query.to(device), self.kv_cache.to(device)
+        return replace(self, query=query, kv_cache=kv_cache, metadata=metadata)
+
+    def as_decodes(self) -> "Batch":
+        """The same, told that each request has one query token."""
+        metadata = self.metadata
+        return replace(self, metadata=replace(metadata, num_decodes=metadata.num_reqs))
 
     def only(self, request: int, *, first: int = 0, last: int | None = None) -> "Batch":
         """The request alone, or only its query tokens [first, last) as a prefill chunk."""
@@ -49,7 +68,7 @@ class Batch:
             seq_lens_host=(seq_len,),
             num_decodes=1 if request < metadata.num_decodes else 0,
         )
-        return Batch(self.query[row + first : row + stop], self.kv_cache, alone, self.scale)
+        return replace(self, query=self.query[row + first : row + stop], metadata=alone)
 
 
 def _make_batch(
@@ -61,6 +80,8 @@ def _make_batch(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 64,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> Batch:
     torch.manual_seed(0)
     num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens) + 5
@@ -90,8 +111,9 @@ def _make_batch(
         seq_lens_host=tuple(seq_lens),
         num_decodes=num_decodes,
     )
-    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
-    return Batch(query, kv_cache, metadata, head_dim**-0.5)
+    # With a softcap, scores that it bends.
+    query = torch.randn(sum(query_lens), num_heads, head_dim) * (3.0 if softcap else 1.0)
+    return Batch(query.to(dtype), kv_cache, metadata, head_dim**-0.5, window, softcap)
 
 
 def _dense_attention(batch: Batch) -> torch.Tensor:
@@ -112,8 +134,13 @@ def _dense_attention(batch: Batch) -> torch.Tensor:
             for which in (0, 1)
         )
         scores = query[row : row + query_len].transpose(0, 1) @ key.transpose(1, 2) * batch.scale
+        if batch.softcap:
+            scores = batch.softcap * torch.tanh(scores / batch.softcap)
         position = torch.arange(seq_len)
-        scores.masked_fill_(position > position[seq_len - query_len :, None], float("-inf"))
+        distance = position[seq_len - query_len :, None] - position
+        scores.masked_fill_(distance < 0, float("-inf"))
+        if batch.window is not None:
+            scores.masked_fill_(distance >= batch.window, float("-inf"))
         outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
         row += query_len
     return torch.cat(outputs)

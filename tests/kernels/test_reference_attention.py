@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.reference import attention_plan, paged_attention
+from pdserve_kernels.reference import paged_attention
 
 LENGTHS = [1, 15, 16, 17, 511, 512, 513, 1100]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -11,7 +10,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
 
 
 def attend(batch):
-    return paged_attention(batch.query, batch.kv_cache, 1, batch.metadata, batch.scale)
+    return batch.attend(paged_attention)
 
 
 def assert_matches(actual, expected, dtype):
@@ -41,7 +40,7 @@ def test_whole_prompts_match_dense_attention(make_batch, dense_attention, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 def test_a_mix_of_decodes_and_chunk_continuations_matches_dense_attention(
     make_batch, dense_attention, dtype, head_dim
 ):
@@ -56,51 +55,40 @@ def test_a_mix_of_decodes_and_chunk_continuations_matches_dense_attention(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_request_gets_the_same_bits_alone_and_in_a_batch(make_batch, dtype):
-    query_lens = [1] * len(LENGTHS) + [70, 30]
+@pytest.mark.parametrize("window", [1, 16, 100, 512, 513, 1024])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_window_and_a_softcap_match_dense_attention(
+    make_batch, dense_attention, dtype, window, softcap
+):
     batch = make_batch(
-        query_lens, [*LENGTHS, 600, 30], num_decodes=len(LENGTHS), dtype=dtype, head_dim=128
+        [1, 1, 1, 1, 64, 5, 700, 600],
+        [513, 3, 1124, 16, 65, 1100, 700, 1400],
+        num_decodes=4,
+        dtype=dtype,
+        window=window,
+        softcap=softcap,
     )
-    together = attend(batch)
-    row = 0
-    for request, query_len in enumerate(query_lens):
-        assert torch.equal(attend(batch.only(request)), together[row : row + query_len])
-        row += query_len
+    assert_matches(attend(batch), dense_attention(batch), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cut", [1, 17, 255, 512, 513, 699])
-def test_a_prompt_gets_the_same_bits_whole_and_in_chunks(make_batch, dtype, cut):
-    batch = make_batch([700], [700], num_decodes=0, dtype=dtype, head_dim=128)
-    chunks = [attend(batch.only(0, last=cut)), attend(batch.only(0, first=cut))]
-    assert torch.equal(torch.cat(chunks), attend(batch))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("position", [0, 16, 200, 511, 512, 699])
-def test_a_token_gets_the_same_bits_as_a_decode_and_within_a_prompt(make_batch, dtype, position):
-    batch = make_batch([700], [700], num_decodes=0, dtype=dtype, head_dim=128)
-    token = batch.only(0, first=position, last=position + 1)
-    metadata = token.metadata
-    decode = AttentionMetadata(
-        query_start_loc=metadata.query_start_loc,
-        seq_lens=metadata.seq_lens,
-        block_table=metadata.block_table,
-        slot_mapping=metadata.slot_mapping,
-        query_lens_host=metadata.query_lens_host,
-        seq_lens_host=metadata.seq_lens_host,
-        num_decodes=1,
+@pytest.mark.parametrize(("query_len", "num_decodes"), [(1, 1), (1, 0), (40, 0), (600, 0)])
+@pytest.mark.parametrize("window", [1, 100, 512, 600])
+def test_blocks_before_the_window_are_never_read(make_batch, query_len, num_decodes, window):
+    batch = make_batch(
+        [query_len], [1300], num_decodes=num_decodes, dtype=torch.float32, window=window
     )
-    decoded = paged_attention(token.query, batch.kv_cache, 1, decode, batch.scale)
-    assert torch.equal(decoded[0], attend(batch)[position])
+    expected = attend(batch)
+    num_stale = (1300 - query_len + 1 - window) // 16
+    # There is no such block: reading it is an IndexError.
+    batch.metadata.block_table[:, : max(0, num_stale)] = 2**31 - 1
+    assert torch.equal(attend(batch.on("cpu")), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decodes_get_the_same_bits_however_they_are_grouped(make_batch, monkeypatch, dtype):
-    batch = make_batch([1] * len(LENGTHS), LENGTHS, num_decodes=len(LENGTHS), dtype=dtype)
-    together = attend(batch)
-    monkeypatch.setattr(attention_plan, "GROUP_BYTES", 3 * 512 * 64 * 2 * dtype.itemsize)
-    assert torch.equal(attend(batch.on("cpu")), together)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (-1, 0.0), (None, -1.0)])
+def test_a_window_or_softcap_out_of_range_is_refused(make_batch, window, softcap):
+    batch = make_batch([1], [9], num_decodes=1, dtype=torch.float32, window=window, softcap=softcap)
+    with pytest.raises(ValueError, match="window must be >= 1"):
+        attend(batch)
 
 
 def test_one_step_may_meet_caches_of_several_shapes(make_batch, dense_attention):

@@ -54,9 +54,30 @@ def test_attention_of_a_mixed_batch_agrees_with_dense_attention(
         head_dim=head_dim,
     )
     expected = dense_attention(batch).to(dtype)
-    there = batch.on(DEVICE)
-    actual = kernels.paged_attention(there.query, there.kv_cache, 1, there.metadata, there.scale)
-    assert_close(actual, expected, dtype)
+    assert_close(batch.on(DEVICE).attend(kernels.paged_attention), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(7, 0.0), (100, 5.0), (530, 0.0), (None, 5.0)])
+def test_attention_with_a_window_and_a_softcap_agrees_with_dense_attention(
+    kernels, make_batch, dense_attention, dtype, window, softcap
+):
+    batch = make_batch(
+        [1, 1, 1, 20, 40],
+        [17, 1100, 5, 20, 560],
+        num_decodes=3,
+        dtype=dtype,
+        window=window,
+        softcap=softcap,
+    )
+    expected = dense_attention(batch).to(dtype)
+    if window is not None:
+        for row, (query_len, seq_len) in enumerate(
+            zip(batch.metadata.query_lens_host, batch.metadata.seq_lens_host, strict=True)
+        ):
+            # Block 0 is NaN.
+            batch.metadata.block_table[row, : max(0, (seq_len - query_len + 1 - window) // 16)] = 0
+    assert_close(batch.on(DEVICE).attend(kernels.paged_attention), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

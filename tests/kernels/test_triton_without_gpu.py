@@ -49,6 +49,16 @@ def signature_of(kernel, constants):
     return signature
 
 
+def attention_cases(attention, constants, *, window, softcap):
+    merge = {"HEAD_DIM": constants["HEAD_DIM"], "BLOCK_D": constants["BLOCK_D"], "WINDOW": window}
+    constants = constants | {"WINDOW": window, "SOFTCAP": softcap}
+    return [
+        (attention._decode_kernel, constants | {"BLOCK_M": 16}),
+        (attention._prefill_kernel, constants | {"BLOCK_M": 64}),
+        (attention._merge_kernel, merge),
+    ]
+
+
 def kernel_cases():
     from pdserve_kernels.triton import attention, cache, layers
 
@@ -57,12 +67,12 @@ def kernel_cases():
         head = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
         half = {"NUM_HEADS": 16, "HALF": head_dim // 2, "BLOCK_HALF": head_dim // 2}
         cases += [
-            (attention._decode_kernel, CONSTANTS | head | {"BLOCK_M": 16}),
-            (attention._prefill_kernel, CONSTANTS | head | {"BLOCK_M": 64}),
-            (attention._merge_kernel, head),
+            *attention_cases(attention, CONSTANTS | head, window=0, softcap=0.0),
             (cache._reshape_and_cache_kernel, head | {"BLOCK_SIZE": 16}),
             (layers._rotary_kernel, half),
         ]
+    sliding = CONSTANTS | {"HEAD_DIM": 256, "BLOCK_D": 256}
+    cases += attention_cases(attention, sliding, window=4096, softcap=50.0)
     for add in (False, True):
         constants = {"HIDDEN": 1024, "BLOCK": 1024, "ADD_RESIDUAL": add}
         cases.append((layers._rms_norm_kernel, constants))

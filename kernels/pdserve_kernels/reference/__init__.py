@@ -8,11 +8,17 @@ from pdserve_kernels.reference.layers import (
     rotary_embedding,
     silu_and_mul,
 )
-from pdserve_kernels.reference.linear import LinearWeight, linear, pack_linear
+from pdserve_kernels.reference.linear import (
+    LinearWeight,
+    is_row_independent,
+    linear,
+    pack_linear,
+)
 
 __all__ = [
     "LinearWeight",
     "fused_add_rms_norm",
+    "is_row_independent",
     "linear",
     "pack_linear",
     "paged_attention",

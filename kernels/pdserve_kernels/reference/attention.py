@@ -22,8 +22,16 @@ from pdserve_kernels.reference.attention_plan import (
     get_plan,
 )
 
-# fp32 GEMMs of fewer rows sum in another order than all larger ones (measured with MKL).
-MIN_GEMM_ROWS = 4
+# Some fp32 GEMMs of other row counts sum in another order (measured with MKL, 1 to 512 rows).
+GEMM_ROW_STEP = 4
+
+
+class Scoring(NamedTuple):
+    """How the product of a query and a key becomes a score, and which keys a query sees."""
+
+    scale: float
+    window: int | None
+    softcap: float
 
 
 class LayerCache(NamedTuple):
@@ -48,32 +56,43 @@ def paged_attention(
     layer: int,
     metadata: AttentionMetadata,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal GQA attention of a mixed batch of decodes and prefill chunks over the paged KV cache.
 
-    query [num_tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, num_layers, 2,
-    block_size, head_dim], contiguous and of the query's dtype; returns the query's shape and dtype.
-    Query head h reads KV head h // (num_heads / num_kv_heads). Positions past a request's length
-    and block-table padding may hold anything, NaN included. Softmax and sums are in fp32.
+    query [num_tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, num_slots, 2,
+    block_size, head_dim], contiguous and of the query's dtype; `layer` is the slot within a block.
+    Returns the query's shape and dtype. Query head h reads KV head h // (num_heads / num_kv_heads).
+
+    With `window` a token at position p sees (p - window, p] only; blocks that lie before the window
+    of a request's every query are never read, so their table entries may be stale. Nor need there
+    be anything past a request's length: NaN and block-table padding do no harm. A `softcap` > 0
+    turns each score s (scale included) into softcap * tanh(s / softcap), as in Gemma 2 (2024,
+    arXiv:2408.00118). Softmax and sums are in fp32. Raises ValueError if shapes or dtypes disagree.
 
     On CPU it returns when done; elsewhere it is enqueued on the current stream, and only the first
     call of a step waits, to copy indices to the device. The scheme is the online softmax of
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the block table of PagedAttention (Kwon
     et al. 2023, arXiv:2309.06180).
     """
-    _validate(query, kv_cache)
-    plan = get_plan(metadata, kv_cache, query.shape[1])
+    _validate(query, kv_cache, window, softcap)
+    plan = get_plan(metadata, kv_cache, query.shape[1], window)
+    scoring = Scoring(scale, window, softcap)
     cache = _layer_cache(kv_cache, layer)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in plan.decode_groups:
-        _attend_decodes(query, cache, plan, group, output, scale)
+        _attend_decodes(query, cache, plan, group, output, scoring)
     for chunk in plan.prefill_chunks:
-        _attend_chunk(query, cache, plan, chunk, output, scale)
+        _attend_chunk(query, cache, plan, chunk, output, scoring)
     output[plan.num_query_tokens :].zero_()
     return output
 
 
-def _validate(query: torch.Tensor, kv_cache: torch.Tensor) -> None:
+def _validate(
+    query: torch.Tensor, kv_cache: torch.Tensor, window: int | None, softcap: float
+) -> None:
     num_kv_heads, block_size, head_dim = kv_cache.shape[1], *kv_cache.shape[4:]
     if query.shape[1] % num_kv_heads or query.shape[2] != head_dim:
         raise ValueError(
@@ -83,6 +102,8 @@ def _validate(query: torch.Tensor, kv_cache: torch.Tensor) -> None:
         raise ValueError(f"block_size must divide {WIDTH_STEP}, got {block_size}")
     if not kv_cache.is_contiguous() or kv_cache.dtype != query.dtype:
         raise ValueError("kv_cache must be contiguous and of the query's dtype")
+    if (window is not None and window < 1) or softcap < 0:
+        raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
 
 
 def _layer_cache(kv_cache: torch.Tensor, layer: int) -> LayerCache:
@@ -102,26 +123,36 @@ def _gather(rows: torch.Tensor, index: torch.Tensor, scratch: torch.Tensor) -> t
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Pad [N, R, head_dim] to the fewest rows for which a GEMM's bits do not depend on R."""
-    missing = MIN_GEMM_ROWS - rows.shape[1]
-    if rows.dtype != torch.float32 or missing <= 0:
+    """Pad [N, R, head_dim] to the next R for which a GEMM's bits do not depend on R."""
+    missing = -rows.shape[1] % GEMM_ROW_STEP
+    if rows.dtype != torch.float32 or missing == 0:
         return rows
     return torch.nn.functional.pad(rows, (0, 0, 0, missing))
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * query @ key^T in fp32: query [N, R, head_dim], key [N, W, head_dim] -> [N, R, W].
+def _scores(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """The scores in fp32 of query [N, R, head_dim] against key [N, W, head_dim]: [N, R, W].
 
     A 16-bit GEMM accumulates in fp32 but rounds what it returns. A second one subtracts that in its
     accumulator and so returns the rounding error; the sum is good to 16 bits. On a CPU this beats
     both fp32 GEMMs and torch's flash attention, whose 16-bit GEMMs run at fp32 speed on AMD.
     """
-    key_t = key.transpose(1, 2)
-    rounded = torch.baddbmm(query.new_empty(()), query, key_t, beta=0, alpha=scale)
-    if rounded.dtype == torch.float32:
-        return rounded
-    error = torch.baddbmm(rounded, query, key_t, beta=-1, alpha=scale)
-    return rounded.float().add_(error)
+    key_t, scale = key.transpose(1, 2), scoring.scale
+    scores = torch.baddbmm(query.new_empty(()), query, key_t, beta=0, alpha=scale)
+    if scores.dtype != torch.float32:
+        error = torch.baddbmm(scores, query, key_t, beta=-1, alpha=scale)
+        scores = scores.float().add_(error)
+    return _cap(scores, scoring.softcap) if scoring.softcap else scores
+
+
+def _cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """softcap * tanh(scores / softcap), in place.
+
+    tanh(x) = m / (m + 2) with m = exp(2x) - 1: torch.tanh is MKL's, whose bits may depend on where
+    a number lies. From 2x = 20 on, tanh is 1 in fp32.
+    """
+    m = scores.mul_(2 / softcap).clamp_(max=20.0).expm1_()
+    return m.div_(m + 2).mul_(softcap)
 
 
 def _attend(scores: torch.Tensor, value: torch.Tensor, *, need_sums: bool) -> TileResult:
@@ -131,11 +162,26 @@ def _attend(scores: torch.Tensor, value: torch.Tensor, *, need_sums: bool) -> Ti
     """
     score_max = scores.amax(-1, keepdim=True) if need_sums else scores.new_empty(0)
     probs = torch.softmax(scores, -1, out=scores)
-    output = torch.bmm(probs.to(value.dtype), value)
+    output = _weighted_sum(probs, value)
     if not need_sums:
         return TileResult(output, score_max, score_max)
     # The largest probability is exp(0) / sum.
     return TileResult(output.float(), score_max, probs.amax(-1, keepdim=True).reciprocal_())
+
+
+def _weighted_sum(probs: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """probs [N, R, W] in fp32 times value [N, W, head_dim], in the value's dtype.
+
+    MKL's fp32 GEMMs cut a sum in pieces that depend on its length, so that hidden columns, whose
+    products are 0, would still change bits. Here each piece has one length.
+    """
+    if value.dtype != torch.float32:
+        return torch.bmm(probs.to(value.dtype), value)
+    output = torch.bmm(probs[:, :, :WIDTH_STEP], value[:, :WIDTH_STEP])
+    for start in range(WIDTH_STEP, value.shape[1], WIDTH_STEP):
+        piece = slice(start, start + WIDTH_STEP)
+        output.baddbmm_(probs[:, :, piece], value[:, piece])
+    return output
 
 
 def _merge(first: TileResult, second: TileResult) -> TileResult:
@@ -146,7 +192,8 @@ def _merge(first: TileResult, second: TileResult) -> TileResult:
     weight = exp_sum * torch.exp(score_max - new_max)
     second_weight = second.exp_sum * torch.exp(second.score_max - new_max)
     new_sum = weight + second_weight
-    merged = (output * weight).add_(second.output * second_weight).div_(new_sum)
+    # Shares, so that a row that sees nothing of `first` gets exactly what `second` says.
+    merged = (output * (weight / new_sum)).add_(second.output * (second_weight / new_sum))
     for old, new in zip(first, (merged, new_max, new_sum), strict=True):
         old[:num] = new
     return first
@@ -158,7 +205,7 @@ def _attend_decodes(
     plan: AttentionPlan,
     group: DecodeGroup,
     output: torch.Tensor,
-    scale: float,
+    scoring: Scoring,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     group_size = num_heads // cache.num_kv_heads
@@ -167,7 +214,7 @@ def _attend_decodes(
     for tile in group.tiles:
         rows = heads[: tile.num_reqs * cache.num_kv_heads]
         key, value = _gather_decode_tile(cache, plan, tile, head_dim)
-        scores = _scores(rows, key, scale)
+        scores = _scores(rows, key, scoring)
         if tile.hidden is not None:
             scores.masked_fill_(tile.hidden, float("-inf"))
         result = _attend(scores, value, need_sums=len(group.tiles) > 1)
@@ -195,7 +242,7 @@ def _attend_chunk(
     plan: AttentionPlan,
     chunk: PrefillChunk,
     output: torch.Tensor,
-    scale: float,
+    scoring: Scoring,
 ) -> None:
     """Go through the chunk's KV tiles; each is gathered once and met by every query block after it.
 
@@ -213,17 +260,21 @@ def _attend_chunk(
         value = _gather(cache.value, tile.cache_rows, plan.value_scratch)
         key = key.view(cache.num_kv_heads, tile.width, head_dim)
         value = value.view(cache.num_kv_heads, tile.width, head_dim)
-        # Nothing past the request's end may reach a sum: 0 * NaN is NaN.
-        key[:, tile.num_valid :].zero_()
-        value[:, tile.num_valid :].zero_()
-        for start, end in _query_blocks(chunk, tile):
+        # Nothing that is not the request's may reach a sum: 0 * NaN is NaN.
+        for gathered in (key, value):
+            gathered[:, : tile.first_valid].zero_()
+            gathered[:, tile.num_valid :].zero_()
+        for start, end in _query_blocks(chunk, tile, scoring.window):
             part = slice(start - chunk.query_start, end - chunk.query_start)
             num_rows = (end - start) * group_size
             block = _pad_rows(rows[:, part].reshape(cache.num_kv_heads, num_rows, head_dim))
             width = min(tile.width, _round_up(end, QUERY_BLOCK) - tile.start)
             # oneDNN wants dense batches: copied here once, not (transposed, slowly) in each GEMM.
-            scores = _scores(block, key[:, :width].contiguous(), scale)
+            scores = _scores(block, key[:, :width].contiguous(), scoring)
             _hide_later_keys(scores, plan.causal_bias, start - tile.start, group_size)
+            if scoring.window is not None and end - scoring.window > tile.start:
+                first_seen = start + 1 - scoring.window - tile.start
+                _hide_earlier_keys(scores[:, :num_rows], first_seen, group_size)
             result = _attend(scores, value[:, :width], need_sums=end > KV_TILE)
             if start in merged:
                 result = _merge(merged.pop(start), result)
@@ -233,10 +284,14 @@ def _attend_chunk(
                 merged[start] = result
 
 
-def _query_blocks(chunk: PrefillChunk, tile: PrefillTile) -> Iterator[tuple[int, int]]:
+def _query_blocks(
+    chunk: PrefillChunk, tile: PrefillTile, window: int | None
+) -> Iterator[tuple[int, int]]:
     """Half-open position ranges of the chunk's query blocks that attend to the tile."""
-    start = max(chunk.query_start, tile.start)
-    while start < chunk.query_end:
+    start, stop = max(chunk.query_start, tile.start), chunk.query_end
+    if window is not None:
+        stop = min(stop, tile.start + KV_TILE + window - 1)
+    while start < stop:
         end = min(chunk.query_end, _round_up(start + 1, QUERY_BLOCK))
         yield start, end
         start = end
@@ -254,6 +309,18 @@ def _hide_later_keys(
     if window.shape[2]:
         bias = causal_bias[first_row * group_size :][: window.shape[1], : window.shape[2]]
         window[:, : bias.shape[0]].add_(bias)
+
+
+def _hide_earlier_keys(scores: torch.Tensor, first_seen: int, group_size: int) -> None:
+    """Mask columns before `first_seen` for the first token's rows, one more for each token after.
+
+    With a finite number: a row that sees nothing of the tile must not become NaN. Its share of the
+    merged result is 0.
+    """
+    num_rows, width = scores.shape[1:]
+    column = torch.arange(width, device=scores.device)
+    token = torch.arange(num_rows, device=scores.device) // group_size
+    scores.masked_fill_(column < token[:, None] + first_seen, torch.finfo(scores.dtype).min)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -1,7 +1,8 @@
 """Norms, rotary embedding and activation.
 
-Products and sums are separate torch ops where a fused one would round differently in its vectorised
-and its scalar part: a token's result must not depend on where it lies in the batch.
+Products, sums and exponentials are separate torch ops where a fused one would round differently in
+its vectorised and its scalar part: a token's result must not depend on where it lies in the batch.
+(torch.exp has no scalar part: it fills up the last vector.)
 """
 
 import torch
@@ -50,4 +51,8 @@ def rotary_embedding(
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """x [T, 2 * I] -> silu(x[:, :I]) * x[:, I:], [T, I]; silu is rounded to x's dtype first."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    if x.dtype != torch.float32:
+        # Rounded to bf16, all its values are the same in the vectorised and the scalar part.
+        return F.silu(gate).mul_(up)
+    divisor = gate.neg().exp_().add_(1)
+    return torch.div(gate, divisor, out=divisor).mul_(up)

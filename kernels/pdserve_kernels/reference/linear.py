@@ -1,4 +1,4 @@
-"""Dense layers, with weights packed once for oneDNN where this makes small batches faster."""
+"""Dense layers, with weights packed once for oneDNN, which is fast and treats all rows alike."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 # Row count that oneDNN is told to pack for: decode batches are small and bound by weight reads.
 PACK_FOR_ROWS = 8
-# oneDNN sums fewer bf16 rows in another order when in_features > 1024, so that a row's bits would
-# depend on its neighbours. Padded to this many they do not, and one row even gets faster.
+# oneDNN sums fewer rows in another order when in_features > 1024, so that a row's bits would depend
+# on its neighbours. Padded to this many they do not (measured for 1 to 2048 rows, with 1 and 2
+# threads), and one bf16 row even gets faster. MKL, behind F.linear in fp32, has more exceptions.
 MIN_ROWS = 4
 
 
@@ -26,7 +27,8 @@ class LinearWeight:
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
 
-    A bf16 weight on CPU is copied into oneDNN's layout and not kept; drop yours to free its memory.
+    A bf16 or fp32 weight on CPU is copied into oneDNN's layout and not kept; drop yours to free its
+    memory.
     """
     weight = weight.detach()
     is_packed = _can_pack(weight)
@@ -44,8 +46,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     """x [..., in_features] @ weight^T + bias -> [..., out_features], in x's dtype; fp32 sums.
 
-    In packed bf16 a row's bits do not depend on the number of rows (measured for 1 to 512); in
-    fp32 they may. Never synchronises.
+    If the weight is packed, a row's bits do not depend on the number of rows. Never synchronises.
     """
     num_rows = x.numel() // packed.in_features
     if packed.is_packed and 0 < num_rows < MIN_ROWS:
@@ -67,9 +68,22 @@ def _linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
 def _can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and _has_fast_gemm(weight.dtype)
     )
+
+
+def is_row_independent(dtype: torch.dtype) -> bool:
+    """Whether on a CPU the kernels of this set give a row of `dtype` the same bits in any batch.
+
+    For one number of threads, and as measured by tests/kernels/test_row_independence.py.
+    """
+    return _can_pack(torch.empty(0, dtype=dtype))
+
+
+def _has_fast_gemm(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32

@@ -6,6 +6,7 @@ order, so that a result depends neither on the other requests nor on the number 
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +28,9 @@ def paged_attention(
     layer: int,
     metadata: AttentionMetadata,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal GQA attention over the paged cache; see the reference's contract.
 
@@ -39,16 +43,19 @@ def paged_attention(
         )
     if not kv_cache.is_contiguous() or query.stride(2) != 1 or kv_cache.dtype != query.dtype:
         raise ValueError("kv_cache must be contiguous, of query's dtype, and query in head_dim")
+    if (window is not None and window < 1) or softcap < 0:
+        raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     output[sum(metadata.query_lens_host) :].zero_()
+    constants = _constants(query, kv_cache) | {"WINDOW": window or 0, "SOFTCAP": softcap}
     if metadata.num_decodes:
-        _launch_decode(query, kv_cache, layer, metadata, scale, output)
+        _launch_decode(query, kv_cache, layer, metadata, scale, constants, output)
     if metadata.num_decodes < metadata.num_reqs:
-        _launch_prefill(query, kv_cache, layer, metadata, scale, output)
+        _launch_prefill(query, kv_cache, layer, metadata, scale, constants, output)
     return output
 
 
-def _constants(query: torch.Tensor, kv_cache: torch.Tensor) -> dict[str, int]:
+def _constants(query: torch.Tensor, kv_cache: torch.Tensor) -> dict[str, Any]:
     return {
         "GROUP_SIZE": query.shape[1] // kv_cache.shape[1],
         "BLOCK_SIZE": kv_cache.shape[4],
@@ -64,16 +71,18 @@ def _launch_decode(
     layer: int,
     metadata: AttentionMetadata,
     scale: float,
+    constants: dict[str, Any],
     output: torch.Tensor,
 ) -> None:
     num_decodes, (_, num_heads, head_dim) = metadata.num_decodes, query.shape
     num_kv_heads = kv_cache.shape[1]
-    num_tiles = triton.cdiv(max(metadata.seq_lens_host[:num_decodes]), KV_TILE.value)
+    num_tiles = max(
+        _num_tiles(length, constants["WINDOW"]) for length in metadata.seq_lens_host[:num_decodes]
+    )
     shape = (num_decodes, num_heads, num_tiles)
     tile_output = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
     tile_max = torch.empty(shape, dtype=torch.float32, device=query.device)
     tile_sum = torch.empty_like(tile_max)
-    constants = _constants(query, kv_cache)
     _decode_kernel[(num_decodes, num_kv_heads, num_tiles)](
         query,
         kv_cache,
@@ -101,7 +110,14 @@ def _launch_decode(
         num_tiles,
         HEAD_DIM=head_dim,
         BLOCK_D=constants["BLOCK_D"],
+        WINDOW=constants["WINDOW"],
     )
+
+
+def _num_tiles(seq_len: int, window: int) -> int:
+    """Tiles that hold something that the last of seq_len tokens sees; a window of 0 is none."""
+    first = max(0, seq_len - window) if window else 0
+    return int(triton.cdiv(seq_len, KV_TILE.value) - first // KV_TILE.value)
 
 
 def _launch_prefill(
@@ -110,10 +126,10 @@ def _launch_prefill(
     layer: int,
     metadata: AttentionMetadata,
     scale: float,
+    constants: dict[str, Any],
     output: torch.Tensor,
 ) -> None:
     num_decodes = metadata.num_decodes
-    constants = _constants(query, kv_cache)
     block_m = max(PREFILL_BLOCK_M, triton.next_power_of_2(constants["GROUP_SIZE"]))
     tokens_per_block = block_m // constants["GROUP_SIZE"]
     blocks = triton.cdiv(max(metadata.query_lens_host[num_decodes:]), tokens_per_block)
@@ -139,15 +155,34 @@ def _launch_prefill(
 
 
 @triton.jit
+def _first_seen(query_position, WINDOW: tl.constexpr):
+    """The first position that a query sees; a WINDOW of 0 is none."""
+    if WINDOW == 0:
+        return query_position * 0
+    return tl.maximum(query_position - (WINDOW - 1), 0)
+
+
+@triton.jit
+def _cap(scores_log2, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(s / SOFTCAP) of scores s that are in units of log(2), as is the result."""
+    # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right for an infinite exp, too.
+    exp_2x = tl.exp2(scores_log2 * (2.0 / SOFTCAP))
+    return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (exp_2x + 1.0))
+
+
+@triton.jit
 def _attend_tile(
     query,
     query_position,
     kv_ptr,
     table_ptr,
     tile_start,
+    kv_start,
     tile_end,
     stride_block,
     scale_log2,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -156,17 +191,20 @@ def _attend_tile(
 ):
     """Attend to positions [tile_start, tile_end): unnormalised output, maximum, sum (base 2).
 
-    `kv_ptr` is the K of this layer and head in block 0. Nothing at or past tile_end, the request's
-    length at most, is read, so garbage there cannot reach a result.
+    `kv_ptr` is the K of this layer and head in block 0. Nothing before kv_start, the first position
+    that a query of this program sees, or from tile_end on, the request's length at most, is read:
+    what lies there cannot reach a result. A row that sees nothing gets 0, -inf and 0.
     """
     dim = tl.arange(0, BLOCK_D)
     inside = dim < HEAD_DIM
     output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start in range(tile_start, tile_end, BLOCK_N):
+    # Parts that nobody sees would leave the state as it is; they are skipped.
+    first_part = tl.maximum(kv_start, tile_start) // BLOCK_N * BLOCK_N
+    for start in range(first_part, tile_end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        valid = position < tile_end
+        valid = (position >= kv_start) & (position < tile_end)
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         row_ptr = kv_ptr + block * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
         mask = valid[:, None] & inside[None, :]
@@ -175,7 +213,11 @@ def _attend_tile(
             row_ptr[:, None] + (BLOCK_SIZE * HEAD_DIM) + dim[None, :], mask=mask, other=0.0
         )
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        if SOFTCAP > 0.0:
+            scores = _cap(scores, SOFTCAP)
         seen = valid[None, :] & (position[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            seen &= position[None, :] > query_position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row may see no key yet: subtract 0 then, since -inf - -inf is NaN.
@@ -205,6 +247,8 @@ def _decode_kernel(
     stride_block,
     stride_head,
     stride_table,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -216,7 +260,8 @@ def _decode_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + request)
-    tile_start = tile * KV_TILE
+    kv_start = _first_seen(seq_len - 1, WINDOW)
+    tile_start = (kv_start // KV_TILE + tile) * KV_TILE
     if tile_start >= seq_len:
         return
     row = tl.arange(0, BLOCK_M)
@@ -234,9 +279,12 @@ def _decode_kernel(
         kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
         block_table_ptr + request * stride_table,
         tile_start,
+        kv_start,
         tl.minimum(seq_len, tile_start + KV_TILE),
         stride_block,
         scale_log2,
+        WINDOW,
+        SOFTCAP,
         BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_D,
@@ -260,6 +308,7 @@ def _merge_kernel(
     num_tiles,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Merge a decode's tiles in ascending order; those past its length were never written."""
     request = tl.program_id(0).to(tl.int64)
@@ -270,7 +319,8 @@ def _merge_kernel(
     output = tl.load(tile_output_ptr + first * HEAD_DIM + dim, mask=inside, other=0.0)
     row_max = tl.load(tile_max_ptr + first)
     row_sum = tl.load(tile_sum_ptr + first)
-    for tile in range(1, tl.cdiv(tl.load(seq_lens_ptr + request), KV_TILE)):
+    seq_len = tl.load(seq_lens_ptr + request)
+    for tile in range(1, tl.cdiv(seq_len, KV_TILE) - _first_seen(seq_len - 1, WINDOW) // KV_TILE):
         index = first + tile
         other = tl.load(tile_output_ptr + index * HEAD_DIM + dim, mask=inside, other=0.0)
         other_max = tl.load(tile_max_ptr + index)
@@ -289,38 +339,45 @@ def _attend_tiles(
     query_position,
     kv_ptr,
     table_ptr,
+    kv_start,
     kv_end,
     stride_block,
     scale_log2,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to [0, kv_end) tile by tile and merge as `_merge_kernel` does; output and sum."""
+    """Attend to [kv_start, kv_end) by tiles and merge as `_merge_kernel` does; output and sum."""
     output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for tile_start in range(0, kv_end, KV_TILE):
+    for tile_start in range(kv_start // KV_TILE * KV_TILE, kv_end, KV_TILE):
         other, other_max, other_sum = _attend_tile(
             query,
             query_position,
             kv_ptr,
             table_ptr,
             tile_start,
+            kv_start,
             tl.minimum(kv_end, tile_start + KV_TILE),
             stride_block,
             scale_log2,
+            WINDOW,
+            SOFTCAP,
             BLOCK_SIZE,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_M,
             BLOCK_N,
         )
-        # Every row sees position 0, so from the first tile on the maximum is finite.
         new_max = tl.maximum(row_max, other_max)
-        decay, other_decay = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
+        # A row's window may begin in a later tile: subtract 0 then, since -inf - -inf is NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay, other_decay = tl.exp2(row_max - shift), tl.exp2(other_max - shift)
         output = output * decay[:, None] + other * other_decay[:, None]
         row_sum = row_sum * decay + other_sum * other_decay
         row_max = new_max
@@ -344,6 +401,8 @@ def _prefill_kernel(
     stride_block,
     stride_head,
     stride_table,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -369,15 +428,20 @@ def _prefill_kernel(
     query_row = query_ptr + (first_row + token) * stride_query_token + head * stride_query_head
     query = tl.load(query_row[:, None] + dim[None, :], mask=mask, other=0.0)
     query_position = seq_len - query_len + token
-    kv_end = tl.minimum(seq_len, seq_len - query_len + first_token + tokens_per_block)
+    first_position = seq_len - query_len + first_token
+    kv_start = _first_seen(first_position, WINDOW)
+    kv_end = tl.minimum(seq_len, first_position + tokens_per_block)
     output, row_sum = _attend_tiles(
         query,
         query_position,
         kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
         block_table_ptr + request * stride_table,
+        kv_start,
         kv_end,
         stride_block,
         scale_log2,
+        WINDOW,
+        SOFTCAP,
         BLOCK_SIZE,
         HEAD_DIM,
         BLOCK_D,

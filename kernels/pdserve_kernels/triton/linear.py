@@ -29,3 +29,9 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     """x [..., in_features] @ weight^T + bias -> [..., out_features]; see the reference."""
     return F.linear(x, packed.weight, packed.bias)
+
+
+def is_row_independent(dtype: torch.dtype) -> bool:
+    """False: cuBLAS picks its kernel by the number of rows."""
+    del dtype
+    return False
