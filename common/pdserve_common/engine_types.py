@@ -55,6 +55,7 @@ class ErrorCode(enum.IntEnum):
     ENGINE_DEAD = 9
     DRAINING = 10
     CLIENT_TOO_SLOW = 11
+    FAILED_PRECONDITION = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # no effect: fast tokenizers write none
     # Names of processors registered in the server; never code from the wire.
     logits_processors: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
@@ -121,6 +122,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetectionParams | None = None
+    # The tokens of bad_words, each in the forms it may take; filled in by the router.
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     output_kind: RequestOutputKind = RequestOutputKind.DELTA
 
     @property
@@ -214,15 +217,41 @@ class EngineCoreRequest:
     # time.monotonic() of this process after which the answer is worthless; on the wire the
     # remaining time.
     deadline: float | None = None
+    # A request of the same front end with the same prompt, whose KV blocks this one shares once
+    # they are there (n > 1). If it is gone, this one is computed like any other.
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsLists:
-    """Log-probabilities of some positions: for each, its top tokens with the chosen one first."""
+    """Log-probabilities of some positions: for each the chosen token first, then the top ones.
+
+    With logprobs = k, a position has 1 + k entries; the chosen token may be among the top ones
+    again. Ranks count from 1, the most likely token.
+    """
 
     logprob_token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
     sampled_token_ranks: tuple[int, ...]
+
+    def __add__(self, other: "LogprobsLists") -> "LogprobsLists":
+        """The positions of both, in order."""
+        return LogprobsLists(
+            logprob_token_ids=self.logprob_token_ids + other.logprob_token_ids,
+            logprobs=self.logprobs + other.logprobs,
+            sampled_token_ranks=self.sampled_token_ranks + other.sampled_token_ranks,
+        )
+
+    def __getitem__(self, positions: slice) -> "LogprobsLists":
+        """Some of the positions."""
+        return LogprobsLists(
+            logprob_token_ids=self.logprob_token_ids[positions],
+            logprobs=self.logprobs[positions],
+            sampled_token_ranks=self.sampled_token_ranks[positions],
+        )
+
+    def __len__(self) -> int:
+        return len(self.sampled_token_ranks)
 
 
 class EngineCoreEventType(enum.IntEnum):
@@ -319,6 +348,8 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    # Leading blocks that all running requests share, in the KV group where they are most.
+    num_common_prefix_blocks: int = 0
     step_num_tokens: int = 0
     step_duration_s: float = 0.0
 
@@ -353,6 +384,14 @@ class EngineCoreOutputs:
     engine_dead: EngineError | None = None
 
 
+class PauseMode(enum.IntEnum):
+    """What a pause does to requests that are running or waiting."""
+
+    ABORT = 1
+    WAIT = 2
+    KEEP = 3
+
+
 class WorkerRole(enum.IntEnum):
     """What a worker process is for."""
 
@@ -382,3 +421,5 @@ class EngineInfo:
     kv_transport: str
     determinism: str
     version: str
+    # Names that SamplingParams.logits_processors may hold.
+    logits_processors: tuple[str, ...] = ()

@@ -101,6 +101,14 @@ class ClientTooSlowError(PdserveError):
     code = ErrorCode.CLIENT_TOO_SLOW
 
 
+class FailedPreconditionError(PdserveError):
+    """The call does not suit the state the worker is in (wake_up of one that is awake). Not
+    retryable as such.
+    """
+
+    code = ErrorCode.FAILED_PRECONDITION
+
+
 _BY_CODE: dict[ErrorCode, type[PdserveError]] = {
     cls.code: cls
     for cls in (
@@ -114,6 +122,7 @@ _BY_CODE: dict[ErrorCode, type[PdserveError]] = {
         EngineDeadError,
         DrainingError,
         ClientTooSlowError,
+        FailedPreconditionError,
     )
 }
 

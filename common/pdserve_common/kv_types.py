@@ -33,6 +33,7 @@ class KVGroup:
     id: int
     layers: tuple[int, ...]
     kind: KVGroupKind
+    # SLIDING: a token sees so many positions, its own included. Otherwise 0.
     window: int = 0
 
 
@@ -133,7 +134,8 @@ class BlocksReady:
     request_id: str
     attempt: int
     first_block: int
-    # For each KV group, physical ids on P in logical order.
+    # For each KV group, physical ids on P in logical order, equally many. Those before a sliding
+    # group's window at the prompt's end mean nothing: D does not read them.
     block_ids: tuple[tuple[int, ...], ...]
     num_tokens: int
 

@@ -189,6 +189,11 @@ class EngineMetrics:
         self.prefix_cache_hits = Counter(
             "pdserve_prefix_cache_hits_total", "Prompt tokens found", registry=registry
         )
+        self.common_prefix_blocks = Gauge(
+            "pdserve_common_prefix_blocks",
+            "Leading KV blocks that all running requests share",
+            registry=registry,
+        )
         self.preemptions = Counter(
             "pdserve_preemptions_total",
             "Running requests that lost their blocks",

@@ -32,6 +32,7 @@ _STATUS = {
     ErrorCode.ENGINE_DEAD: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
     ErrorCode.CLIENT_TOO_SLOW: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorCode.FAILED_PRECONDITION: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

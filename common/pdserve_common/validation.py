@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdserve_common.engine_types import (
     EarlyStopping,
     EngineCoreRequest,
     EngineInfo,
     KVTransferParams,
+    RepetitionDetectionParams,
     SamplingParams,
     WorkerRole,
 )
@@ -20,25 +21,29 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**64 - 1
 PRIORITY_LIMIT = 2**31 - 1
+MAX_N = 64
+MAX_LOGPROBS = 20
+# All logprobs of a prompt are in one message of at most 16 MiB: an entry has a token id, a float
+# and a short text, 20 bytes on average and 64 at the very most.
+MAX_PROMPT_LOGPROB_ENTRIES = 2**18
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGITS_PROCESSORS = 16
+MAX_PATTERN_SIZE = 1024
 MAX_TIMEOUT_S = 7 * 24 * 3600
+MAX_TRACE_HEADERS = 8
+# Of a name or a value; W3C's tracestate has room for 512.
+MAX_TRACE_HEADER_CHARS = 512
 
 # Fields that are part of the API and not served yet: (name, value that means unused).
-_UNSERVED_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
+_UNSERVED_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (("structured_outputs", None),)
+# What the router does with several requests; a worker's request is one sequence without text.
+_ROUTER_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
+    ("n", 1),
     ("best_of", None),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("repetition_penalty", 1.0),
     ("use_beam_search", False),
-    ("length_penalty", 1.0),
-    ("early_stopping", EarlyStopping.FALSE),
-    ("logprobs", None),
-    ("prompt_logprobs", None),
-    ("logits_processors", ()),
-    ("bad_words", ()),
-    ("logit_bias", {}),
-    ("allowed_token_ids", ()),
-    ("structured_outputs", None),
-    ("repetition_detection", None),
 )
 _UNSERVED_REQUEST_FIELDS: tuple[tuple[str, object], ...] = (
     ("pooling_params", None),
@@ -47,24 +52,33 @@ _UNSERVED_REQUEST_FIELDS: tuple[tuple[str, object], ...] = (
     ("data_parallel_rank", None),
     ("prompt_embeds", None),
     ("prompt_is_token_ids", ()),
+    ("current_wave", 0),
     ("resumable", False),
+    ("reasoning_ended", None),
     ("reasoning_parser_kwargs", {}),
     ("resume_output_token_ids", ()),
 )
 
 
-def validate_sampling_params(params: SamplingParams, *, vocab_size: int) -> None:
-    """Raise InvalidRequestError for the first field out of range or not served yet."""
+def validate_sampling_params(
+    params: SamplingParams, *, vocab_size: int, logits_processors: Sequence[str] = ()
+) -> None:
+    """Raise InvalidRequestError for the first field out of range or not served yet.
+
+    `logits_processors` are the names that are registered.
+    """
     for name, unused in _UNSERVED_SAMPLING_FIELDS:
         value = getattr(params, name)
         if value != unused:
             raise InvalidRequestError(
                 f"{name} is {value!r}: not served yet, leave it unset", field=name
             )
-    if params.n < 1:
-        raise InvalidRequestError(f"n is {params.n}, must be at least 1", field="n")
-    if params.n > 1:
-        raise InvalidRequestError(f"n is {params.n}: more than 1 is not served yet", field="n")
+    _validate_branches(params)
+    _check_range("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
+    _check_range("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
+    _check_range(
+        "repetition_penalty", params.repetition_penalty, low=0.0, high=100.0, is_low_open=True
+    )
     _check_range("temperature", params.temperature, low=0.0, high=100.0)
     _check_range("top_p", params.top_p, low=0.0, high=1.0, is_low_open=True)
     _check_range("min_p", params.min_p, low=0.0, high=1.0)
@@ -74,8 +88,122 @@ def validate_sampling_params(params: SamplingParams, *, vocab_size: int) -> None
         )
     if params.seed is not None and not 0 <= params.seed <= MAX_SEED:
         raise InvalidRequestError(f"seed is {params.seed}, must be 0 to {MAX_SEED}", field="seed")
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            raise InvalidRequestError(f"{name} is {value}, must be 0 to {MAX_LOGPROBS}", field=name)
     _validate_lengths(params)
     _validate_stops(params, vocab_size)
+    _validate_token_choice(params, vocab_size)
+    _validate_logits_processors(params.logits_processors, logits_processors)
+    if params.repetition_detection is not None:
+        _validate_repetition_detection(params.repetition_detection)
+
+
+def _validate_branches(params: SamplingParams) -> None:
+    """n, best_of and beam search."""
+    if not 1 <= params.n <= MAX_N:
+        raise InvalidRequestError(f"n is {params.n}, must be 1 to {MAX_N}", field="n")
+    if params.best_of is not None and not params.n <= params.best_of <= MAX_N:
+        raise InvalidRequestError(
+            f"best_of is {params.best_of}, must be n ({params.n}) to {MAX_N}", field="best_of"
+        )
+    if not math.isfinite(params.length_penalty):
+        raise InvalidRequestError(
+            f"length_penalty is {params.length_penalty}, must be finite", field="length_penalty"
+        )
+    if params.use_beam_search:
+        if params.temperature != 0.0:
+            raise InvalidRequestError(
+                f"temperature is {params.temperature:g}, must be 0 with use_beam_search",
+                field="temperature",
+            )
+        return
+    if params.length_penalty != 1.0:
+        raise InvalidRequestError("length_penalty needs use_beam_search", field="length_penalty")
+    if params.early_stopping is not EarlyStopping.FALSE:
+        raise InvalidRequestError("early_stopping needs use_beam_search", field="early_stopping")
+
+
+def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
+    """bad_words, logit_bias and allowed_token_ids."""
+    if len(params.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words has {len(params.bad_words)} words, at most {MAX_BAD_WORDS}",
+            field="bad_words",
+        )
+    for word in params.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(
+                f"bad_words has a word of {len(word)} characters, must be 1 to "
+                f"{MAX_BAD_WORD_CHARS}",
+                field="bad_words",
+            )
+    # Each word in at most two forms: with and without a space before it.
+    if len(params.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words_token_ids has {len(params.bad_words_token_ids)} sequences, at most "
+            f"{2 * MAX_BAD_WORDS}",
+            field="bad_words_token_ids",
+        )
+    for token_ids in params.bad_words_token_ids:
+        if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words_token_ids has a sequence of {len(token_ids)} tokens, must be 1 to "
+                f"{MAX_BAD_WORD_TOKENS}",
+                field="bad_words_token_ids",
+            )
+        validate_token_ids("bad_words_token_ids", token_ids, vocab_size)
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias has {len(params.logit_bias)} tokens, at most {MAX_LOGIT_BIAS}",
+            field="logit_bias",
+        )
+    validate_token_ids("logit_bias", tuple(params.logit_bias), vocab_size)
+    for token_id, bias in params.logit_bias.items():
+        _check_range(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+    if len(params.allowed_token_ids) > vocab_size:
+        raise InvalidRequestError(
+            f"allowed_token_ids has {len(params.allowed_token_ids)} ids, the vocabulary has "
+            f"{vocab_size}",
+            field="allowed_token_ids",
+        )
+    validate_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+
+
+def _validate_logits_processors(names: Sequence[str], registered: Sequence[str]) -> None:
+    if len(names) > MAX_LOGITS_PROCESSORS:
+        raise InvalidRequestError(
+            f"logits_processors has {len(names)} names, at most {MAX_LOGITS_PROCESSORS}",
+            field="logits_processors",
+        )
+    for name in names:
+        if name not in registered:
+            raise InvalidRequestError(
+                f"logits_processors has {name[:MAX_REQUEST_ID_CHARS]!r}, registered are "
+                f"{', '.join(registered) or 'none'}",
+                field="logits_processors",
+            )
+
+
+def _validate_repetition_detection(params: RepetitionDetectionParams) -> None:
+    field = "repetition_detection"
+    if not 1 <= params.max_pattern_size <= MAX_PATTERN_SIZE:
+        raise InvalidRequestError(
+            f"{field}.max_pattern_size is {params.max_pattern_size}, must be 1 to "
+            f"{MAX_PATTERN_SIZE}",
+            field=field,
+        )
+    if not 1 <= params.min_pattern_size <= params.max_pattern_size:
+        raise InvalidRequestError(
+            f"{field}.min_pattern_size is {params.min_pattern_size}, must be 1 to "
+            f"max_pattern_size ({params.max_pattern_size})",
+            field=field,
+        )
+    if params.min_count < 2:
+        raise InvalidRequestError(
+            f"{field}.min_count is {params.min_count}, must be at least 2", field=field
+        )
 
 
 def _validate_lengths(params: SamplingParams) -> None:
@@ -129,6 +257,19 @@ def validate_prompt(token_ids: Sequence[int], *, max_model_len: int, vocab_size:
     validate_token_ids("prompt_token_ids", token_ids, vocab_size)
 
 
+def validate_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Raise InvalidRequestError if the logprobs of the prompt would not fit into a message."""
+    if params.prompt_logprobs is None:
+        return
+    num_entries = (1 + params.prompt_logprobs) * num_prompt_tokens
+    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"prompt_logprobs is {params.prompt_logprobs} for a prompt of {num_prompt_tokens} "
+            f"tokens: {num_entries} log-probabilities, at most {MAX_PROMPT_LOGPROB_ENTRIES}",
+            field="prompt_logprobs",
+        )
+
+
 def validate_request_id(request_id: str) -> None:
     """Raise InvalidRequestError for an id that is empty, too long or not printable ASCII."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
@@ -151,10 +292,24 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         raise InvalidRequestError("sampling_params is unset", field="sampling_params")
     if abs(request.priority) > PRIORITY_LIMIT:
         raise InvalidRequestError(f"priority is {request.priority}", field="priority")
+    _validate_trace_headers(request.trace_headers)
     validate_prompt(
         request.prompt_token_ids, max_model_len=info.max_model_len, vocab_size=info.vocab_size
     )
-    validate_sampling_params(request.sampling_params, vocab_size=info.vocab_size)
+    validate_sampling_params(
+        request.sampling_params,
+        vocab_size=info.vocab_size,
+        logits_processors=info.logits_processors,
+    )
+    _validate_one_sequence(request.sampling_params)
+    validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))
+    if request.fork_of is not None:
+        validate_request_id(request.fork_of)
+        if request.kv_transfer_params is not None:
+            raise InvalidRequestError(
+                "fork_of and kv_transfer_params are both set: a fork shares blocks of its worker",
+                field="fork_of",
+            )
     if request.eos_token_id is not None:
         validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
     if request.kv_transfer_params is not None:
@@ -166,6 +321,36 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
                 f"timeout is {timeout_s:.0f} s, must be at most {MAX_TIMEOUT_S} s",
                 field="timeout_ns",
             )
+
+
+def _validate_trace_headers(headers: Mapping[str, str]) -> None:
+    """They come back with the request's end."""
+    field = "trace_headers"
+    if len(headers) > MAX_TRACE_HEADERS:
+        raise InvalidRequestError(
+            f"{field} has {len(headers)} headers, at most {MAX_TRACE_HEADERS}", field=field
+        )
+    longest = max(map(len, (*headers, *headers.values())), default=0)
+    if longest > MAX_TRACE_HEADER_CHARS:
+        raise InvalidRequestError(
+            f"{field} has a text of {longest} characters, at most {MAX_TRACE_HEADER_CHARS}",
+            field=field,
+        )
+
+
+def _validate_one_sequence(params: SamplingParams) -> None:
+    for name, unused in _ROUTER_SAMPLING_FIELDS:
+        value = getattr(params, name)
+        if value != unused:
+            raise InvalidRequestError(
+                f"{name} is {value}: a worker generates one sequence, routers make several of it",
+                field=name,
+            )
+    if params.bad_words and not params.bad_words_token_ids:
+        raise InvalidRequestError(
+            "bad_words is set without bad_words_token_ids: workers know no text",
+            field="bad_words",
+        )
 
 
 def validate_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -1,18 +1,30 @@
 import dataclasses
 import math
+import re
 import time
 
 import pytest
 
+from pdserve_common import wire
 from pdserve_common.engine_types import (
+    EarlyStopping,
     EngineCoreRequest,
     EngineInfo,
     KVTransferParams,
+    LogprobsLists,
+    RepetitionDetectionParams,
     SamplingParams,
+    StructuredOutputsParams,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
+from pdserve_common.rpc import MAX_MESSAGE_BYTES
+from pdserve_common.validation import (
+    MAX_PROMPT_LOGPROB_ENTRIES,
+    validate_engine_core_request,
+    validate_prompt_logprobs,
+    validate_sampling_params,
+)
 
 INFO = EngineInfo(
     engine_id="e",
@@ -31,6 +43,7 @@ INFO = EngineInfo(
     kv_transport="shm",
     determinism="exact",
     version="v",
+    logits_processors=("known",),
 )
 REQUEST = EngineCoreRequest(
     request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
@@ -45,11 +58,40 @@ def test_good_parameters_pass() -> None:
     validate_engine_core_request(REQUEST, INFO)
 
 
+def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
+    for params in (
+        SamplingParams(
+            n=64,
+            best_of=64,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            repetition_penalty=100.0,
+            logprobs=20,
+            prompt_logprobs=0,
+            logits_processors=("known",),
+            bad_words=("w" * 256,) * 64,
+            bad_words_token_ids=((99,) * 256,) * 128,
+            logit_bias={0: -100.0, 99: 100.0},
+            allowed_token_ids=tuple(range(100)),
+            repetition_detection=RepetitionDetectionParams(max_pattern_size=1024),
+        ),
+        SamplingParams(
+            n=2,
+            use_beam_search=True,
+            temperature=0.0,
+            length_penalty=-0.5,
+            early_stopping=EarlyStopping.NEVER,
+        ),
+    ):
+        validate_sampling_params(params, vocab_size=100, logits_processors=("known",))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 0}, "n is 0, must be at least 1"),
-        ({"n": 2}, "n is 2: more than 1 is not served yet"),
+        ({"n": 0}, "n is 0, must be 1 to 64"),
+        ({"n": 65}, "n is 65, must be 1 to 64"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, must be n (3) to 64"),
         ({"temperature": -0.1}, "temperature is -0.1, must be at least 0 and at most 100"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0, must be above 0 and at most 1"),
@@ -65,20 +107,76 @@ def test_good_parameters_pass() -> None:
         ({"stop": ("x",), "detokenize": False}, "stop needs detokenize"),
         ({"stop_token_ids": (100,)}, "stop_token_ids has 100, token ids are 0 to 99"),
         ({"stop_token_ids": (1,) * 257}, "stop_token_ids has 257 ids"),
-        ({"logprobs": 1}, "logprobs is 1: not served yet"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5: not served yet"),
-        ({"logit_bias": {1: 1.0}}, "logit_bias is"),
-        ({"use_beam_search": True}, "use_beam_search is True"),
-        ({"length_penalty": 2.0}, "length_penalty is 2.0: not served yet"),
+        ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1, must be 0 to 20"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must be at least -2 and at most 2"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, must be above 0"),
+        ({"logit_bias": {100: 1.0}}, "logit_bias has 100, token ids are 0 to 99"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias[1] is 100.5, must be at least -100"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias has 1025 tokens, at most"),
+        ({"allowed_token_ids": (1, 100)}, "allowed_token_ids has 100, token ids are 0 to 99"),
+        (
+            {"allowed_token_ids": (1,) * 101},
+            "allowed_token_ids has 101 ids, the vocabulary has 100",
+        ),
+        ({"bad_words": ("",)}, "bad_words has a word of 0 characters, must be 1 to 256"),
+        ({"bad_words": ("w",) * 65}, "bad_words has 65 words, at most 64"),
+        ({"bad_words_token_ids": ((),)}, "bad_words_token_ids has a sequence of 0 tokens"),
+        ({"bad_words_token_ids": ((100,),)}, "bad_words_token_ids has 100"),
+        ({"bad_words_token_ids": ((1,),) * 129}, "bad_words_token_ids has 129 sequences"),
+        ({"logits_processors": ("x",)}, "logits_processors has 'x', registered are known"),
+        ({"logits_processors": ("known",) * 17}, "logits_processors has 17 names, at most 16"),
+        ({"use_beam_search": True}, "temperature is 1, must be 0 with use_beam_search"),
+        ({"length_penalty": 2.0}, "length_penalty needs use_beam_search"),
+        ({"length_penalty": math.inf}, "length_penalty is inf, must be finite"),
+        ({"early_stopping": EarlyStopping.TRUE}, "early_stopping needs use_beam_search"),
+        (
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=1025)},
+            "repetition_detection.max_pattern_size is 1025, must be 1 to 1024",
+        ),
+        (
+            {
+                "repetition_detection": RepetitionDetectionParams(
+                    max_pattern_size=2, min_pattern_size=3
+                )
+            },
+            "repetition_detection.min_pattern_size is 3, must be 1 to max_pattern_size (2)",
+        ),
+        (
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=1)},
+            "repetition_detection.min_count is 1, must be at least 2",
+        ),
+        (
+            {"structured_outputs": StructuredOutputsParams(regex="a")},
+            "structured_outputs is",
+        ),
     ],
 )
 def test_a_bad_parameter_is_named_with_its_value_and_limit(
     fields: dict[str, object], message: str
 ) -> None:
     params = dataclasses.replace(SamplingParams(), **fields)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match=message.replace("(", r"\(")) as error:
-        validate_sampling_params(params, vocab_size=100)
-    assert error.value.field in (*fields, "stop")
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as error:
+        validate_sampling_params(params, vocab_size=100, logits_processors=("known",))
+    assert error.value.field == message.split()[0].partition(".")[0]
+
+
+def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
+    params = SamplingParams(prompt_logprobs=20)
+    # The longest answer of this kind, with the longest texts that such a bound can bear.
+    num_tokens = MAX_PROMPT_LOGPROB_ENTRIES // 21
+    logprobs = LogprobsLists(
+        logprob_token_ids=(tuple(range(200_000, 200_021)),) * num_tokens,
+        logprobs=((-1.0,) * 21,) * num_tokens,
+        sampled_token_ranks=(200_000,) * num_tokens,
+    )
+    message = wire.logprobs_to_proto(logprobs, token_text=lambda token_id: "x" * 48)
+    assert message.ByteSize() < MAX_MESSAGE_BYTES
+    validate_prompt_logprobs(params, num_tokens)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs is 20 for a prompt of 12484"):
+        validate_prompt_logprobs(params, num_tokens + 1)
+    validate_prompt_logprobs(SamplingParams(), 10**9)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +210,36 @@ def test_a_bad_parameter_is_named_with_its_value_and_limit(
         ),
         ({"deadline": time.monotonic() + 1e10}, "s, must be at most 604800 s"),
         ({"eos_token_id": 100}, "eos_token_id has 100"),
+        (
+            {"sampling_params": SamplingParams(n=2)},
+            "n is 2: a worker generates one sequence, routers make several of it",
+        ),
+        (
+            {"sampling_params": SamplingParams(best_of=1)},
+            "best_of is 1: a worker generates one sequence",
+        ),
+        (
+            {"sampling_params": SamplingParams(use_beam_search=True, temperature=0.0)},
+            "use_beam_search is True: a worker generates one sequence",
+        ),
+        (
+            {"sampling_params": SamplingParams(bad_words=("w",))},
+            "bad_words is set without bad_words_token_ids",
+        ),
+        (
+            {"sampling_params": SamplingParams(logits_processors=("x",))},
+            "logits_processors has 'x'",
+        ),
+        ({"fork_of": "ä"}, "request_id must be printable ASCII"),
+        (
+            {
+                "fork_of": "parent",
+                "kv_transfer_params": KVTransferParams(
+                    do_remote_prefill=True, remote_engine_id="p", remote_host="h", remote_port=7
+                ),
+            },
+            "fork_of and kv_transfer_params are both set",
+        ),
     ],
 )
 def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str) -> None:

@@ -45,6 +45,7 @@ PARAMS = types.SamplingParams(
     repetition_detection=types.RepetitionDetectionParams(
         max_pattern_size=4, min_pattern_size=2, min_count=3
     ),
+    bad_words_token_ids=((1, 2), (3,)),
     output_kind=types.RequestOutputKind.CUMULATIVE,
 )
 REF = types.TensorRef(content_hash=b"\x01" * 32, dtype="bfloat16", shape=(2, 3))
@@ -81,6 +82,7 @@ REQUEST = types.EngineCoreRequest(
     attempt=6,
     resume_output_token_ids=(7, 8),
     deadline=0.0,
+    fork_of="parent",
 )
 LOGPROBS = types.LogprobsLists(
     logprob_token_ids=((1, 2), (3, 4)),
@@ -154,6 +156,7 @@ INFO = types.EngineInfo(
     kv_transport="shm",
     determinism="exact",
     version="v",
+    logits_processors=("x", "y"),
 )
 
 
@@ -238,7 +241,16 @@ def test_an_unknown_enum_value_is_refused_by_name() -> None:
         wire.engine_core_output_from_proto(message)
 
 
+def test_logprobs_go_with_the_text_of_their_tokens_if_it_is_known() -> None:
+    plain = wire.logprobs_to_proto(LOGPROBS)
+    assert [list(position.decoded_tokens) for position in plain.positions] == [[], []]
+    message = wire.logprobs_to_proto(LOGPROBS, token_text="t{}".format)
+    assert [list(p.decoded_tokens) for p in message.positions] == [["t1", "t2"], ["t3", "t4"]]
+    assert wire.logprobs_from_proto(message) == LOGPROBS
+
+
 def test_worker_descriptions_survive() -> None:
+    assert_every_field_is_set(INFO)
     assert wire.engine_info_from_proto(wire.engine_info_to_proto(INFO)) == INFO
 
 

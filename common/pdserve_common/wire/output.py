@@ -1,5 +1,6 @@
 """EngineCoreOutputs and EngineInfo to and from protobuf."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
@@ -44,13 +45,21 @@ def engine_error_from_proto(message: core_pb2.EngineError) -> EngineError:
     )
 
 
-def logprobs_to_proto(logprobs: LogprobsLists) -> core_pb2.LogprobsLists:
+def logprobs_to_proto(
+    logprobs: LogprobsLists, *, token_text: Callable[[int], str] | None = None
+) -> core_pb2.LogprobsLists:
+    """`token_text` decodes a token; without it tokens go without their text."""
     message = core_pb2.LogprobsLists()
     rows = zip(
         logprobs.logprob_token_ids, logprobs.logprobs, logprobs.sampled_token_ranks, strict=True
     )
     for token_ids, values, rank in rows:
-        message.positions.add(token_ids=token_ids, logprobs=values, sampled_token_rank=rank)
+        message.positions.add(
+            token_ids=token_ids,
+            logprobs=values,
+            sampled_token_rank=rank,
+            decoded_tokens=map(token_text, token_ids) if token_text is not None else (),
+        )
     return message
 
 
@@ -192,6 +201,7 @@ _STATS_COUNTS = (
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
+    "num_common_prefix_blocks",
     "step_num_tokens",
 )
 
@@ -279,6 +289,7 @@ _INFO_FIELDS = (
     "kv_transport",
     "determinism",
     "version",
+    "logits_processors",
 )
 
 
@@ -289,5 +300,6 @@ def engine_info_to_proto(info: EngineInfo) -> service_pb2.EngineInfo:
 
 def engine_info_from_proto(message: service_pb2.EngineInfo) -> EngineInfo:
     values = {name: getattr(message, name) for name in _INFO_FIELDS}
-    values["eos_token_ids"] = tuple(message.eos_token_ids)
+    for name in ("eos_token_ids", "logits_processors"):
+        values[name] = tuple(values[name])
     return EngineInfo(role=enum_from_proto(WorkerRole, message.role, "info.role"), **values)

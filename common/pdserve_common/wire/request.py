@@ -68,6 +68,7 @@ def engine_core_request_to_proto(request: EngineCoreRequest) -> core_pb2.EngineC
         "data_parallel_rank",
         "external_req_id",
         "reasoning_ended",
+        "fork_of",
     ):
         value = getattr(request, name)
         if value is not None:
@@ -113,6 +114,7 @@ def engine_core_request_from_proto(message: core_pb2.EngineCoreRequest) -> Engin
         "data_parallel_rank",
         "external_req_id",
         "reasoning_ended",
+        "fork_of",
     ):
         if message.HasField(name):
             values[name] = getattr(message, name)

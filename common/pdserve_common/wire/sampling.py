@@ -59,6 +59,8 @@ def sampling_params_to_proto(params: SamplingParams) -> core_pb2.SamplingParams:
         setattr(message, name, getattr(params, name))
     for name in _REPEATED_SAMPLING_FIELDS:
         getattr(message, name).extend(getattr(params, name))
+    for token_ids in params.bad_words_token_ids:
+        message.bad_words_token_ids.add(token_ids=token_ids)
     message.logit_bias.update(params.logit_bias)
     if params.structured_outputs is not None:
         message.structured_outputs.CopyFrom(_structured_to_proto(params.structured_outputs))
@@ -78,6 +80,9 @@ def sampling_params_from_proto(message: core_pb2.SamplingParams) -> SamplingPara
         values[name] = getattr(message, name)
     for name in _REPEATED_SAMPLING_FIELDS:
         values[name] = tuple(getattr(message, name))
+    values["bad_words_token_ids"] = tuple(
+        tuple(sequence.token_ids) for sequence in message.bad_words_token_ids
+    )
     values["logit_bias"] = dict(message.logit_bias)
     if message.early_stopping:
         values["early_stopping"] = enum_from_proto(

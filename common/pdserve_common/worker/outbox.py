@@ -6,15 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs, LogprobsLists
 from pdserve_common.errors import OverloadedError
 
 MAX_PENDING_BYTES = 16 * 1024 * 1024
 # A frame stays well below gRPC's message limit and does not hold up the frames behind it.
 MAX_FRAME_BYTES = 1024 * 1024
-# Rough size of an output without its tokens, and of a token, on the wire.
+# Rough size of an output without its tokens, of a token and of a logprob, on the wire.
 OUTPUT_BYTES = 96
 TOKEN_BYTES = 5
+LOGPROB_BYTES = 9
 
 EMPTY = EngineCoreOutputs()
 
@@ -33,7 +34,7 @@ class Outbox:
         for output in outputs.outputs:
             waiting = self._pending.pop(output.request_id, None)
             self._pending[output.request_id] = merge(waiting, output) if waiting else output
-            self._num_bytes += OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+            self._num_bytes += _size(output)
         self._rest = dataclasses.replace(
             outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
         )
@@ -68,12 +69,20 @@ class Outbox:
         return frames or ([] if rest is EMPTY else [rest])
 
 
+def _join(first: LogprobsLists | None, second: LogprobsLists | None) -> LogprobsLists | None:
+    if first is None or second is None:
+        return first or second
+    return first + second
+
+
 def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
     """Return one output that says what two consecutive ones of a request said."""
     return dataclasses.replace(
         second,
         new_token_ids=first.new_token_ids + second.new_token_ids,
         first_token_index=first.first_token_index,
+        new_logprobs=_join(first.new_logprobs, second.new_logprobs),
+        new_prompt_logprobs=_join(first.new_prompt_logprobs, second.new_prompt_logprobs),
         events=first.events + second.events,
         prefill_stats=first.prefill_stats or second.prefill_stats,
         kv_transfer_stats=first.kv_transfer_stats or second.kv_transfer_stats,
@@ -81,11 +90,22 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
     )
 
 
+def _size(output: EngineCoreOutput) -> int:
+    """Roughly, on the wire."""
+    num_logprobs = sum(
+        len(values)
+        for logprobs in (output.new_logprobs, output.new_prompt_logprobs)
+        if logprobs is not None
+        for values in logprobs.logprobs
+    )
+    return OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids) + LOGPROB_BYTES * num_logprobs
+
+
 def _frames(outputs: Iterable[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
     frame: list[EngineCoreOutput] = []
     num_bytes = 0
     for output in outputs:
-        size = OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids)
+        size = _size(output)
         if frame and num_bytes + size > MAX_FRAME_BYTES:
             yield frame
             frame, num_bytes = [], 0

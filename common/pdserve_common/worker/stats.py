@@ -36,6 +36,7 @@ class EngineStatsRecorder:
         metrics.kv_cache_usage.set(stats.kv_cache_usage)
         metrics.prefix_cache_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
         metrics.prefix_cache_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
+        metrics.common_prefix_blocks.set(stats.num_common_prefix_blocks)
         metrics.preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._last = stats
 

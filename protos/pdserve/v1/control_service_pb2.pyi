@@ -146,7 +146,13 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("scheduler_stats",)
+    __slots__ = ("scheduler_stats", "paused", "sleep_level", "draining")
     SCHEDULER_STATS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     scheduler_stats: _engine_core_pb2.SchedulerStats
-    def __init__(self, scheduler_stats: _Optional[_Union[_engine_core_pb2.SchedulerStats, _Mapping]] = ...) -> None: ...
+    paused: bool
+    sleep_level: int
+    draining: bool
+    def __init__(self, scheduler_stats: _Optional[_Union[_engine_core_pb2.SchedulerStats, _Mapping]] = ..., paused: bool = ..., sleep_level: _Optional[int] = ..., draining: bool = ...) -> None: ...

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class ControlServiceStub(object):
-    """One worker's controls. Calls a worker does not serve yet answer
-    UNIMPLEMENTED.
+    """One worker's controls. Calls that the worker's state does not allow answer
+    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
+    answer UNIMPLEMENTED.
     """
 
     def __init__(self, channel):
@@ -99,26 +100,27 @@ class ControlServiceStub(object):
 
 
 class ControlServiceServicer(object):
-    """One worker's controls. Calls a worker does not serve yet answer
-    UNIMPLEMENTED.
+    """One worker's controls. Calls that the worker's state does not allow answer
+    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
+    answer UNIMPLEMENTED.
     """
 
     def Pause(self, request, context):
-        """Stops scheduling.
+        """Starts nothing new; requests that come in wait. Routers look elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on.
+        """Ends a pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Gives memory back.
+        """Pauses and gives memory back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,14 +134,15 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work and reports until nothing is left.
+        """Takes no new work and reports until nothing is left, as SIGTERM does, but
+        stays up. A second call follows the drain under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets cached prefixes.
+        """Forgets cached prefixes; refused while KV blocks are held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,8 +262,9 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
-    """One worker's controls. Calls a worker does not serve yet answer
-    UNIMPLEMENTED.
+    """One worker's controls. Calls that the worker's state does not allow answer
+    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
+    answer UNIMPLEMENTED.
     """
 
     @staticmethod

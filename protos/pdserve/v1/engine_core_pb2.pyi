@@ -44,6 +44,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_ENGINE_DEAD: _ClassVar[ErrorCode]
     ERROR_CODE_DRAINING: _ClassVar[ErrorCode]
     ERROR_CODE_CLIENT_TOO_SLOW: _ClassVar[ErrorCode]
+    ERROR_CODE_FAILED_PRECONDITION: _ClassVar[ErrorCode]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -70,6 +71,7 @@ ERROR_CODE_CANCELLED: ErrorCode
 ERROR_CODE_ENGINE_DEAD: ErrorCode
 ERROR_CODE_DRAINING: ErrorCode
 ERROR_CODE_CLIENT_TOO_SLOW: ErrorCode
+ERROR_CODE_FAILED_PRECONDITION: ErrorCode
 
 class EngineError(_message.Message):
     __slots__ = ("code", "message", "retryable", "retry_after_ms")
@@ -110,8 +112,14 @@ class RepetitionDetectionParams(_message.Message):
     min_count: int
     def __init__(self, max_pattern_size: _Optional[int] = ..., min_pattern_size: _Optional[int] = ..., min_count: _Optional[int] = ...) -> None: ...
 
+class TokenSequence(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logits_processors", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "repetition_detection", "output_kind")
+    __slots__ = ("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logits_processors", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "repetition_detection", "output_kind", "bad_words_token_ids")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +158,7 @@ class SamplingParams(_message.Message):
     STRUCTURED_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     REPETITION_DETECTION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_KIND_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     n: int
     best_of: int
     presence_penalty: float
@@ -181,7 +190,8 @@ class SamplingParams(_message.Message):
     structured_outputs: StructuredOutputsParams
     repetition_detection: RepetitionDetectionParams
     output_kind: RequestOutputKind
-    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., detokenize: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., logits_processors: _Optional[_Iterable[str]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., structured_outputs: _Optional[_Union[StructuredOutputsParams, _Mapping]] = ..., repetition_detection: _Optional[_Union[RepetitionDetectionParams, _Mapping]] = ..., output_kind: _Optional[_Union[RequestOutputKind, str]] = ...) -> None: ...
+    bad_words_token_ids: _containers.RepeatedCompositeFieldContainer[TokenSequence]
+    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., detokenize: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., logits_processors: _Optional[_Iterable[str]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., structured_outputs: _Optional[_Union[StructuredOutputsParams, _Mapping]] = ..., repetition_detection: _Optional[_Union[RepetitionDetectionParams, _Mapping]] = ..., output_kind: _Optional[_Union[RequestOutputKind, str]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("task", "dimensions", "normalize")
@@ -242,7 +252,7 @@ class KvTransferParams(_message.Message):
     def __init__(self, do_remote_decode: bool = ..., do_remote_prefill: bool = ..., remote_engine_id: _Optional[str] = ..., remote_host: _Optional[str] = ..., remote_port: _Optional[int] = ...) -> None: ...
 
 class EngineCoreRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns")
+    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of")
     class ReasoningParserKwarg(_message.Message):
         __slots__ = ("name", "value")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +291,7 @@ class EngineCoreRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESUME_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     mm_features: _containers.RepeatedCompositeFieldContainer[MultiModalFeatureSpec]
@@ -305,19 +316,22 @@ class EngineCoreRequest(_message.Message):
     attempt: int
     resume_output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     timeout_ns: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+    fork_of: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., fork_of: _Optional[str] = ...) -> None: ...
 
 class LogprobsLists(_message.Message):
     __slots__ = ("positions",)
     class Position(_message.Message):
-        __slots__ = ("token_ids", "logprobs", "sampled_token_rank")
+        __slots__ = ("token_ids", "logprobs", "sampled_token_rank", "decoded_tokens")
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         LOGPROBS_FIELD_NUMBER: _ClassVar[int]
         SAMPLED_TOKEN_RANK_FIELD_NUMBER: _ClassVar[int]
+        DECODED_TOKENS_FIELD_NUMBER: _ClassVar[int]
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         logprobs: _containers.RepeatedScalarFieldContainer[float]
         sampled_token_rank: int
-        def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampled_token_rank: _Optional[int] = ...) -> None: ...
+        decoded_tokens: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., sampled_token_rank: _Optional[int] = ..., decoded_tokens: _Optional[_Iterable[str]] = ...) -> None: ...
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedCompositeFieldContainer[LogprobsLists.Position]
     def __init__(self, positions: _Optional[_Iterable[_Union[LogprobsLists.Position, _Mapping]]] = ...) -> None: ...
@@ -430,7 +444,7 @@ class EngineCoreOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks")
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +457,7 @@ class SchedulerStats(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STEP_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_DURATION_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int
@@ -455,7 +470,8 @@ class SchedulerStats(_message.Message):
     num_preemptions: int
     step_num_tokens: int
     step_duration_ns: int
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ...) -> None: ...
+    num_common_prefix_blocks: int
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ...) -> None: ...
 
 class UtilityOutput(_message.Message):
     __slots__ = ("call_id", "failure_message", "result")

@@ -1,0 +1,100 @@
+"""No field of a request is ignored: each one is served, or refused by its name."""
+
+import dataclasses
+
+import pytest
+
+from pdserve_common import engine_types as types
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
+
+INFO = types.EngineInfo(
+    engine_id="e",
+    epoch="f",
+    role=types.WorkerRole.DECODE,
+    model="m",
+    max_model_len=8,
+    vocab_size=100,
+    eos_token_ids=(0,),
+    block_size=4,
+    num_blocks=5,
+    max_num_seqs=6,
+    max_num_batched_tokens=7,
+    dtype="float32",
+    kv_compatibility_hash="h",
+    kv_transport="shm",
+    determinism="exact",
+    version="v",
+)
+REQUEST = types.EngineCoreRequest(
+    request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=types.SamplingParams()
+)
+# What the engine reads, or hands back as it is (trace_headers, external_req_id).
+SERVED = {
+    "request_id",
+    "prompt_token_ids",
+    "sampling_params",
+    "eos_token_id",
+    "arrival_time",
+    "cache_salt",
+    "client_index",
+    "priority",
+    "trace_headers",
+    "external_req_id",
+    "kv_transfer_params",
+    "attempt",
+    "deadline",
+    "fork_of",
+}
+REFUSED = {
+    "pooling_params": types.PoolingParams(task="embed"),
+    "mm_features": (
+        types.MultiModalFeatureSpec(modality="image", identifier="i", position=0, length=1),
+    ),
+    "lora_request": types.LoRARequest(lora_name="l", lora_int_id=1, lora_path="/l"),
+    "data_parallel_rank": 0,
+    "prompt_embeds": types.TensorRef(content_hash=b"h", dtype="float32", shape=(3, 4)),
+    "prompt_is_token_ids": (True, True, True),
+    "current_wave": 1,
+    "resumable": True,
+    "reasoning_ended": False,
+    "reasoning_parser_kwargs": {"k": "v"},
+    "resume_output_token_ids": (1,),
+}
+
+
+def test_each_field_is_served_or_refused() -> None:
+    names = {field.name for field in dataclasses.fields(types.EngineCoreRequest)}
+    assert names == SERVED | REFUSED.keys()
+    assert not SERVED & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_that_is_not_served_is_refused_by_name(name: str) -> None:
+    request = dataclasses.replace(REQUEST, **{name: REFUSED[name]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=f"{name} is set: not served yet") as error:
+        validate_engine_core_request(request, INFO)
+    assert error.value.field == name
+
+
+@pytest.mark.parametrize("constraint", ["json_schema", "regex", "grammar", "choice"])
+def test_every_grammar_is_refused(constraint: str) -> None:
+    value = ("a",) if constraint == "choice" else "a"
+    grammar = types.StructuredOutputsParams(**{constraint: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs is .*: not served yet"):
+        validate_sampling_params(types.SamplingParams(structured_outputs=grammar), vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("headers", "refusal"),
+    [
+        ({str(i): "" for i in range(9)}, "trace_headers has 9 headers, at most 8"),
+        ({"tracestate": "x" * 513}, "trace_headers has a text of 513 characters, at most 512"),
+        ({"x" * 513: ""}, "trace_headers has a text of 513 characters, at most 512"),
+    ],
+)
+def test_what_is_handed_back_is_bounded(headers: dict[str, str], refusal: str) -> None:
+    fitting = {str(i): "x" * 512 for i in range(8)}
+    validate_engine_core_request(dataclasses.replace(REQUEST, trace_headers=fitting), INFO)
+    with pytest.raises(InvalidRequestError, match=refusal):
+        validate_engine_core_request(dataclasses.replace(REQUEST, trace_headers=headers), INFO)

@@ -1,0 +1,293 @@
+"""A worker's services around a real engine: what operators, health checks and routers see."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from pdserve.v1 import control_service_pb2 as control_pb2
+from pdserve.v1 import control_service_pb2_grpc as control_grpc
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.rpc import RpcServer
+from pdserve_common.worker import control_service, process
+from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.config import EngineConfig
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Worker:
+    """One worker in this process, and stubs that call it."""
+
+    def __init__(self, engine: InprocEngineClient, channel: grpc.aio.Channel) -> None:
+        self.engine = engine
+        self.core: Any = service_grpc.EngineCoreServiceStub(channel)
+        self.control: Any = control_grpc.ControlServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
+
+    async def health(self) -> set[int]:
+        names = ("", SERVICE_NAME, control_service.SERVICE_NAME)
+        checks = [health_pb2.HealthCheckRequest(service=name) for name in names]
+        return {(await self._health.Check(check, timeout=5)).status for check in checks}
+
+    async def load(self) -> Any:
+        return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=5)
+
+    @contextlib.asynccontextmanager
+    async def attach(self, name: str) -> AsyncIterator[Any]:
+        call = self.core.Attach(timeout=20)
+        hello = service_pb2.AttachHello(router_id=name, router_epoch="0" * 32)
+        await call.write(service_pb2.AttachRequest(hello=hello))
+        assert (await call.read()).WhichOneof("message") == "welcome"
+        beating = asyncio.create_task(beat(call))
+        yield call
+        beating.cancel()
+        call.cancel()
+
+
+@pytest.fixture
+async def worker(make_model: Callable[..., Path]) -> AsyncIterator[Worker]:
+    config = EngineConfig(
+        model=str(make_model()),
+        num_threads=1,
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        max_num_seqs=4,
+    )
+    engine = await InprocEngineClient.load(
+        config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())
+    )
+    server = RpcServer("127.0.0.1", 0)
+    servicer = EngineCoreServicer(engine)
+    service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
+    readiness = control_service.Readiness(engine, server, servicer)
+    controls = control_service.ControlServicer(engine, readiness, drain_timeout_s=10.0)
+    controls.add_to_server(server.server)
+    await server.start([SERVICE_NAME, control_service.SERVICE_NAME])
+    await readiness.tell()
+    stop = asyncio.Event()
+    watch = asyncio.create_task(process._wait_for_the_end(stop, engine, readiness))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield Worker(engine, channel)
+    stop.set()
+    await watch
+    servicer.stop()
+    await server.stop(1.0)
+    await engine.close()
+
+
+async def beat(call: Any) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        await call.write(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))
+
+
+def add(request_id: str, max_tokens: int) -> service_pb2.AttachRequest:
+    request = core_pb2.EngineCoreRequest(request_id=request_id, prompt_token_ids=[5, 6, 7])
+    request.sampling_params.temperature = 0.0
+    request.sampling_params.max_tokens = max_tokens
+    request.sampling_params.ignore_eos = True
+    return service_pb2.AttachRequest(add_request=request)
+
+
+async def read_until(call: Any, condition: Callable[[Any], bool]) -> list[Any]:
+    """Return the messages up to the first that fulfils `condition`."""
+    messages = []
+    while True:
+        message = await asyncio.wait_for(call.read(), 10)
+        assert message is not grpc.aio.EOF, "the stream ended"
+        messages.append(message)
+        if condition(message):
+            return messages
+
+
+async def collect(call: Any) -> list[Any]:
+    return [message async for message in call]
+
+
+def ends(message: Any) -> bool:
+    return any(output.finish_reason for output in message.outputs.outputs)
+
+
+def has_started(message: Any) -> bool:
+    return bool(message.outputs.outputs)
+
+
+async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> None:
+    assert await worker.health() == {SERVING}
+    async with worker.attach("one") as router:
+        request = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT, clear_cache=True)
+        await worker.control.Pause(request, timeout=5)
+        assert await worker.health() == {NOT_SERVING}
+        (heartbeat,) = await read_until(router, lambda m: m.heartbeat.paused)
+        assert not heartbeat.heartbeat.draining
+        load = await worker.load()
+        assert load.paused
+        assert not load.HasField("sleep_level")
+        async with worker.attach("late") as late:
+            await read_until(late, lambda m: m.heartbeat.paused)
+        await router.write(add("waits", 4))
+        await worker.control.Resume(control_pb2.ResumeRequest(), timeout=5)
+        await read_until(router, ends)
+        assert await worker.health() == {SERVING}
+        assert not (await worker.load()).paused
+
+
+async def test_sleep_and_wake_up(worker: Worker) -> None:
+    slept = await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=10)
+    assert slept.freed_bytes > 7 << 20
+    assert await worker.health() == {NOT_SERVING}
+    assert (await worker.load()).sleep_level == 2
+    await worker.control.WakeUp(control_pb2.WakeUpRequest(tags=["weights"]), timeout=10)
+    assert await worker.health() == {NOT_SERVING}
+    await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=10)
+    assert await worker.health() == {SERVING}
+
+
+async def test_a_cancelled_pause_leaves_the_worker_serving(worker: Worker) -> None:
+    async with worker.attach("one") as router:
+        await router.write(add("long", 1000))
+        await read_until(router, has_started)
+        call = worker.control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT))
+        await read_until(router, lambda m: worker.engine.state().is_paused)
+        call.cancel()
+        await read_until(router, lambda m: not worker.engine.state().is_paused)
+        await read_until(router, ends)
+        assert await worker.health() == {SERVING}
+
+
+async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = worker.engine._loaded.control._memory
+    load_model = memory._load_model
+
+    def load_slowly() -> object:
+        time.sleep(0.5)
+        return load_model()
+
+    monkeypatch.setattr(memory, "_load_model", load_slowly)
+    await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=0.2)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    deadline = time.monotonic() + 10
+    while await worker.health() != {SERVING}:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert not (await worker.load()).paused
+
+
+async def test_an_id_of_another_router_is_refused_and_ones_own_is_ignored(worker: Worker) -> None:
+    async with worker.attach("one") as one, worker.attach("two") as two:
+        await one.write(add("same", 300))
+        await read_until(one, has_started)
+        await one.write(add("same", 1))
+        await two.write(add("same", 1))
+        *_, refusal = await read_until(two, ends)
+        (output,) = refusal.outputs.outputs
+        assert output.error.code == core_pb2.ERROR_CODE_INVALID_ARGUMENT
+        assert "'same' is running already" in output.error.message
+        *_, end = await read_until(one, ends)
+        assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
+
+
+REFUSED: list[tuple[str, Any, str, str]] = [
+    ("Resume", control_pb2.ResumeRequest(), "FAILED_PRECONDITION", "not paused"),
+    ("WakeUp", control_pb2.WakeUpRequest(), "FAILED_PRECONDITION", "not asleep"),
+    ("WakeUp", control_pb2.WakeUpRequest(tags=["x"]), "INVALID_ARGUMENT", "tags has 'x'"),
+    ("Sleep", control_pb2.SleepRequest(level=7), "INVALID_ARGUMENT", "level is 7"),
+    ("Pause", control_pb2.PauseRequest(mode=9), "INVALID_ARGUMENT", "mode is 9, known"),  # type: ignore[arg-type]
+    ("Profile", control_pb2.ProfileRequest(), "FAILED_PRECONDITION", "no profile is running"),
+    ("AddLora", control_pb2.AddLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
+    ("RemoveLora", control_pb2.RemoveLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
+    ("ListLoras", control_pb2.ListLorasRequest(), "UNIMPLEMENTED", "LoRA adapters"),
+    ("PinLora", control_pb2.PinLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
+]
+
+
+async def test_what_cannot_be_done_is_said_by_status(worker: Worker) -> None:
+    for method, request, code, detail in REFUSED:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await getattr(worker.control, method)(request, timeout=5)
+        assert error.value.code().name == code
+        assert detail in (error.value.details() or "")
+    assert await worker.health() == {SERVING}
+    assert not (await worker.load()).paused
+
+
+async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worker) -> None:
+    async with worker.attach("one") as router:
+        await router.write(add("long", 800))
+        await read_until(router, has_started)
+        first = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=20_000), timeout=20)
+        progress = await first.read()
+        assert (progress.num_requests, progress.drained) == (1, False)
+        assert await worker.health() == {NOT_SERVING}
+        await read_until(router, lambda m: m.heartbeat.draining)
+        second = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=0), timeout=20)
+        follow = asyncio.ensure_future(collect(second))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await worker.control.Pause(control_pb2.PauseRequest(), timeout=5)
+        assert error.value.details() == "the worker is draining"
+        first.cancel()
+        progress, *_, last = await follow
+        assert not progress.drained, "it follows the first one, with its timeout"
+        assert (last.num_requests, last.drained) == (0, True)
+        (end,) = [m for m in await read_until(router, ends) if ends(m)]
+        assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
+        assert (await worker.load()).draining
+
+
+async def test_a_drain_aborts_what_is_left_at_its_timeout(worker: Worker) -> None:
+    async with worker.attach("one") as router:
+        await router.write(add("long", 2000))
+        await read_until(router, has_started)
+        call = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1), timeout=20)
+        *_, last = await collect(call)
+        assert last.drained
+        (end,) = [m for m in await read_until(router, ends) if ends(m)]
+        assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_drain_timeout_has_a_limit(worker: Worker) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1 << 60), timeout=5).read()
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await worker.health() == {SERVING}
+
+
+async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no more")
+
+    async with worker.attach("one") as one, worker.attach("two") as two:
+        for router, request_id in ((one, "a"), (two, "b")):
+            await router.write(add(request_id, 5))
+            outputs = [o for m in await read_until(router, ends) for o in m.outputs.outputs]
+            assert {output.request_id for output in outputs} == {request_id}
+        await one.write(add("c", 1500))
+        await read_until(one, has_started)
+        monkeypatch.setattr(worker.engine._core, "step", fail)
+        for router in (one, two):
+            *_, last = await read_until(router, lambda m: m.outputs.HasField("engine_dead"))
+            assert last.outputs.engine_dead.code == core_pb2.ERROR_CODE_ENGINE_DEAD
+            assert "no more" in last.outputs.engine_dead.message
+    assert "no more" in (worker.engine.problem() or "")
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await worker.control.Pause(control_pb2.PauseRequest(), timeout=5)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
