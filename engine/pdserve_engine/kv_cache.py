@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_engine.kv_groups import KVGroupLayers, group_layers
 from pdserve_engine.models.config import ModelConfig
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -16,11 +17,12 @@ HUGE_PAGE_BYTES = 2 << 20
 class KVCacheSpec:
     """The shape of a KV pool but for its number of blocks.
 
-    A block holds block_size tokens of all layers:
-    [num_kv_heads, num_layers, k|v, block_size, head_dim].
+    A block belongs to the group that allocated it and holds block_size tokens of that group's
+    layers: [num_kv_heads, num_slots, k|v, block_size, head_dim]. With full attention alone there is
+    one group, of all layers.
     """
 
-    num_layers: int
+    groups: tuple[KVGroupLayers, ...]
     num_kv_heads: int
     head_dim: int
     block_size: int
@@ -29,7 +31,7 @@ class KVCacheSpec:
     @classmethod
     def from_model(cls, config: ModelConfig, *, block_size: int) -> "KVCacheSpec":
         return cls(
-            num_layers=config.num_layers,
+            groups=group_layers(config.attention_windows),
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
@@ -37,12 +39,22 @@ class KVCacheSpec:
         )
 
     @property
+    def num_slots(self) -> int:
+        """Layers that a block has room for."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many positions a token sees in each group, its own included; None: all."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
+        return (self.num_kv_heads, self.num_slots, 2, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        elements = 2 * self.num_kv_heads * self.num_layers * self.block_size * self.head_dim
+        elements = 2 * self.num_kv_heads * self.num_slots * self.block_size * self.head_dim
         return elements * self.dtype.itemsize
 
     def num_blocks_for_budget(self, num_bytes: int) -> int:
@@ -55,9 +67,17 @@ class KVCacheSpec:
 
     def layout(self) -> KVLayout:
         """Return what a peer must agree on before it reads our blocks."""
-        layers = tuple(range(self.num_layers))
+        groups = (
+            KVGroup(
+                id=index,
+                layers=group.layers,
+                kind=KVGroupKind.FULL if group.window is None else KVGroupKind.SLIDING,
+                window=group.window or 0,
+            )
+            for index, group in enumerate(self.groups)
+        )
         return KVLayout(
-            groups=(KVGroup(id=0, layers=layers, kind=KVGroupKind.FULL),),
+            groups=tuple(groups),
             block_size=self.block_size,
             block_bytes=self.block_bytes,
         )
@@ -85,7 +105,7 @@ class KVCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous."""
+        """[num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim], contiguous."""
         return self._tensor
 
     @property
@@ -99,6 +119,23 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def release(self) -> None:
+        """Give the memory back until `restore`; what the blocks held is lost. Nothing may use the
+        pool, and no transfer may be under way.
+
+        On the CPU the addresses stay, and with them what a transport has registered.
+        """
+        if self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        else:
+            self._tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory back, zeroed."""
+        if self._mapping is None:
+            self._tensor.untyped_storage().resize_(self.num_bytes)
+        self._tensor.zero_()
 
     def close(self) -> None:
         """Give the memory back. Views that are still around read zeros on the CPU, and never fault.

@@ -1,15 +1,24 @@
 """The KV pool's memory."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from pdserve_common.kv_types import KVGroup, KVGroupKind
 from pdserve_engine.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
+from pdserve_engine.kv_groups import group_layers
 from pdserve_engine.models.config import ModelConfig
 
-SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
+SPEC = KVCacheSpec(
+    groups=group_layers([None] * 3),
+    num_kv_heads=2,
+    head_dim=16,
+    block_size=16,
+    dtype=torch.bfloat16,
+)
 
 
 def test_the_pool_is_zeroed_contiguous_and_page_aligned() -> None:
@@ -47,4 +56,19 @@ def test_the_layout_tells_a_peer_what_a_block_holds(make_model: Callable[..., Pa
     assert spec.block_bytes == 16 * config.kv_bytes_per_token
     layout = spec.layout()
     assert layout.block_bytes == spec.block_bytes
-    assert layout.groups[0].layers == (0, 1, 2)
+    assert layout.groups == (KVGroup(id=0, layers=(0, 1, 2), kind=KVGroupKind.FULL),)
+
+
+def test_a_block_of_a_hybrid_model_has_room_for_one_groups_layers() -> None:
+    spec = dataclasses.replace(SPEC, groups=group_layers([8, 8, None, 8, 8, 8, None]))
+    cache = KVCache(spec, num_blocks=5, device=torch.device("cpu"))
+    assert cache.tensor.shape == (5, 2, 2, 2, 16, 16)
+    assert cache.block_bytes == cache.tensor[0].nbytes
+    assert spec.windows == (None, 8, 8, 8)
+    sliding = KVGroupKind.SLIDING
+    assert spec.layout().groups == (
+        KVGroup(id=0, layers=(2, 6), kind=KVGroupKind.FULL),
+        KVGroup(id=1, layers=(0, 1), kind=sliding, window=8),
+        KVGroup(id=2, layers=(3, 4), kind=sliding, window=8),
+        KVGroup(id=3, layers=(5,), kind=sliding, window=8),
+    )

@@ -19,6 +19,7 @@ from pdserve_common.kv_types import KVLinkWelcome, new_epoch
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
@@ -29,7 +30,11 @@ from pdserve_engine.kv_transfer.producer import ProducerConnector
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
 SPEC = KVCacheSpec(
-    num_layers=2, num_kv_heads=1, head_dim=32, block_size=BLOCK_SIZE, dtype=torch.float32
+    groups=group_layers([None, None]),
+    num_kv_heads=1,
+    head_dim=32,
+    block_size=BLOCK_SIZE,
+    dtype=torch.float32,
 )
 
 
@@ -41,8 +46,8 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
     return value
 
 
-def make_pool(seed: int, num_blocks: int = NUM_BLOCKS) -> KVCache:
-    pool = KVCache(SPEC, num_blocks=num_blocks, device=torch.device("cpu"))
+def make_pool(seed: int, num_blocks: int = NUM_BLOCKS, spec: KVCacheSpec = SPEC) -> KVCache:
+    pool = KVCache(spec, num_blocks=num_blocks, device=torch.device("cpu"))
     pool.tensor.copy_(torch.rand(pool.tensor.shape, generator=torch.Generator().manual_seed(seed)))
     return pool
 
@@ -195,17 +200,18 @@ class Wire:
 class Pair:
     """A P and a D, their pools, and the scheduler's part of the handoff."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, spec: KVCacheSpec = SPEC) -> None:
         self.kind = kind
+        self.layout = spec.layout()
         self.registry = LocalRegistry()
         self.now = 1000.0
         self.num_wakeups = 0
         self.p_seed = 1
-        self.p_pool, self.d_pool = make_pool(1), make_pool(2)
+        self.p_pool, self.d_pool = make_pool(1, spec=spec), make_pool(2, spec=spec)
         self.p_blocks, self.d_blocks = Blocks(), Blocks()
         self.p_metrics, self.d_metrics = (KVTransferMetrics(CollectorRegistry()) for _ in range(2))
         self.dialed: list[str] = []
-        d_identity = make_identity("d0")
+        d_identity = make_identity("d0", layout=self.layout)
         self.transport = FaultTransport(make_transport(kind, d_identity, registry=self.registry))
         self.d = ConsumerConnector(
             self.transport, identity=d_identity, metrics=self.d_metrics, **self._common()
@@ -224,7 +230,7 @@ class Pair:
         return {"wakeup": wake, "step_seq": lambda: 7, "clock": lambda: self.now}
 
     def start_p(self) -> None:
-        identity = make_identity("p0")
+        identity = make_identity("p0", layout=self.layout)
         transport = make_transport(self.kind, identity, registry=self.registry)
         self.p_identity = identity
         self.p = ProducerConnector(
@@ -369,6 +375,7 @@ def kit() -> SimpleNamespace:
         welcome_of=welcome_of,
         num_fds=num_fds,
         Landed=Landed,
+        Pair=Pair,
         NUM_BLOCKS=NUM_BLOCKS,
         SPEC=SPEC,
     )

@@ -202,10 +202,12 @@ def test_blocks_of_an_aborted_read_come_back_when_it_has_landed(pair: Any) -> No
     assert len(pair.p_blocks.free) == 64, "P does not wait for D"
     assert len(pair.d_blocks.free) == 61
     assert pair.d_metrics.zombie_reads._value.get() == 1
+    assert pair.d_metrics.sessions._value.get() == 1
     assert pair.d.num_open_sessions() == 1
     pair.transport.let_go()
     pair.check_baseline()
     assert pair.d_metrics.zombie_reads._value.get() == 0
+    assert pair.d_metrics.sessions._value.get() == 0
 
 
 @pytest.mark.parametrize("fault", ["error", "stall"])

@@ -22,14 +22,20 @@ class KVCacheBlock:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt})"
 
 
+# Stands in a request's table where a sliding group keeps no block. It belongs to no pool and nobody
+# holds it; the id is no pool's either, so that no list of ids can be mistaken about it.
+NULL_BLOCK_ID = -1
+NULL_BLOCK = KVCacheBlock(NULL_BLOCK_ID)
+
+
 class FreeBlockQueue:
     """Free blocks, first to be reused at the head; an intrusive list, so that any block leaves in
     O(1).
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self._head = KVCacheBlock(-1)
-        self._tail = KVCacheBlock(-2)
+        self._head = KVCacheBlock(-2)
+        self._tail = KVCacheBlock(-3)
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
         self.num_blocks = 0

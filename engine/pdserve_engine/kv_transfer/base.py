@@ -19,6 +19,7 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
     KVSessionId,
 )
+from pdserve_engine.kv_groups import num_skipped_blocks
 
 if TYPE_CHECKING:
     from pdserve_engine.core.request import Request
@@ -88,8 +89,8 @@ class KVConnector(ABC):
     def update_state_after_alloc(
         self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
     ) -> None:
-        """Blocks for the load are allocated; `block_ids` are all blocks of the request in logical
-        order.
+        """Blocks for the load are allocated; `block_ids` are all blocks of the request, per KV
+        group in logical order, with NULL_BLOCK_ID where a sliding group needs none.
 
         The request is then named once in finished_recving or failed_recving, also when there are
         no external tokens. The blocks stay the scheduler's; it does not free them but through
@@ -263,6 +264,16 @@ class KVTransport(ABC):
 
         A READ that has not landed by then never gets its `on_done`: the process must end.
         """
+
+
+def first_read_blocks(layout: KVLayout, num_tokens: int) -> list[int]:
+    """Return, per KV group, the first logical block that the token after a prompt of `num_tokens`
+    sees: D needs no earlier one.
+    """
+    return [
+        num_skipped_blocks(group.window or None, num_tokens, layout.block_size)
+        for group in layout.groups
+    ]
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int, whose: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pdserve_common.kv_types import PROTOCOL_VERSION, KVLayout
@@ -12,9 +13,15 @@ from pdserve_engine.models.loader import weights_digest
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def compatibility_hash(model_dir: str | Path, config: ModelConfig, layout: KVLayout) -> str:
-    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype and block
-    layout.
+def compatibility_hash(
+    model_dir: str | Path,
+    config: ModelConfig,
+    layout: KVLayout,
+    *,
+    logits_processors: Iterable[str] = (),
+) -> str:
+    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype, block layout
+    and the names of the logits processors.
 
     max_model_len is left out: P and D may differ in it, requests are checked against each.
     """
@@ -26,6 +33,7 @@ def compatibility_hash(model_dir: str | Path, config: ModelConfig, layout: KVLay
         "weights": weights_digest(model_dir),
         "tokenizer": _tokenizer_digest(Path(model_dir)),
         "layout": dataclasses.asdict(layout),
+        "logits_processors": sorted(logits_processors),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

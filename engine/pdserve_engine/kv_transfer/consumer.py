@@ -13,10 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     KVLinkHello,
     KVLinkRequestMessage,
     KVLinkResponseMessage,
@@ -33,7 +30,8 @@ from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadResult,
 )
-from pdserve_engine.kv_transfer.links import KVLink, LinkTable, find_hash_mismatch
+from pdserve_engine.kv_transfer.endpoint import RequestLink
+from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
 from pdserve_engine.kv_transfer.pull import Pull, PullState
 from pdserve_engine.kv_transfer.pull_table import PullTable
 
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
-
-RequestLink = Callable[[str, str, int], None]
 
 
 class ConsumerConnector(KVConnector):
@@ -82,6 +78,11 @@ class ConsumerConnector(KVConnector):
             transfer_timeout_s=transfer_timeout_s,
             clock=clock,
         )
+
+    @property
+    def identity(self) -> KVIdentity:
+        """Who this worker is to its peers."""
+        return self._identity
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
         """Set what dials `(engine_id, host, port)` and ends in link_up or link_failed."""
@@ -176,15 +177,7 @@ class ConsumerConnector(KVConnector):
 
     def hello(self) -> KVLinkHello:
         """What to send first on a new link."""
-        return KVLinkHello(
-            min_protocol_version=MIN_PROTOCOL_VERSION,
-            max_protocol_version=PROTOCOL_VERSION,
-            engine_id=self._identity.engine_id,
-            epoch=self._identity.epoch,
-            compatibility_hash=self._identity.compatibility_hash,
-            layout=self._identity.layout,
-            connector=self._transport.name,
-        )
+        return make_hello(self._identity, self._transport.name)
 
     def link_up(
         self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle[KVLinkRequestMessage]
@@ -192,14 +185,7 @@ class ConsumerConnector(KVConnector):
         """P has welcomed us on a link dialed for `engine_id`. Raises KVTransferError if it is not
         the P we want; then the caller reports link_failed.
         """
-        if welcome.engine_id != engine_id:
-            raise KVTransferError(f"dialed {engine_id}, {welcome.engine_id} answered")
-        if not MIN_PROTOCOL_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
-            raise KVTransferError(f"P wants protocol version {welcome.protocol_version}")
-        # Before anything of the transport's metadata is looked at.
-        mismatch = find_hash_mismatch(welcome.compatibility_hash, self._identity.compatibility_hash)
-        if mismatch is not None:
-            raise KVTransferError(mismatch)
+        check_welcome(self._identity, engine_id, welcome)
         with self._lock:
             old = self._links.get(engine_id)
             if old is not None:

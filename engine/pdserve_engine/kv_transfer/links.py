@@ -5,12 +5,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     KVLayout,
     KVLinkHeartbeat,
     KVLinkHello,
+    KVLinkWelcome,
     KVSessionId,
 )
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
@@ -97,6 +99,31 @@ class RecentKeys:
         self._keys.move_to_end(key)
         if len(self._keys) > self._max_len:
             self._keys.popitem(last=False)
+
+
+def make_hello(identity: KVIdentity, connector: str) -> KVLinkHello:
+    """D: what to send first on a new link."""
+    return KVLinkHello(
+        min_protocol_version=MIN_PROTOCOL_VERSION,
+        max_protocol_version=PROTOCOL_VERSION,
+        engine_id=identity.engine_id,
+        epoch=identity.epoch,
+        compatibility_hash=identity.compatibility_hash,
+        layout=identity.layout,
+        connector=connector,
+    )
+
+
+def check_welcome(identity: KVIdentity, engine_id: str, welcome: KVLinkWelcome) -> None:
+    """D: raise KVTransferError unless `welcome` is from the P we dialed and can read from."""
+    if welcome.engine_id != engine_id:
+        raise KVTransferError(f"dialed {engine_id}, {welcome.engine_id} answered")
+    if not MIN_PROTOCOL_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
+        raise KVTransferError(f"P wants protocol version {welcome.protocol_version}")
+    # Before anything of the transport's metadata is looked at.
+    mismatch = find_hash_mismatch(welcome.compatibility_hash, identity.compatibility_hash)
+    if mismatch is not None:
+        raise KVTransferError(mismatch)
 
 
 def find_mismatch(identity: KVIdentity, connector: str, hello: KVLinkHello) -> str | None:

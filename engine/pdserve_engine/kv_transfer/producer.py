@@ -40,6 +40,7 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
@@ -48,6 +49,7 @@ from pdserve_engine.kv_transfer.base import (
     KVIdentity,
     KVLinkHandle,
     KVTransport,
+    first_read_blocks,
 )
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, RecentKeys, find_mismatch
 
@@ -67,7 +69,7 @@ class _Session:
     request_id: str
     attempt: int
     engine_id: str  # of D
-    # All blocks of the request; the first num_announced of each group hold its prompt.
+    # All blocks of the request per group, some null; the first num_announced hold its prompt.
     block_ids: tuple[tuple[int, ...], ...]
     num_announced: int
     num_tokens: int
@@ -112,6 +114,11 @@ class ProducerConnector(KVConnector):
         # For Ds whose link is not here yet: until when to keep it, and what to tell.
         self._undelivered: OrderedDict[tuple[str, str], tuple[float, SessionEnded]] = OrderedDict()
         self._is_exporting = False
+
+    @property
+    def identity(self) -> KVIdentity:
+        """Who this worker is to its peers."""
+        return self._identity
 
     # ---- scheduler side: the engine thread
 
@@ -248,6 +255,9 @@ class ProducerConnector(KVConnector):
             self._end(self._sessions[request.request_id], "superseded")
         num_resumed = len(request.request.resume_output_token_ids)
         num_tokens = request.num_prompt_tokens + num_resumed
+        firsts = first_read_blocks(self._identity.layout, num_tokens)
+        for ids, first in zip(block_ids, firsts, strict=True):
+            assert NULL_BLOCK_ID not in ids[first:], f"{request.request_id} lacks what D reads"
         session = _Session(
             request_id=request.request_id,
             attempt=request.request.attempt,
@@ -280,7 +290,11 @@ class ProducerConnector(KVConnector):
             request_id=session.request_id,
             attempt=session.attempt,
             first_block=0,
-            block_ids=tuple(ids[: session.num_announced] for ids in session.block_ids),
+            # The message has no null blocks: D does not read those entries.
+            block_ids=tuple(
+                tuple(max(block_id, 0) for block_id in ids[: session.num_announced])
+                for ids in session.block_ids
+            ),
             num_tokens=session.num_tokens,
         )
         done = PrefillDone(
@@ -325,7 +339,8 @@ class ProducerConnector(KVConnector):
     def _free(self, session: _Session, through_block: int | None) -> None:
         """Give back blocks not given back before, up to `through_block`; None: all there are."""
         for ids in session.block_ids:
-            self._released_block_ids.extend(ids[session.num_released : through_block])
+            given = ids[session.num_released : through_block]
+            self._released_block_ids.extend(i for i in given if i != NULL_BLOCK_ID)
         if through_block is not None:
             session.num_released = through_block
         self._wakeup()

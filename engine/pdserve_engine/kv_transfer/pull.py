@@ -1,6 +1,7 @@
 """One request's pull on D: its state, and what the announcements of P must look like."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import EngineError, ErrorCode, KVTransferStats
@@ -12,6 +13,7 @@ from pdserve_common.kv_types import (
     PrefillDone,
     SessionEnded,
 )
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import KVLoad, ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
 
@@ -83,13 +85,19 @@ class Pull:
             and (self.session is None or self.session == message.session)
         )
 
-    def set_load(self, block_ids: tuple[list[int], ...], first_block: int) -> None:
-        """Read from the logical block `first_block` on, into the same blocks of `block_ids`."""
-        wanted = slice(first_block, self.num_remote_blocks)
-        remote = (block_id for ids in self.remote_block_ids for block_id in ids[wanted])
-        local = (block_id for ids in block_ids for block_id in ids[wanted])
+    def set_load(self, block_ids: tuple[list[int], ...], first_blocks: Sequence[int]) -> None:
+        """Read, in each KV group, from its logical block in `first_blocks` on, into the same blocks
+        of `block_ids`.
+        """
+        remote: list[int] = []
+        local: list[int] = []
+        for first, theirs, ours in zip(first_blocks, self.remote_block_ids, block_ids, strict=True):
+            wanted = slice(first, self.num_remote_blocks)
+            remote += theirs[wanted]
+            local += ours[wanted]
         self.load_remote, self.load_local = tuple(remote), tuple(local)
-        assert len(self.load_remote) == len(self.load_local), "too few blocks were allocated"
+        assert len(remote) == len(local), "too few blocks were allocated"
+        assert NULL_BLOCK_ID not in local, "a block that is needed was not allocated"
 
     def load(self) -> KVLoad:
         """What the transfer thread is to do."""

@@ -37,7 +37,14 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import KVConnectorOutput, KVLoad, KVTransport, ReadResult
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
+from pdserve_engine.kv_transfer.base import (
+    KVConnectorOutput,
+    KVLoad,
+    KVTransport,
+    ReadResult,
+    first_read_blocks,
+)
 from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
 from pdserve_engine.kv_transfer.pull import (
     Pull,
@@ -141,12 +148,14 @@ class PullTable:
     ) -> None:
         """A READY pull has its blocks; the last `num_external_tokens` are to come."""
         pull.allocated_at = self._clock()
-        if num_external_tokens == 0:
+        num_local = pull.num_announced_tokens - num_external_tokens
+        first_block = num_local // self._layout.block_size
+        firsts = first_read_blocks(self._layout, pull.num_announced_tokens)
+        pull.set_load(block_ids, [max(first, first_block) for first in firsts])
+        if not pull.load_remote:
             self._send_release(pull)
             self._finish(pull)
             return
-        num_local = pull.num_announced_tokens - num_external_tokens
-        pull.set_load(block_ids, num_local // self._layout.block_size)
         pull.state = PullState.ALLOCATED
         self._allocated.append(pull)
 
@@ -191,7 +200,7 @@ class PullTable:
         self._remove(pull)
         if not pull.is_reading:
             return False
-        pull.kept_block_ids = [block_id for ids in block_ids for block_id in ids]
+        pull.kept_block_ids = [i for ids in block_ids for i in ids if i != NULL_BLOCK_ID]
         return True
 
     # ---- P's side
@@ -237,6 +246,7 @@ class PullTable:
             self.fail_transfer(pull, "read_error", result.error)
         else:
             self._show_zombies(-1)
+            self._show_open()
             if pull.kept_block_ids is not None:
                 self._output.landed_block_ids.extend(pull.kept_block_ids)
             self._wakeup()

@@ -1,0 +1,129 @@
+"""Handoffs whose connectors are in engine processes: every message is encoded on its way."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pdserve_common.errors import KVTransferError
+from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded
+from pdserve_engine.subprocess_client.links import ConsumerProxy, LinkHost, ProducerProxy
+from pdserve_engine.subprocess_client.messages import FrameReader, LinkMessage, encode
+
+
+class Split:
+    """A connector whose link methods are those of its proxy, as a service sees it."""
+
+    def __init__(self, connector: Any, proxy_class: Any, name: str) -> None:
+        self.connector = connector
+        self.proxy = proxy_class(connector.identity, name, self._to_host)
+        self.host = LinkHost(connector, self._to_proxy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.proxy if hasattr(self.proxy, name) else self.connector, name)
+
+    def _to_host(self, message: LinkMessage, number: int) -> None:
+        for decoded, ref in FrameReader().feed(encode(message, number)):
+            self.host.handle(decoded, ref)  # type: ignore[arg-type]
+
+    def _to_proxy(self, message: LinkMessage, number: int) -> None:
+        for decoded, ref in FrameReader().feed(encode(message, number)):
+            self.proxy.deliver(decoded, ref)
+
+
+@pytest.fixture
+def split(pair: Any) -> Iterator[Any]:
+    pair.p = Split(pair.p, ProducerProxy, pair.transport.name)
+    pair.d = Split(pair.d, ConsumerProxy, pair.transport.name)
+    pair.d.bind_link_pool(lambda *address: pair.dialed.append(address))
+    return pair
+
+
+def test_a_handoff_moves_the_blocks(split: Any) -> None:
+    request = split.ticket()
+    assert split.dialed == [("p0", "127.0.0.1", 1)]
+    split.connect()
+    split.prefill()
+    split.pump()
+    block_ids = split.allocate(request)
+    news = split.finish()
+    assert list(news.finished_recving) == ["r0"]
+    assert split.d.transferred_output_token_ids("r0") == (77,)
+    split.end_d(request, block_ids)
+    split.check_baseline()
+
+
+def test_a_d_that_differs_is_refused_by_name(split: Any, kit: Any) -> None:
+    split.d.proxy.identity = kit.make_identity("d0", compatibility_hash="other")
+    with pytest.raises(KVTransferError, match="compatibility_hash differs: same on P, other on D"):
+        split.connect()
+    assert split.p.proxy._links == split.p.host._links == {}
+
+
+def test_a_p_that_nobody_dialed_is_refused(split: Any) -> None:
+    split.to_d = split.to_p
+    split.p.accept_link(split.d.hello(), split.to_d)
+    welcome = split.to_d.messages.popleft()
+    with pytest.raises(KVTransferError, match="dialed p9, p0 answered"):
+        split.d.link_up("p9", welcome, split.to_p)
+
+
+def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any, kit: Any) -> None:
+    request = split.ticket()
+    split.p.accept_link(split.d.hello(), split.to_d)
+    welcome = split.to_d.messages.popleft()
+    object.__setattr__(welcome.endpoint, "regions", ())
+    split.d.link_up("p0", welcome, split.to_p)
+    assert "sent no memory region" in split.to_p.closed_because
+    assert "no link to p0" in split.collect().failed_recving["r0"].message
+    split.d.request_finished(request, ([],))
+
+
+def test_a_lost_link_ends_its_sessions(split: Any) -> None:
+    request = split.ticket()
+    split.connect()
+    split.prefill()
+    split.cut()
+    assert list(split.collect().failed_recving) == ["r0"]
+    split.d.request_finished(request, ([],))
+    assert split.p.proxy._links == split.p.host._links == {}
+    assert split.d.proxy._links == split.d.host._links == {}
+    split.check_baseline()
+
+
+def test_a_new_link_replaces_the_old_one(split: Any) -> None:
+    split.connect()
+    old = split.to_d
+    split.connect()
+    assert old.closed_because == "replaced"
+    assert not split.to_d.closed_because
+
+
+def test_messages_of_links_that_are_gone_are_ignored(split: Any) -> None:
+    split.connect()
+    p_link, d_link = split.p_link, split.d_link
+    split.cut()
+    split.p.on_message(p_link, KVLinkHeartbeat(step_seq=1))
+    split.d.on_message(d_link, SessionEnded(session=None, request_id="r", attempt=0, reason=""))
+    split.p.link_lost(p_link, "again")
+    split.p.proxy.deliver(KVLinkHeartbeat(step_seq=1), p_link.number)
+
+
+def test_ticks_send_heartbeats_through(split: Any) -> None:
+    split.connect()
+    split.p.on_tick()
+    assert split.to_d.messages.pop() == KVLinkHeartbeat(step_seq=7)
+
+
+def test_a_link_that_cannot_be_had_fails_who_waits(split: Any) -> None:
+    request = split.ticket()
+    split.d.link_failed("p0", "refused")
+    assert "no link to p0: refused" in split.collect().failed_recving["r0"].message
+    split.d.request_finished(request, ([],))
+
+
+def test_an_engine_process_that_dies_ends_the_streams(split: Any) -> None:
+    split.connect()
+    split.p.proxy.close("gone")
+    split.d.proxy.close("gone")
+    assert split.to_d.closed_because == split.to_p.closed_because == "gone"
