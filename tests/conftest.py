@@ -25,26 +25,45 @@ CONFIG_CLASSES = {
     "MistralForCausalLM": "MistralConfig",
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "GPTNeoXForCausalLM": "GPTNeoXConfig",
+    "GptOssForCausalLM": "GptOssConfig",
+    "MixtralForCausalLM": "MixtralConfig",
+    "Olmo2ForCausalLM": "Olmo2Config",
+    "OPTForCausalLM": "OPTConfig",
+    "Phi3ForCausalLM": "Phi3Config",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
 }
+# They have no such fields, and would keep what they are given.
+NO_GQA = ("GPTNeoXForCausalLM", "OPTForCausalLM")
+# Their norms multiply by 1 + weight.
+CENTERED_NORMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 # Large enough that greedy text does not settle on one token.
 WEIGHT_STD = 0.35
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_model(architecture, *, shard_size=None, **config_overrides) -> folder, saved as fp32.
+    """make_model(architecture, *, shard_size=None, dtype="float32", **config_overrides) -> folder.
 
     Small models with random weights, biases and norms; the same arguments give the same folder.
     """
+    import torch
+
     folders: dict[str, Path] = {}
 
     def make(
-        architecture: str = "LlamaForCausalLM", *, shard_size: str | None = None, **overrides: Any
+        architecture: str = "LlamaForCausalLM",
+        *,
+        shard_size: str | None = None,
+        dtype: str = "float32",
+        **overrides: Any,
     ) -> Path:
-        key = json.dumps([architecture, shard_size, overrides], sort_keys=True)
+        key = json.dumps([architecture, shard_size, dtype, overrides], sort_keys=True)
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp("model")
-            model = _build(architecture, overrides)
+            model = _build(architecture, overrides).to(getattr(torch, dtype))
             model.save_pretrained(folders[key], max_shard_size=shard_size or "5GB")
         return folders[key]
 
@@ -95,11 +114,13 @@ def _build(architecture: str, overrides: dict[str, Any]) -> Any:
     fields: dict[str, Any] = SMALL_SHAPE | {"tie_word_embeddings": False} | overrides
     if architecture == "MistralForCausalLM":
         fields = {"sliding_window": None} | fields
+    if architecture in NO_GQA:
+        fields = {k: v for k, v in fields.items() if k not in ("num_key_value_heads", "head_dim")}
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config_class(**fields))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(std=WEIGHT_STD)
-            if "norm" in name:
+            if name.endswith("norm.weight") and architecture not in CENTERED_NORMS:
                 weight.add_(1.0)
     return model

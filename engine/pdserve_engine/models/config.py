@@ -2,13 +2,14 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from pdserve_engine.config import ModelImpl
 from pdserve_engine.models.rope import RopeConfig, read_rope
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,10 @@ class ModelError(ValueError):
     """The model cannot be served; the message names the file or field, and what is supported."""
 
 
+class NativeUnsupportedError(ModelError):
+    """Our own implementation does not run this model; the transformers backend may."""
+
+
 class _Family(NamedTuple):
     """How an architecture differs where its `config.json` does not say so."""
 
@@ -25,42 +30,38 @@ class _Family(NamedTuple):
     qkv_bias: bool | None = None
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
-    # Applies when the field is missing, as in transformers.
-    default_sliding_window: int | None = None
-    # The window is in force only when use_sliding_window is true.
-    is_window_optional: bool = False
+    # "layers": the window applies to the layers named by layer_types or from max_window_layers on,
+    # if use_sliding_window is true; "always": to all of them.
+    window_scope: Literal["never", "always", "layers"] = "never"
     default_head_dim: int | None = None
 
 
 FAMILIES: Mapping[str, _Family] = {
     "LlamaForCausalLM": _Family(has_mlp_bias=True),
-    "MistralForCausalLM": _Family(qkv_bias=False, default_sliding_window=4096),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, is_window_optional=True),
-    "Qwen3ForCausalLM": _Family(has_qk_norm=True, is_window_optional=True, default_head_dim=128),
+    "MistralForCausalLM": _Family(qkv_bias=False, window_scope="always"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, window_scope="layers"),
+    "Qwen3ForCausalLM": _Family(has_qk_norm=True, window_scope="layers", default_head_dim=128),
 }
+# What transformers assumes where the field is missing, in all three families with windows.
+DEFAULT_SLIDING_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
 
 DTYPES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only model and the dtype it is served in."""
+    """The shape of a decoder-only model and the dtype it is served in, whatever code runs it."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_word_embeddings: bool
-    has_qkv_bias: bool
-    has_attention_output_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
+    # For each layer how many positions a token sees, its own included; None: all.
+    attention_windows: tuple[int | None, ...]
     # Positions 0 to max_model_len - 1 can be computed.
     max_model_len: int
     dtype: torch.dtype
@@ -74,48 +75,107 @@ class ModelConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    @classmethod
+    @staticmethod
     def from_dir(
-        cls, model_dir: str | Path, *, dtype: str = "auto", max_model_len: int | None = None
+        model_dir: str | Path,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        model_impl: ModelImpl = "auto",
     ) -> "ModelConfig":
         """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
 
         dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
-        model's own limit and may only lower it.
+        model's own limit and may only lower it. "auto" runs a model natively (the result is a
+        LlamaConfig) where that is possible, else on the transformers backend.
         """
+        if model_impl not in get_args(ModelImpl):
+            choices = ", ".join(get_args(ModelImpl))
+            raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
         raw = _read_json(Path(model_dir) / "config.json")
-        architecture = _read_architecture(raw)
-        family = FAMILIES[architecture]
-        _refuse_unsupported(raw)
-        length = _read_max_model_len(raw, max_model_len)
-        _refuse_sliding_window(raw, family, length)
-        num_heads = _require_int(raw, "num_attention_heads")
-        hidden_size = _require_int(raw, "hidden_size")
-        has_attention_bias = bool(raw.get("attention_bias", False))
+        _refuse_quantization(raw)
+        facts = {
+            "dtype": _read_dtype(raw, dtype),
+            "eos_token_ids": _read_eos_token_ids(Path(model_dir), raw),
+        }
+        if model_impl != "transformers":
+            try:
+                native = _read_native(raw, max_model_len, facts)
+            except NativeUnsupportedError as error:
+                if model_impl == "native":
+                    raise
+                reason = str(error)
+            else:
+                logger.info("%s runs natively", native.architecture)
+                return native
+        else:
+            reason = "model_impl is transformers"
+        # Takes seconds to import, and most models need none of it.
+        from pdserve_engine.models.transformers_config import read_transformers_config
+
         try:
-            rope = read_rope(raw)
-        except ValueError as error:
-            raise ModelError(str(error)) from error
-        return cls(
-            architecture=architecture,
-            vocab_size=_require_int(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_require_int(raw, "intermediate_size"),
-            num_layers=_require_int(raw, "num_hidden_layers"),
-            num_attention_heads=num_heads,
-            num_kv_heads=_read_num_kv_heads(raw, num_heads),
-            head_dim=raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=rope,
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
-            has_attention_output_bias=has_attention_bias and family.qkv_bias is None,
-            has_mlp_bias=family.has_mlp_bias and bool(raw.get("mlp_bias", False)),
-            has_qk_norm=family.has_qk_norm,
-            max_model_len=length,
-            dtype=_read_dtype(raw, dtype),
-            eos_token_ids=_read_eos_token_ids(Path(model_dir), raw),
-        )
+            config = read_transformers_config(Path(model_dir), raw, max_model_len, facts)
+        except ModelError as error:
+            raise ModelError(f"{error} (not run natively: {reason})") from error
+        logger.info("%s runs on the transformers backend: %s", config.architecture, reason)
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A model of the Llama family, which `LlamaModel` runs."""
+
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    has_qkv_bias: bool
+    has_attention_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+
+
+def _read_native(
+    raw: Mapping[str, Any], max_model_len: int | None, facts: Mapping[str, Any]
+) -> LlamaConfig:
+    architecture = _read_architecture(raw)
+    family = FAMILIES[architecture]
+    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise NativeUnsupportedError(f"hidden_act is {activation}, supported is silu")
+    try:
+        rope = read_rope(raw)
+    except ValueError as error:
+        raise NativeUnsupportedError(str(error)) from error
+    length = read_max_model_len(raw.get("max_position_embeddings"), max_model_len)
+    num_heads = _require_int(raw, "num_attention_heads")
+    hidden_size = _require_int(raw, "hidden_size")
+    num_layers = _require_int(raw, "num_hidden_layers")
+    has_attention_bias = bool(raw.get("attention_bias", False))
+    return LlamaConfig(
+        architecture=architecture,
+        vocab_size=_require_int(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_require_int(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_kv_heads=_read_num_kv_heads(raw, num_heads),
+        head_dim=raw.get("head_dim") or family.default_head_dim or hidden_size // num_heads,
+        attention_windows=cut_windows(_read_windows(raw, family, num_layers), length),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        has_qkv_bias=has_attention_bias if family.qkv_bias is None else family.qkv_bias,
+        has_attention_output_bias=has_attention_bias and family.qkv_bias is None,
+        has_mlp_bias=family.has_mlp_bias and bool(raw.get("mlp_bias", False)),
+        has_qk_norm=family.has_qk_norm,
+        max_model_len=length,
+        **facts,
+    )
+
+
+def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
+    """Return the windows without those that no sequence outgrows."""
+    return tuple(w if w is not None and w < max_model_len else None for w in windows)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -137,15 +197,13 @@ def _read_architecture(raw: Mapping[str, Any]) -> str:
     for name in names:
         if name in FAMILIES:
             return str(name)
-    raise ModelError(f"architectures is {names}, supported are {', '.join(FAMILIES)}")
+    raise NativeUnsupportedError(f"architectures is {names}, native are {', '.join(FAMILIES)}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_quantization(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"quantization_config has quant_method {method}, supported is none")
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ModelError(f"hidden_act is {activation}, supported is silu")
 
 
 def _require_int(raw: Mapping[str, Any], field: str) -> int:
@@ -164,8 +222,10 @@ def _read_num_kv_heads(raw: Mapping[str, Any], num_heads: int) -> int:
     return int(num_kv_heads)
 
 
-def _read_max_model_len(raw: Mapping[str, Any], requested: int | None) -> int:
-    limit = _require_int(raw, "max_position_embeddings")
+def read_max_model_len(limit: object, requested: int | None) -> int:
+    """Return the requested length or the model's own; raise ModelError where they do not fit."""
+    if not isinstance(limit, int) or limit <= 0:
+        raise ModelError(f"max_position_embeddings is {limit}, expected a positive integer")
     if requested is None:
         return limit
     if not 0 < requested <= limit:
@@ -173,15 +233,31 @@ def _read_max_model_len(raw: Mapping[str, Any], requested: int | None) -> int:
     return requested
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], family: _Family, max_model_len: int) -> None:
-    if family.is_window_optional and not raw.get("use_sliding_window", False):
-        return
-    window = raw.get("sliding_window", family.default_sliding_window)
-    if window is not None and window < max_model_len:
-        raise ModelError(
-            f"sliding_window is {window}, supported is none or at least max_model_len"
-            f" ({max_model_len}); a max_model_len of {window} would do"
-        )
+def _read_windows(
+    raw: Mapping[str, Any], family: _Family, num_layers: int
+) -> tuple[int | None, ...]:
+    """Return each layer's window as transformers reads it from the same fields."""
+    window = raw.get("sliding_window", DEFAULT_SLIDING_WINDOW)
+    if family.window_scope == "always":
+        return (window,) * num_layers
+    if family.window_scope == "never" or not raw.get("use_sliding_window", False):
+        return (None,) * num_layers
+    if (layer_types := raw.get("layer_types")) is not None:
+        return windows_of_types(layer_types, window, num_layers)
+    first = raw.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def windows_of_types(
+    layer_types: Sequence[str], window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    """Return each layer's window, given the kind of its attention; raise ModelError for others."""
+    if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        supported = "full_attention, sliding_attention"
+        raise ModelError(f"layer_types has {', '.join(other)}, supported are {supported}")
+    if len(layer_types) != num_layers:
+        raise ModelError(f"layer_types names {len(layer_types)} layers, the model has {num_layers}")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 def _read_dtype(raw: Mapping[str, Any], requested: str) -> torch.dtype:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.kv_groups import group_layers, slots_of
+from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_kernels import select
@@ -41,7 +42,7 @@ class _LayerSpec(NamedTuple):
     norms: dict[str, int]
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "_LayerSpec":
+    def of(cls, config: LlamaConfig) -> "_LayerSpec":
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -72,7 +73,7 @@ class _LayerSpec(NamedTuple):
             yield f"{prefix}{name}.weight", (size,)
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return every weight the checkpoint must have, with its shape."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (config.hidden_size,)}
@@ -102,26 +103,33 @@ class _Layer(NamedTuple):
 
 
 class LlamaModel:
-    """A decoder-only model on one device. Keeps no state: the KV cache belongs to the caller."""
+    """The family behind the interface of `models.base.Model`."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, checkpoint: Checkpoint, device: torch.device) -> None:
         checkpoint.check(weight_shapes(config), optional=(LM_HEAD,))
         self.config = config
         self.device = device
         self._checkpoint = checkpoint
         self._kernels = select(device)
-        self._embedding = self._read(EMBEDDING)
+        self.is_row_independent = self._kernels.is_row_independent(config.dtype)
+        # The largest come first: while one is packed, memory holds it twice.
+        self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
+        if not config.tie_word_embeddings:
+            head = self._read(LM_HEAD)
+        else:  # on the CPU packing a mapped table would pull all of it into memory
+            head = self._read(EMBEDDING) if device.type == "cpu" else self._embedding
+        self._lm_head = self._kernels.pack_linear(head, None)
+        del head
         spec = _LayerSpec.of(config)
         self._layers = [self._read_layer(spec, layer) for layer in range(config.num_layers)]
         self._final_norm = self._read(FINAL_NORM)
-        head = self._embedding if config.tie_word_embeddings else self._read(LM_HEAD)
-        self._lm_head = self._kernels.pack_linear(head, None)
         self._cos_sin_cache = build_cos_sin_cache(
             config.rope,
             head_dim=config.head_dim,
             max_positions=config.max_model_len,
             dtype=torch.float32,
         ).to(device)
+        self._slots = slots_of(group_layers(config.attention_windows))
         self._scale = config.head_dim**-0.5
         self._qkv_heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
 
@@ -131,12 +139,9 @@ class LlamaModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: tuple[AttentionMetadata, ...],
     ) -> torch.Tensor:
-        """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size].
-
-        token_ids and positions are [num_tokens] int64 on the model's device.
-        """
+        """See `models.base.Model`."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
         residual = F.embedding(token_ids, self._embedding)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
@@ -151,7 +156,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits [n, vocab_size] of the n hidden rows given."""
+        """See `models.base.Model`."""
         logits: torch.Tensor = self._kernels.linear(hidden_rows, self._lm_head).float()
         return logits
 
@@ -162,7 +167,7 @@ class LlamaModel:
         x: torch.Tensor,
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: tuple[AttentionMetadata, ...],
     ) -> Any:
         kernels, eps = self._kernels, self.config.rms_norm_eps
         heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, self.config.head_dim)
@@ -171,8 +176,16 @@ class LlamaModel:
             query = kernels.rms_norm(query, layer.q_norm, eps)
             key = kernels.rms_norm(key, layer.k_norm, eps)
         kernels.rotary_embedding(positions, query, key, self._cos_sin_cache)
-        kernels.reshape_and_cache(key, value, kv_cache, index, metadata.slot_mapping)
-        attended = kernels.paged_attention(query, kv_cache, index, metadata, self._scale)
+        group, slot = self._slots[index]
+        kernels.reshape_and_cache(key, value, kv_cache, slot, metadata[group].slot_mapping)
+        attended = kernels.paged_attention(
+            query,
+            kv_cache,
+            slot,
+            metadata[group],
+            self._scale,
+            window=self.config.attention_windows[index],
+        )
         return kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)
 
     def _norm_after(self, index: int) -> torch.Tensor:

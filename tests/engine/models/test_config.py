@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -108,17 +108,102 @@ def test_float16_is_served_as_bfloat16_with_a_warning(
     assert "float16" in caplog.text
 
 
-def test_a_sliding_window_is_accepted_when_it_never_slides(
-    write_config: Callable[..., Path],
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, (None,) * 4),
+        ({"architectures": ["MistralForCausalLM"]}, (100,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"]}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            (None, None, None, 100),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (100, None, 100, None),
+        ),
+    ],
+)
+def test_reads_each_layers_window(
+    write_config: Callable[..., Path], changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    folder = write_config(architectures=["MistralForCausalLM"], sliding_window=4096)
-    assert ModelConfig.from_dir(folder, max_model_len=4096).max_model_len == 4096
+    folder = write_config(**{"num_hidden_layers": 4, "sliding_window": 100} | changes)
+    assert ModelConfig.from_dir(folder).attention_windows == windows
+    never_slides = ModelConfig.from_dir(folder, max_model_len=100)
+    assert never_slides.attention_windows == (None,) * 4
+
+
+def test_a_model_that_we_do_not_run_ourselves_runs_on_transformers(
+    make_model: Callable[..., Path],
+) -> None:
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    folder = make_model("Gemma2ForCausalLM", **windows)
+    config = ModelConfig.from_dir(folder)
+    assert not isinstance(config, LlamaConfig)
+    assert config.architecture == "Gemma2ForCausalLM"
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (3, 2, 16)
+    assert config.attention_windows == (64, 64, None)
+    assert ModelConfig.from_dir(folder, max_model_len=64).attention_windows == (None,) * 3
+    with pytest.raises(ModelError, match=r"architectures is .*Gemma2.*, native are Llama"):
+        ModelConfig.from_dir(folder, model_impl="native")
+
+
+def test_longrope_is_served_as_long_as_it_does_not_switch(make_model: Callable[..., Path]) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 32.0}
+    folder = make_model(
+        "Phi3ForCausalLM",
+        pad_token_id=0,
+        original_max_position_embeddings=64,
+        rope_parameters=rope | factors | {"original_max_position_embeddings": 64},
+    )
+    assert ModelConfig.from_dir(folder, max_model_len=64).max_model_len == 64
+    with pytest.raises(ModelError, match="longrope, supported up to a max_model_len of 64"):
+        ModelConfig.from_dir(folder)
+
+
+def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., Path]) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    folder = write_config(model_type="llama", rope_parameters=yarn)
+    assert not isinstance(ModelConfig.from_dir(folder), LlamaConfig)
+    with pytest.raises(ModelError, match=r"rope_parameters.rope_type is yarn"):
+        ModelConfig.from_dir(folder, model_impl="native")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures is .*Mamba.*supported are Llama"),
+        ({"architectures": ["MambaForCausalLM"]}, "architectures is .*Mamba.*native are Llama"),
+        (
+            {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+            "MambaForCausalLM has state-space or recurrent layers",
+        ),
+        (
+            {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
+            "BloomForCausalLM does not let its attention be replaced",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+            "DeepseekV3ForCausalLM has latent attention",
+        ),
+        (
+            {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"},
+            "layer_types has chunked_attention, supported are full_attention, sliding_attention",
+        ),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            "architectures is .*, transformers' decoder-only model for t5 is none",
+        ),
+        ({"architectures": ["MyForCausalLM"], "model_type": "my"}, "transformers cannot read"),
         ({"architectures": None}, "architectures is"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"num_key_value_heads": 5}, "num_key_value_heads is 5"),
@@ -130,17 +215,12 @@ def test_a_sliding_window_is_accepted_when_it_never_slides(
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {}}}, "differs by layer type"),
         (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-            "sliding_window is 4096, supported is none or at least max_model_len",
-        ),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window is 4096"),
-        (
             {
                 "architectures": ["Qwen2ForCausalLM"],
                 "use_sliding_window": True,
-                "sliding_window": 1024,
+                "layer_types": ["sliding_attention"] * 5,
             },
-            "sliding_window is 1024",
+            "layer_types names 5 layers, the model has 32",
         ),
     ],
 )

@@ -113,6 +113,16 @@ def test_weights_survive_their_file(editable: Path) -> None:
     assert torch.equal(weight, before)
 
 
+def test_scalars_and_whole_numbers_are_read_as_stored(editable: Path) -> None:
+    extra = {"scalar": torch.tensor(7), "counts": torch.arange(300), "none": torch.zeros(0, 4)}
+    rewrite(editable, lambda tensors: tensors.update(extra))
+    checkpoint = Checkpoint(editable)
+    for name, expected in extra.items():
+        found = checkpoint.read_as_stored(name)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
 def test_the_digest_is_stable_and_sees_changed_weights(editable: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(editable, tmp_path / "copy"))
     before = weights_digest(editable)

@@ -1,0 +1,364 @@
+"""Any decoder-only model that transformers can build, with our paged attention inside.
+
+transformers lets a function of ours take the place of attention in all its layers; everything else
+(embeddings, norms, rotary embeddings, MLPs, experts, the head) is its own code. All requests of a
+step go through it as one sequence of tokens, which only attention and positions tell apart.
+"""
+
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import logging as transformers_logging
+
+from pdserve_engine.kv_groups import group_layers, slots_of
+from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
+from pdserve_engine.models.loader import Checkpoint, name_some
+from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
+from pdserve_kernels import select
+from pdserve_kernels.metadata import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+# The name under which transformers' layers find our attention. As it has no mask function of the
+# same name, transformers builds no masks for it.
+PAGED_ATTENTION = "pdserve_paged"
+# The same for one forward pass after loading, in which masks are markers.
+PROBED_ATTENTION = "pdserve_probed"
+# Arguments of attention that `_PagedAttention` takes into account, or that change nothing here.
+KNOWN_ARGUMENTS = frozenset(
+    ("scaling", "sliding_window", "softcap", "dropout", "position_ids", "cache_position")
+)
+NUM_PROBE_TOKENS = 2
+# Tokens of these are compared with transformers' own in the tests; others should work as well.
+CHECKED_ARCHITECTURES = frozenset(
+    (
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GPTNeoXForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    )
+)
+
+
+class _Attention(Protocol):
+    """What stands in for attention in one forward pass."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """query, key, value are [1, heads, num_tokens, head_dim]; return query's [1, num_tokens,
+        heads, head_dim].
+        """
+        ...
+
+
+class TransformersModel:
+    """A model of transformers behind the interface of `models.base.Model`."""
+
+    # Experts, norms and activations are torch's, whose bits depend on the batch.
+    is_row_independent = False
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self._kernels = select(device)
+        self._windows = config.attention_windows
+        self._slots = slots_of(group_layers(config.attention_windows))
+        if config.architecture not in CHECKED_ARCHITECTURES:
+            logger.warning("%s is not among the architectures we test", config.architecture)
+        _register()
+        model = _load(config, checkpoint).to(device)  # type: ignore[arg-type]
+        _pack_linears(model, self._kernels)
+        self._decoder, self._head = _split(model)
+        self._probe()
+        self._decoder.set_attn_implementation(PAGED_ATTENTION)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: tuple[AttentionMetadata, ...],
+    ) -> torch.Tensor:
+        """See `models.base.Model`."""
+        attention = _PagedAttention(self._kernels, self._windows, self._slots, kv_cache, metadata)
+        return _decode(self._decoder, token_ids, positions, attention)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """See `models.base.Model`. Whatever transformers does to logits is done: caps, scales."""
+        output = self._head(inputs_embeds=hidden_rows[None], use_cache=False)
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _probe(self) -> None:
+        """Run two tokens; raise ModelError unless each layer attends once, as the config says."""
+        probe = _Probe(self.config)
+        token_ids = torch.arange(NUM_PROBE_TOKENS, device=self.device)
+        try:
+            with torch.inference_mode():
+                hidden_states = _decode(self._decoder, token_ids, token_ids, probe)
+            self.compute_logits(hidden_states)
+        except (AttributeError, TypeError) as error:
+            # Our argument was dropped on the way to a layer, or the head wants more of a decoder.
+            raise ModelError(
+                f"{self.config.architecture} cannot be taken apart: {error}"
+            ) from error
+        if probe.layers != list(range(self.config.num_layers)):
+            raise ModelError(
+                f"{self.config.architecture} attends in layers {probe.layers}, supported is once"
+                f" in each of the {self.config.num_layers} in order"
+            )
+
+
+class _PagedAttention(NamedTuple):
+    """Attention over the paged cache for one step."""
+
+    kernels: ModuleType
+    windows: tuple[int | None, ...]
+    slots: tuple[tuple[int, int], ...]
+    kv_cache: torch.Tensor
+    metadata: tuple[AttentionMetadata, ...]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        layer = _layer_of(module)
+        group, slot = self.slots[layer]
+        metadata = self.metadata[group]
+        q, k, v = (x[0].transpose(0, 1).to(self.kv_cache.dtype) for x in (query, key, value))
+        self.kernels.reshape_and_cache(k, v, self.kv_cache, slot, metadata.slot_mapping)
+        attended: torch.Tensor = self.kernels.paged_attention(
+            q.contiguous(),
+            self.kv_cache,
+            slot,
+            metadata,
+            arguments.get("scaling") or query.shape[-1] ** -0.5,
+            window=self.windows[layer],
+            softcap=arguments.get("softcap") or 0.0,
+        )
+        return attended[None].to(query.dtype)
+
+
+class _Probe:
+    """Stands in for attention once, and refuses a model whose layers want another kind of it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.layers: list[int] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        layer = _layer_of(module)
+        self.layers.append(layer)
+        self._check_shapes(layer, query, key, value)
+        self._check_window(layer, mask, arguments.get("sliding_window"))
+        if not getattr(module, "is_causal", True):
+            raise ModelError(f"layer {layer} has attention that is not causal, not supported")
+        given = {name for name, argument in arguments.items() if not _is_off(argument)}
+        if unknown := given - KNOWN_ARGUMENTS:
+            raise ModelError(
+                f"attention of layer {layer} has {', '.join(sorted(unknown))}, not supported"
+            )
+        return query.transpose(1, 2)
+
+    def _check_shapes(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        config = self._config
+        kv_shape = (1, config.num_kv_heads, NUM_PROBE_TOKENS, config.head_dim)
+        expected = ((1, config.num_attention_heads, *kv_shape[2:]), kv_shape, kv_shape)
+        if (shapes := tuple(tuple(x.shape) for x in (query, key, value))) != expected:
+            raise ModelError(
+                f"layer {layer} has queries, keys and values of shapes {shapes}, supported are"
+                f" {expected} in all layers"
+            )
+
+    def _check_window(
+        self, layer: int, mask: torch.Tensor | None, sliding_window: int | None
+    ) -> None:
+        """The mask is `_mark_mask`'s: its last size is the window."""
+        if mask is None or mask.device.type != "meta":
+            raise ModelError(f"layer {layer} has a mask of its own, supported are causal masks")
+        windows = {mask.shape[-1] or None}
+        if sliding_window is not None:
+            windows.add(sliding_window)
+        expected = self._config.attention_windows[layer]
+        found = set(cut_windows(windows, self._config.max_model_len))
+        if found != {expected}:
+            raise ModelError(f"layer {layer} has a window of {found}, the config says {expected}")
+
+
+class _HiddenRows(nn.Module):
+    """Stands where the decoder was, so that the model's own forward pass computes the head only."""
+
+    def forward(
+        self, *_: object, inputs_embeds: torch.Tensor, **__: object
+    ) -> MoeModelOutputWithPast:
+        # This output type has all fields that a head may ask for.
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class _PackedLinear(nn.Module):
+    """An nn.Linear whose weight is packed for the kernel set."""
+
+    def __init__(self, linear: nn.Linear, kernels: ModuleType) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._packed = kernels.pack_linear(linear.weight, linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._kernels.linear(x, self._packed)
+        return result
+
+
+class _WeightReader:
+    """A weight that has yet to be read; `[...]` reads it, as in a slice of a safetensors file."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        # transformers casts it; some weights stay in fp32.
+        return self._checkpoint.read_as_stored(self._name)
+
+
+def _register() -> None:
+    AttentionInterface.register(PAGED_ATTENTION, _attention_forward)
+    AttentionInterface.register(PROBED_ATTENTION, _attention_forward)
+    AttentionMaskInterface.register(PROBED_ATTENTION, _mark_mask)
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    pdserve_attention: _Attention,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer; the step's state travels with the call."""
+    return pdserve_attention(module, query, key, value, attention_mask, arguments), None
+
+
+def _mark_mask(*, local_size: int = 0, **_: object) -> torch.Tensor:
+    """Return [1, 1, 1, window] that holds nothing, in place of a mask; window 0 means all."""
+    return torch.empty(1, 1, 1, local_size, device="meta")
+
+
+def _is_off(argument: object) -> bool:
+    return argument is None or argument is False
+
+
+def _layer_of(module: nn.Module) -> int:
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return layer
+
+
+def _load(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
+    """Let transformers load the weights: it knows what was renamed, and which experts to fuse."""
+    hf_config = load_hf_config(checkpoint.folder)
+    model_class = causal_lm_class(hf_config, [config.architecture])
+    # It would draw its own bar beside ours.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded: Any = model_class.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict={name: _WeightReader(checkpoint, name) for name in checkpoint.names},
+        dtype=config.dtype,
+        attn_implementation=PROBED_ATTENTION,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    model: PreTrainedModel = loaded[0]
+    _refuse_misfits(loaded[1])
+    return model.requires_grad_(False)
+
+
+def _refuse_misfits(info: Mapping[str, Any]) -> None:
+    """transformers would go on with random weights."""
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"checkpoint lacks {len(missing)} weights: {name_some(missing)}")
+    if unexpected := sorted(info["unexpected_keys"]):
+        raise ModelError(
+            f"checkpoint has {len(unexpected)} weights the model has no place for:"
+            f" {name_some(unexpected)}"
+        )
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{name} has shape {tuple(shape)}, the config asks {tuple(expected)}")
+
+
+def _split(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return the decoder, and the model without it, which turns hidden rows into logits."""
+    decoder = model.base_model
+    if decoder is model or not isinstance(decoder, PreTrainedModel):
+        raise ModelError(f"{type(model).__name__} has no decoder apart from its head")
+    setattr(model, model.base_model_prefix, _HiddenRows())
+    return decoder, model
+
+
+def _decode(
+    decoder: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor, attention: _Attention
+) -> torch.Tensor:
+    output = decoder(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        pdserve_attention=attention,
+    )
+    hidden_states: torch.Tensor = output.last_hidden_state[0]
+    return hidden_states
+
+
+def _pack_linears(root: nn.Module, kernels: ModuleType) -> None:
+    """Replace linears one by one: each frees its weight before the next is packed."""
+    # A weight that is also the embedding's would be held twice.
+    shared = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
+    for parent, name in _linears(root):
+        if id(getattr(parent, name).weight) not in shared:
+            setattr(parent, name, _PackedLinear(getattr(parent, name), kernels))
+
+
+def _linears(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return parent and name of plain linears; subclasses do more than a matrix product."""
+    return [
+        (parent, name)
+        for parent in root.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear
+    ]

@@ -1,0 +1,122 @@
+"""What transformers says about a model that we run on its code; refuses what that code cannot do.
+
+What cannot be seen here is seen by the backend, which watches one forward pass after loading.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pdserve_engine.models.config import (
+    ModelConfig,
+    ModelError,
+    cut_windows,
+    read_max_model_len,
+    windows_of_types,
+)
+
+
+def read_transformers_config(
+    model_dir: Path,
+    raw: Mapping[str, Any],
+    max_model_len: int | None,
+    facts: Mapping[str, Any],
+) -> ModelConfig:
+    """Return the shape that transformers reads from the folder; raise ModelError for the rest.
+
+    `facts` are the fields that do not depend on who runs the model.
+    """
+    hf_config = load_hf_config(model_dir)
+    model_class = causal_lm_class(hf_config, raw.get("architectures"))
+    _refuse_unsupported(hf_config, model_class)
+    num_layers = _require_int(hf_config, "num_hidden_layers")
+    num_heads = _require_int(hf_config, "num_attention_heads")
+    hidden_size = _require_int(hf_config, "hidden_size")
+    length = read_max_model_len(getattr(hf_config, "max_position_embeddings", None), max_model_len)
+    _refuse_switching_rope(hf_config, length)
+    return ModelConfig(
+        architecture=model_class.__name__,
+        vocab_size=_require_int(hf_config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(hf_config, "head_dim", None) or hidden_size // num_heads,
+        attention_windows=cut_windows(_windows(hf_config, num_layers), length),
+        max_model_len=length,
+        **facts,
+    )
+
+
+def load_hf_config(model_dir: Path) -> PreTrainedConfig:
+    """Return the folder's config. Code that comes with a model is never run."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=False
+        )
+        return config
+    # Some 500 config classes check their fields, each with the exceptions its author liked.
+    except Exception as error:
+        raise ModelError(f"transformers cannot read {model_dir}/config.json: {error}") from error
+
+
+def causal_lm_class(
+    hf_config: PreTrainedConfig, architectures: list[str] | None
+) -> type[PreTrainedModel]:
+    """Return transformers' class for the config, which must be one that config.json names."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if model_class is None or model_class.__name__ not in (architectures or ()):
+        runs = "none" if model_class is None else model_class.__name__
+        raise ModelError(
+            f"architectures is {architectures}, transformers' decoder-only model for"
+            f" {hf_config.model_type} is {runs}"
+        )
+    found: type[PreTrainedModel] = model_class
+    return found
+
+
+def _refuse_unsupported(hf_config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    name = model_class.__name__
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder-decoder, supported are decoders")
+    if model_class._is_stateful:
+        raise ModelError(f"{name} has state-space or recurrent layers, supported is attention")
+    if not model_class._supports_attention_backend:
+        raise ModelError(f"{name} does not let its attention be replaced (ALiBi, for one)")
+    if getattr(hf_config, "kv_lora_rank", None):
+        raise ModelError(f"{name} has latent attention (kv_lora_rank), supported are K/V heads")
+    if getattr(hf_config, "num_kv_shared_layers", None):
+        raise ModelError(f"{name} shares KV between layers (num_kv_shared_layers), not supported")
+
+
+def _refuse_switching_rope(hf_config: PreTrainedConfig, max_model_len: int) -> None:
+    """longrope gives all tokens of a step other angles as soon as one request is long."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [parameters]:
+        length = rope.get("original_max_position_embeddings") or 0
+        if rope.get("rope_type") == "longrope" and max_model_len > length:
+            raise ModelError(
+                "rope_parameters.rope_type is longrope, supported up to a max_model_len of"
+                f" {length}"
+            )
+
+
+def _windows(hf_config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:
+    # A field that the class does not have was kept from the file, but no model looks at it.
+    is_known = hasattr(type(hf_config), "sliding_window")
+    window = getattr(hf_config, "sliding_window", None) if is_known else None
+    layer_types = getattr(hf_config, "layer_types", None)
+    if layer_types is None:
+        return (window,) * num_layers
+    return windows_of_types(layer_types, window, num_layers)
+
+
+def _require_int(hf_config: PreTrainedConfig, field: str) -> int:
+    value = getattr(hf_config, field, None)
+    if not isinstance(value, int) or value <= 0:
+        raise ModelError(f"{field} is {value}, expected a positive integer")
+    return value

@@ -1,0 +1,215 @@
+"""The transformers backend against transformers' own generation, and what it refuses."""
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import Driver, make_prompt, record_logits
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save_file
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.loading import load_engine
+from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelConfig, ModelError
+from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
+
+CPU = torch.device("cpu")
+WINDOW = 32
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "phi3-window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
+}
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    return load_model(folder, ModelConfig.from_dir(folder), device=CPU, **kwargs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_transformers(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    architecture, overrides = MODELS[name]
+    folder = make_model(architecture, **overrides)
+    driver = Driver(folder)
+    prompts = {str(n): make_prompt(n) for n in (1, WINDOW - 1, WINDOW, 50, 200)}
+    for request_id, prompt in prompts.items():
+        driver.add(request_id, prompt)
+    # Chunks of 70 are cut inside blocks, and the short prompts decode beside the long one's.
+    driver.run(*prompts, num_tokens=20, chunk=70)
+    for request_id, prompt in prompts.items():
+        expected = hf_greedy(folder, prompt, 20)
+        assert driver.sequences[request_id].output == expected, request_id
+        assert len(set(expected)) > 3, "degenerate text proves nothing"
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_native_models_give_the_same_text_on_either_implementation(
+    make_model: Callable[..., Path], architecture: str
+) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    folder = make_model(architecture, **windows)
+    outputs = []
+    for model_impl in ("native", "transformers"):
+        driver = Driver(folder, model_impl=model_impl)
+        assert isinstance(driver.config, LlamaConfig) == (model_impl == "native")
+        for length in (3, 100):
+            driver.add(str(length), make_prompt(length))
+        driver.run("3", "100", num_tokens=20, chunk=30)
+        outputs.append([sequence.output for sequence in driver.sequences.values()])
+    assert outputs[0] == outputs[1]
+
+
+def test_all_architectures_that_are_called_checked_are_compared_here() -> None:
+    compared = {architecture for architecture, _ in MODELS.values()} | set(FAMILIES)
+    assert compared == CHECKED_ARCHITECTURES
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3", "mixtral"])
+def test_bfloat16_logits_are_close_to_transformers(
+    make_model: Callable[..., Path], hf_model: Callable[..., Any], name: str
+) -> None:
+    architecture, overrides = MODELS[name]
+    folder = make_model(architecture, **overrides)
+    driver = Driver(folder, dtype="bfloat16")
+    seen = record_logits(driver)
+    driver.add("a", make_prompt(75))
+    driver.run("a", num_tokens=2, chunk=40)
+    token_ids = torch.tensor([driver.sequences["a"].token_ids[:-1]])
+    with torch.inference_mode():
+        expected = hf_model(folder)(token_ids).logits[0, -2:]
+    assert seen[0].dtype == torch.float32
+    # A few of the 199 logits may be off where an expert was chosen by a hair.
+    error = (torch.cat(seen) - expected).abs().mean() / expected.std()
+    assert float(error) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "message"),
+    [
+        (
+            "GptOssForCausalLM",
+            EXPERTS | {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
+            "attention of layer 0 has s_aux, not supported",
+        ),
+        ("OPTForCausalLM", {"ffn_dim": 96, "pad_token_id": 0}, "cannot be taken apart"),
+    ],
+)
+def test_refuses_what_only_a_forward_pass_shows(
+    make_model: Callable[..., Path], architecture: str, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(make_model(architecture, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 32}, r"layer 0 has queries, keys and values of shapes .*16.*supported"),
+        ({"attention_windows": (None, 64, None)}, r"layer 1 has a window of \{None\}"),
+        ({"num_layers": 4, "attention_windows": (None,) * 4}, "attends in layers .0, 1, 2., supp"),
+    ],
+)
+def test_refuses_layers_that_are_not_as_their_config_says(
+    make_model: Callable[..., Path], changes: dict[str, Any], message: str
+) -> None:
+    folder = make_model("Olmo2ForCausalLM")
+    config = dataclasses.replace(ModelConfig.from_dir(folder), **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder, config, device=CPU)
+
+
+def test_weights_that_do_not_fit_are_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_model("Olmo2ForCausalLM"), tmp_path / "model"))
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    for change, message in (
+        ({"model.norm.weight": None}, r"lacks 1 weights: model\.norm\.weight"),
+        ({"model.layers.7.mlp.up": torch.zeros(3)}, "no place for: model.layers.7.mlp.up"),
+        ({"model.norm.weight": torch.zeros(3)}, r"model.norm.weight has shape \(3,\), .*\(64,\)"),
+    ):
+        changed = {k: v.clone() for k, v in (whole | change).items() if v is not None}
+        path.unlink()
+        save_file(changed, path, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            load(folder)
+
+
+def test_progress_counts_each_weight_and_ends_at_the_total(
+    make_model: Callable[..., Path],
+) -> None:
+    folder = make_model("MixtralForCausalLM", num_local_experts=4, shard_size="100KB")
+    calls: list[tuple[int, int]] = []
+    load(folder, progress=lambda done, total: calls.append((done, total)))
+    total = 3 + 3 * (4 + 2 + 1 + 3 * 4)
+    assert calls == [(i + 1, total) for i in range(total)]
+
+
+def test_says_which_implementation_runs_a_model_and_why(
+    make_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pdserve_engine")
+    ModelConfig.from_dir(make_model("Olmo2ForCausalLM"))
+    assert "Olmo2ForCausalLM runs on the transformers backend: architectures is" in caplog.text
+    ModelConfig.from_dir(make_model())
+    assert "LlamaForCausalLM runs natively" in caplog.text
+
+
+def test_a_hybrid_model_runs_in_a_whole_engine_with_prefix_hits(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
+) -> None:
+    architecture, overrides = MODELS["gemma3"]
+    folder = make_model(architecture, **overrides)
+    engine = load_engine(
+        EngineConfig(
+            model=str(folder),
+            num_threads=1,
+            kv_connector="none",
+            max_model_len=400,
+            max_num_batched_tokens=64,
+            num_blocks=200,
+        ),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+    for attempt in ("first", "again"):
+        prompts = {f"{attempt} {n}": make_prompt(n) for n in (20, 90, 300)}
+        for request_id, prompt in prompts.items():
+            engine.core.add_request(
+                EngineCoreRequest(
+                    request_id=request_id,
+                    prompt_token_ids=tuple(prompt),
+                    sampling_params=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+                )
+            )
+        tokens: dict[str, list[int]] = {}
+        while engine.core.has_work():
+            for outputs in engine.core.step().outputs.values():
+                for output in outputs:
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert tokens == {k: hf_greedy(folder, prompt, 40) for k, prompt in prompts.items()}
+    engine.close()
