@@ -5,21 +5,29 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve_common.engine_types import SamplingParams
 from pdserve_engine.core.sched_output import NewRequestData
-from pdserve_engine.sampling.sampler import SamplingBatch
+from pdserve_engine.sampling.state import SamplingState
 
 Rows = npt.NDArray[np.int64]
 
 
 class InputBatch:
-    """Token ids, block tables and sampling parameters of up to max_num_seqs requests.
+    """Token ids and block tables of up to max_num_seqs requests; `sampling` has their parameters.
 
     A request keeps its row from `add` to `remove`; a step's order is a list of rows, so nothing
     is moved.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        sampling: SamplingState,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+    ) -> None:
+        self.sampling = sampling
         max_blocks = -(-max_model_len // block_size)
         self._rows: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -29,16 +37,9 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        # Per KV group; a request's tables are equally long in all of them.
+        self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
-        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self._top_p = np.ones(max_num_seqs, dtype=np.float64)
-        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
-        self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
-        # Rows whose end tokens are banned until so many output tokens are there.
-        self._min_tokens: dict[int, int] = {}
-        self._end_token_ids: dict[int, tuple[int, ...]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rows
@@ -60,24 +61,27 @@ class InputBatch:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.append_blocks(row, request.block_ids)
-        self._set_sampling(row, request.sampling_params, request.seed, request.eos_token_id)
+        self.sampling.add(row, request)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ones (never scheduled here) are ignored."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
-        self.block_table[row, : self._num_blocks[row]] = 0
+        self.block_tables[:, row, : self._num_blocks[row]] = 0
         self._num_blocks[row] = 0
-        self._min_tokens.pop(row, None)
-        self._end_token_ids.pop(row, None)
+        self.sampling.remove(row)
         self._free_rows.append(row)
 
     def append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        assert len(block_ids) == 1, f"{len(block_ids)} KV cache groups, the runner has 1"
+        """Extend the row's table in every KV group, by equally many blocks."""
+        num_groups = len(self.block_tables)
+        assert len(block_ids) == num_groups, f"{len(block_ids)} KV groups, not {num_groups}"
         start = self._num_blocks[row]
         end = start + len(block_ids[0])
-        self.block_table[row, start:end] = block_ids[0]
+        # Kernels may load through a null block's entry, though not use what they load: any block
+        # will do.
+        self.block_tables[:, row, start:end] = np.maximum(block_ids, 0)
         self._num_blocks[row] = end
 
     def append_tokens(self, rows: Rows, tokens: npt.NDArray[np.int64]) -> None:
@@ -85,40 +89,18 @@ class InputBatch:
         self.token_ids[rows, self.num_tokens[rows]] = tokens
         self.num_tokens[rows] += 1
 
-    def sampling_batch(self, rows: Rows) -> SamplingBatch:
-        """Describe how to choose the next token of `rows`."""
-        positions = self.num_tokens[rows] - self.num_prompt_tokens[rows]
-        return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            # The router sends each of a request's n continuations as a request with its own seed.
-            branches=np.zeros(len(rows), dtype=np.int64),
-            positions=positions,
-            banned=self._banned(rows, positions) if self._min_tokens else (),
-        )
+    def num_output_tokens(self, rows: Rows) -> Rows:
+        """Return how many tokens each of `rows` has been given so far."""
+        return self.num_tokens[rows] - self.num_prompt_tokens[rows]
 
-    def _banned(self, rows: Rows, positions: Rows) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        return tuple(
-            (i, self._end_token_ids[row])
-            for i, row in enumerate(rows.tolist())
-            if positions[i] < self._min_tokens.get(row, 0)
-        )
+    def output_token_ids(self, row: int) -> Rows:
+        """Return a view of the row's tokens behind its prompt."""
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
 
-    def _set_sampling(
-        self, row: int, params: SamplingParams, seed: int, eos_token_id: int | None
-    ) -> None:
-        self._temperature[row] = params.temperature
-        self._top_k[row] = max(params.top_k, 0)
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        # The key is 64 bits; arrays are signed.
-        self._seeds[row] = np.uint64(seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
-        end_token_ids = params.stop_token_ids
-        if eos_token_id is not None:
-            end_token_ids = (*end_token_ids, eos_token_id)
-        if params.min_tokens and end_token_ids:
-            self._min_tokens[row] = params.min_tokens
-            self._end_token_ids[row] = end_token_ids
+    def prompt_targets(self, row: int, num_scheduled: int) -> Rows:
+        """Return a view of the prompt tokens that follow those computed in this step, each being
+        what the model should say at its predecessor.
+        """
+        first = self.num_computed_tokens[row] + 1
+        end = min(first + num_scheduled, self.num_prompt_tokens[row])
+        return self.token_ids[row, first:end]

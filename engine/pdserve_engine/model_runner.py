@@ -1,11 +1,15 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
+from collections.abc import Mapping
+from functools import partial, reduce
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdserve_common.engine_types import LogprobsLists
 from pdserve_engine.core.sched_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ModelRunnerOutput,
@@ -13,9 +17,16 @@ from pdserve_engine.core.sched_output import (
 )
 from pdserve_engine.input_batch import InputBatch, Rows
 from pdserve_engine.kv_cache import KVCache
-from pdserve_engine.models.llama import LlamaModel
-from pdserve_engine.sampling.sampler import sample
+from pdserve_engine.models.base import Model
+from pdserve_engine.sampling.logprobs import compute_logprobs
+from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
+from pdserve_engine.sampling.state import NO_LOGPROBS, SamplingState
 from pdserve_kernels.metadata import AttentionMetadata
+
+# Prompts that ask for logprobs have the logits of so many rows in memory at a time, and so many
+# numbers (64 MiB).
+MAX_PROMPT_LOGITS_ROWS = 256
+MAX_PROMPT_LOGITS = 1 << 24
 
 
 class _Step(NamedTuple):
@@ -23,9 +34,13 @@ class _Step(NamedTuple):
 
     request_ids: tuple[str, ...]
     rows: Rows
+    # Of each request: its first token in the step, and how many follow.
+    starts: Rows
+    query_lens: Rows
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: AttentionMetadata
+    # Per KV group.
+    metadata: tuple[AttentionMetadata, ...]
     # Indexes into request_ids of those that get a token, and the hidden row each gets it from.
     sampled: npt.NDArray[np.int64]
     logits_rows: torch.Tensor
@@ -37,15 +52,31 @@ class ModelRunner:
     Not thread-safe: the engine thread owns it.
     """
 
-    def __init__(self, model: LlamaModel, kv_cache: KVCache, *, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        logits_processors: Mapping[str, LogitsProcessorFactory] = NO_PROCESSORS,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self._device = model.device
         self._block_size = kv_cache.spec.block_size
-        self._batch = InputBatch(
+        sampling = SamplingState(
             max_num_seqs=max_num_seqs,
-            max_model_len=model.config.max_model_len,
+            vocab_size=model.config.vocab_size,
+            device=model.device,
+            logits_processors=logits_processors,
+        )
+        self._batch = InputBatch(
+            sampling,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             block_size=self._block_size,
+            num_groups=len(kv_cache.spec.groups),
         )
 
     @torch.inference_mode()
@@ -61,12 +92,15 @@ class ModelRunner:
         hidden_states = self.model.forward(
             step.token_ids, step.positions, self.kv_cache.tensor, step.metadata
         )
-        if not len(step.sampled):
-            self._synchronize()
-            return ModelRunnerOutput(
-                request_ids=step.request_ids, sampled_token_ids=((),) * len(step.request_ids)
-            )
-        return self._sample(step, hidden_states)
+        prompt_logprobs = self._prompt_logprobs(step, hidden_states)
+        if len(step.sampled):
+            return self._sample(step, hidden_states, prompt_logprobs)
+        self._synchronize()
+        return ModelRunnerOutput(
+            request_ids=step.request_ids,
+            sampled_token_ids=((),) * len(step.request_ids),
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _update_state(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._batch
@@ -105,6 +139,8 @@ class ModelRunner:
         return _Step(
             request_ids=request_ids,
             rows=rows,
+            starts=ends - query_lens,
+            query_lens=query_lens,
             token_ids=self._to_device(batch.token_ids[token_rows, positions]),
             positions=self._to_device(positions),
             metadata=self._build_metadata(rows, query_lens, seq_lens, token_rows, positions),
@@ -114,44 +150,90 @@ class ModelRunner:
 
     def _build_metadata(
         self, rows: Rows, query_lens: Rows, seq_lens: Rows, token_rows: Rows, positions: Rows
-    ) -> AttentionMetadata:
-        block_table, block_size = self._batch.block_table, self._block_size
+    ) -> tuple[AttentionMetadata, ...]:
+        """Describe the step to each KV group: they differ in where their blocks are."""
+        block_size = self._block_size
         max_blocks = -(-int(seq_lens.max()) // block_size)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         query_lens.cumsum(out=query_start_loc[1:])
-        block_ids = block_table[token_rows, positions // block_size].astype(np.int64)
-        return AttentionMetadata(
+        blocks, offsets = positions // block_size, positions % block_size
+        describe = partial(
+            AttentionMetadata,
             query_start_loc=self._to_device(query_start_loc),
             seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            block_table=self._to_device(block_table[rows, :max_blocks]),
-            slot_mapping=self._to_device(block_ids * block_size + positions % block_size),
             query_lens_host=tuple(query_lens.tolist()),
             seq_lens_host=tuple(seq_lens.tolist()),
             num_decodes=int((query_lens == 1).sum()),
         )
+        metadata = []
+        for block_table in self._batch.block_tables:
+            block_ids = block_table[token_rows, blocks].astype(np.int64)
+            metadata.append(
+                describe(
+                    block_table=self._to_device(block_table[rows, :max_blocks]),
+                    slot_mapping=self._to_device(block_ids * block_size + offsets),
+                )
+            )
+        return tuple(metadata)
 
-    def _sample(self, step: _Step, hidden_states: torch.Tensor) -> ModelRunnerOutput:
+    def _sample(
+        self,
+        step: _Step,
+        hidden_states: torch.Tensor,
+        prompt_logprobs: dict[str, LogprobsLists],
+    ) -> ModelRunnerOutput:
         if len(step.logits_rows) < len(hidden_states):
             hidden_states = hidden_states[step.logits_rows]
         logits = self.model.compute_logits(hidden_states)
-        # One NaN makes a row's maximum NaN.
-        has_nan = logits.amax(-1).isnan()
-        num_nans = logits.isnan().sum(-1).tolist() if bool(has_nan.any()) else []
-        rows = step.rows[step.sampled]
-        tokens = sample(logits, self._batch.sampling_batch(rows)).cpu().numpy()
-        self._batch.append_tokens(rows, tokens)
+        num_nans = _count_nans(logits)
+        batch, rows = self._batch, step.rows[step.sampled]
+        sampled = batch.sampling.sample(
+            logits, rows, batch.num_output_tokens(rows), batch.output_token_ids
+        )
+        batch.append_tokens(rows, sampled.token_ids)
 
         sampled_token_ids: list[tuple[int, ...]] = [()] * len(step.request_ids)
-        sampled = step.sampled.tolist()
-        for index, token in zip(sampled, tokens.tolist(), strict=True):
+        for index, token in zip(step.sampled.tolist(), sampled.token_ids.tolist(), strict=True):
             sampled_token_ids[index] = (token,)
+        request_ids = [step.request_ids[index] for index in step.sampled.tolist()]
         return ModelRunnerOutput(
             request_ids=step.request_ids,
             sampled_token_ids=tuple(sampled_token_ids),
-            num_nans_in_logits={
-                step.request_ids[i]: n for i, n in zip(sampled, num_nans, strict=False) if n
-            },
+            logprobs={request_ids[i]: lists for i, lists in sampled.logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
+            errors={request_ids[i]: message for i, message in sampled.errors.items()},
+            num_nans_in_logits={request_ids[i]: count for i, count in num_nans.items()},
         )
+
+    def _prompt_logprobs(
+        self, step: _Step, hidden_states: torch.Tensor
+    ) -> dict[str, LogprobsLists]:
+        """Score the prompt tokens that follow the computed ones, for the requests that ask."""
+        logprobs: dict[str, LogprobsLists] = {}
+        num_top = self._batch.sampling.num_prompt_logprobs[step.rows]
+        for index in np.flatnonzero(num_top != NO_LOGPROBS).tolist():
+            targets = self._batch.prompt_targets(int(step.rows[index]), int(step.query_lens[index]))
+            if len(targets):
+                start = int(step.starts[index])
+                logprobs[step.request_ids[index]] = self._score(
+                    hidden_states[start : start + len(targets)], targets, int(num_top[index])
+                )
+        return logprobs
+
+    def _score(self, hidden_states: torch.Tensor, targets: Rows, num_top: int) -> LogprobsLists:
+        """Return the logprobs of `targets`; logits are in memory for some rows at a time only."""
+        max_rows = MAX_PROMPT_LOGITS // self.model.config.vocab_size
+        step = max(1, min(max_rows, MAX_PROMPT_LOGITS_ROWS))
+        chosen = self._to_device(targets)
+        pieces = (
+            compute_logprobs(
+                self.model.compute_logits(hidden_states[start : start + step]),
+                chosen[start : start + step],
+                num_top,
+            )
+            for start in range(0, len(targets), step)
+        )
+        return reduce(add, pieces)
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -164,3 +246,11 @@ class ModelRunner:
 
 def _is_chunk(scheduled: tuple[str, int]) -> bool:
     return scheduled[1] > 1
+
+
+def _count_nans(logits: torch.Tensor) -> dict[int, int]:
+    """Return the number of NaN of each row that has any."""
+    # One NaN makes a row's maximum NaN.
+    if not bool(logits.amax(-1).isnan().any()):
+        return {}
+    return {i: count for i, count in enumerate(logits.isnan().sum(-1).tolist()) if count}

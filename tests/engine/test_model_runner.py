@@ -1,164 +1,14 @@
-"""ModelRunner against transformers, driven by a small scheduler written here."""
+"""ModelRunner against transformers, driven by a small scheduler of the tests."""
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_driver import Driver, make_prompt, record_logits
 
 from pdserve_common.engine_types import SamplingParams
-from pdserve_engine.core.sched_output import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.model_runner import ModelRunner
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
-
-CPU = torch.device("cpu")
-BLOCK_SIZE = 16
-GREEDY = SamplingParams(temperature=0.0)
-
-
-@dataclass(slots=True)
-class Tracked:
-    """What the test's scheduler knows of a request."""
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    seed: int
-    num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    is_known: bool = False
-
-    @property
-    def output(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-
-class Driver:
-    """Schedules by hand: each step computes up to `chunk` tokens of every request it is given."""
-
-    def __init__(self, model_dir: Path, *, num_blocks: int = 256, **config: Any) -> None:
-        self.config = ModelConfig.from_dir(model_dir, **config)
-        model = load_model(model_dir, self.config, device=CPU)
-        spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE)
-        self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
-        # What no test may read: memory that nobody has written.
-        self.cache.tensor.fill_(torch.nan)
-        self.runner = ModelRunner(model, self.cache, max_num_seqs=8)
-        self.sequences: dict[str, Tracked] = {}
-        self._free_blocks = list(range(num_blocks))
-        random.Random(0).shuffle(self._free_blocks)
-        self._finished: set[str] = set()
-        self._preempted: set[str] = set()
-
-    def add(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        *,
-        output: Sequence[int] = (),
-        params: SamplingParams = GREEDY,
-        seed: int = 0,
-    ) -> Tracked:
-        sequence = Tracked([*prompt, *output], len(prompt), params, seed)
-        self.sequences[request_id] = sequence
-        return sequence
-
-    def finish(self, request_id: str) -> None:
-        self._free_blocks += self.sequences.pop(request_id).block_ids
-        self._finished.add(request_id)
-
-    def preempt(self, request_id: str) -> None:
-        sequence = self.sequences[request_id]
-        self._free_blocks += sequence.block_ids
-        sequence.block_ids, sequence.num_computed_tokens, sequence.is_known = [], 0, False
-        self._preempted.add(request_id)
-
-    def step(self, chunks: dict[str, int]) -> ModelRunnerOutput:
-        """Run up to chunks[id] tokens of each request named, and take in what was sampled."""
-        new: list[NewRequestData] = []
-        cached = CachedRequestData()
-        scheduled: dict[str, int] = {}
-        for request_id, chunk in chunks.items():
-            sequence = self.sequences[request_id]
-            count = min(chunk, len(sequence.token_ids) - sequence.num_computed_tokens)
-            scheduled[request_id] = count
-            blocks = self._allocate(sequence, sequence.num_computed_tokens + count)
-            if sequence.is_known:
-                cached.request_ids.append(request_id)
-                cached.new_block_ids.append((blocks,) if blocks else None)
-                cached.num_computed_tokens.append(sequence.num_computed_tokens)
-            else:
-                new.append(self._describe(request_id, sequence))
-                sequence.is_known = True
-        output = self.runner.execute_model(
-            SchedulerOutput(
-                scheduled_new_reqs=new,
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens=scheduled,
-                total_num_scheduled_tokens=sum(scheduled.values()),
-                finished_req_ids=frozenset(self._finished),
-                preempted_req_ids=frozenset(self._preempted),
-            )
-        )
-        self._finished.clear()
-        self._preempted.clear()
-        for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            self.sequences[request_id].num_computed_tokens += scheduled[request_id]
-            self.sequences[request_id].token_ids += tokens
-        return output
-
-    def run(self, *request_ids: str, num_tokens: int, chunk: int = 10_000) -> None:
-        """Step the requests together until each has num_tokens output tokens."""
-        while unfinished := {
-            i: chunk for i in request_ids if len(self.sequences[i].output) < num_tokens
-        }:
-            self.step(unfinished)
-
-    def _allocate(self, sequence: Tracked, num_tokens: int) -> list[int]:
-        missing = -(-num_tokens // BLOCK_SIZE) - len(sequence.block_ids)
-        blocks = [self._free_blocks.pop() for _ in range(missing)]
-        sequence.block_ids += blocks
-        return blocks
-
-    def _describe(self, request_id: str, sequence: Tracked) -> NewRequestData:
-        return NewRequestData(
-            request_id=request_id,
-            all_token_ids=tuple(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            sampling_params=sequence.params,
-            seed=sequence.seed,
-            eos_token_id=self.config.eos_token_ids[0],
-            block_ids=(list(sequence.block_ids),),
-            num_computed_tokens=sequence.num_computed_tokens,
-        )
-
-
-def make_prompt(length: int, *, seed: int = 0) -> list[int]:
-    generator = random.Random(f"{seed} {length}")
-    return [generator.randrange(199) for _ in range(length)]
-
-
-def record_logits(driver: Driver) -> list[torch.Tensor]:
-    """Return a list that from now on gets the logits of each step that samples."""
-    model, seen = driver.runner.model, []
-    compute_logits = model.compute_logits
-
-    def record(hidden_rows: torch.Tensor) -> torch.Tensor:
-        seen.append(compute_logits(hidden_rows))
-        return seen[-1]
-
-    model.compute_logits = record
-    return seen
 
 
 @pytest.fixture
@@ -189,9 +39,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "mistral": ("MistralForCausalLM", {}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 32}),
     "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+    ),
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3-window": (
+        "Qwen3ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "qwen3-wide-heads": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
 }
 
@@ -372,7 +235,7 @@ def test_nans_are_counted_for_the_request_they_are_in(driver: Driver) -> None:
     driver.add("good", make_prompt(20))
     bad = driver.add("bad", make_prompt(20))
     driver.run("good", "bad", num_tokens=1)
-    driver.cache.tensor[bad.block_ids[0]] = torch.nan
+    driver.cache.tensor[bad.block_ids[0][0]] = torch.nan
     output = driver.step({"good": 1, "bad": 1})
     assert output.num_nans_in_logits == {"bad": 199}
     assert all(0 <= tokens[0] < 199 for tokens in output.sampled_token_ids)

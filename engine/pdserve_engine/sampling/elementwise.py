@@ -11,6 +11,8 @@ ALIGNMENT = 64
 MANTISSA_BITS = 23
 MANTISSA_MASK = (1 << MANTISSA_BITS) - 1
 ONE_BITS = 127 << MANTISSA_BITS
+# exp(0) in the fixed point that probabilities are added in: integer sums are the same in any order.
+FIXED_POINT_ONE = 2.0**40
 
 InPlace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,3 +42,8 @@ def log_(x: torch.Tensor) -> torch.Tensor:
     # The mantissa m in [1, 2) replaces x: log(x) is exponent * log(2) + log1p(m - 1), m - 1 exact.
     bits.bitwise_and_(MANTISSA_MASK).bitwise_or_(ONE_BITS)
     return x.sub_(1.0).log1p_().add_(exponent * math.log(2.0))
+
+
+def exp_to_fixed_point(x: torch.Tensor) -> torch.Tensor:
+    """Return exp of x [n, k] <= 0 in multiples of 1 / FIXED_POINT_ONE, as int64."""
+    return (by_row(x, torch.Tensor.exp_).double() * FIXED_POINT_ONE).long()

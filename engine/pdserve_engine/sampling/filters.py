@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_engine.sampling.elementwise import by_row
+from pdserve_engine.sampling.elementwise import exp_to_fixed_point
 
 FIRST_WIDTH = 256
 WIDENING = 16
-# exp(0) in the fixed point that probabilities are added in: integer sums are the same in any order.
-FIXED_POINT_ONE = 2.0**40
 
 
 class Filters(NamedTuple):
@@ -48,8 +46,10 @@ def find_candidates(scaled: torch.Tensor, filters: Filters) -> Candidates:
         width = min(width, vocab_size)
         values, vocab_ids = scaled.topk(width)
         threshold = _find_threshold(scaled, values, filters)
-        # All tokens at or above the threshold are in sight once a token below it is.
-        if width == vocab_size or bool((values[:, -1:] < threshold).all()):
+        # All tokens at or above the threshold are in sight once a token below it is, or one that
+        # is banned.
+        is_complete = (values[:, -1:] < threshold) | values[:, -1:].isneginf()
+        if width == vocab_size or bool(is_complete.all()):
             return Candidates(values.masked_fill(values < threshold, -torch.inf), vocab_ids)
         width *= WIDENING
 
@@ -80,5 +80,4 @@ def _nucleus(
 
 
 def _weigh(logits: torch.Tensor, highest: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    weights = by_row(logits - highest, torch.Tensor.exp_)
-    return (weights.double() * FIXED_POINT_ONE).long().masked_fill_(logits < threshold, 0)
+    return exp_to_fixed_point(logits - highest).masked_fill_(logits < threshold, 0)

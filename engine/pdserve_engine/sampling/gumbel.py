@@ -1,4 +1,4 @@
-"""Gumbel noise as a pure function of (seed, branch, output position, vocab id).
+"""Gumbel noise as a pure function of (seed, output position, vocab id).
 
 argmax(logits + noise) is then a sample of softmax(logits), and the same one in any batch, on any
 worker and after any restart.
@@ -17,7 +17,7 @@ COUNTERS_IN_CACHE = 16_384
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
-def gumbel_noise(seeds: Tensor, branches: Tensor, positions: Tensor, *, vocab_size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int) -> Tensor:
     """Return fp32 noise [n, vocab_size] for n requests; the tensors are [n] int64 on one device."""
     counters = torch.arange(-(-vocab_size // WORDS_PER_COUNTER), device=seeds.device).unsqueeze(0)
     # Vocab id 4 c + w is word w of counter c.
@@ -28,28 +28,24 @@ def gumbel_noise(seeds: Tensor, branches: Tensor, positions: Tensor, *, vocab_si
         rows_at_once = max(1, COUNTERS_IN_CACHE // counters.shape[1])
     for start in range(0, len(seeds), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        words = _draw(seeds[rows], branches[rows], positions[rows], counters)
+        words = _draw(seeds[rows], positions[rows], counters)
         for index, word in enumerate(words):
             bits[rows, :, index] = word
     return _to_gumbel(bits.flatten(1)[:, :vocab_size])
 
 
-def gumbel_noise_at(
-    seeds: Tensor, branches: Tensor, positions: Tensor, *, vocab_ids: Tensor
-) -> Tensor:
+def gumbel_noise_at(seeds: Tensor, positions: Tensor, *, vocab_ids: Tensor) -> Tensor:
     """Return the noise of some vocab ids only: [n, k] for vocab_ids [n, k]."""
-    words = _draw(seeds, branches, positions, vocab_ids // WORDS_PER_COUNTER)
+    words = _draw(seeds, positions, vocab_ids // WORDS_PER_COUNTER)
     word_index = (vocab_ids % WORDS_PER_COUNTER).unsqueeze(-1)
     bits = torch.stack(words, dim=-1).gather(-1, word_index).squeeze(-1)
     return _to_gumbel(bits.float())
 
 
-def _draw(seeds: Tensor, branches: Tensor, positions: Tensor, counters: Tensor) -> Words4:
+def _draw(seeds: Tensor, positions: Tensor, counters: Tensor) -> Words4:
     key_low, key_high = split_seed(seeds.unsqueeze(1))
     zero = torch.zeros_like(key_low)
-    return philox4x32(
-        (counters, positions.unsqueeze(1), branches.unsqueeze(1), zero), (key_low, key_high)
-    )
+    return philox4x32((counters, positions.unsqueeze(1), zero, zero), (key_low, key_high))
 
 
 def _to_gumbel(bits: Tensor) -> Tensor:

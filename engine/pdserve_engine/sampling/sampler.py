@@ -26,21 +26,15 @@ class SamplingBatch:
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.int64]
-    # Which of a request's parallel continuations this is.
-    branches: npt.NDArray[np.int64]
     # Index of the token among the request's output tokens.
     positions: npt.NDArray[np.int64]
-    # (row, token ids that must not be chosen): end tokens before min_tokens is reached.
-    banned: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Return one token id per row, [n] int64, ties going to the lowest id.
 
-    logits are fp32 [n, vocab_size], and are changed in place where tokens are banned.
+    logits are fp32 [n, vocab_size]; -inf is never chosen if the row has anything else.
     """
-    for row, token_ids in batch.banned:
-        logits[row, list(token_ids)] = -torch.inf
     random_rows = np.flatnonzero(batch.temperature)
     if not len(random_rows):
         return logits.argmax(-1)
@@ -64,18 +58,16 @@ def _sample_random(
     logits: torch.Tensor, batch: SamplingBatch, rows: npt.NDArray[np.int64]
 ) -> torch.Tensor:
     device, vocab_size = logits.device, logits.shape[1]
-    seeds, branches, positions = (
-        torch.from_numpy(array[rows]).to(device)
-        for array in (batch.seeds, batch.branches, batch.positions)
-    )
+    seeds = torch.from_numpy(batch.seeds[rows]).to(device)
+    positions = torch.from_numpy(batch.positions[rows]).to(device)
     temperature = np.maximum(batch.temperature[rows], np.float32(MIN_TEMPERATURE))
     scaled = logits / torch.from_numpy(temperature).to(device).unsqueeze(1)
     if not _has_filter(batch, vocab_size)[rows].any():
-        noise = gumbel_noise(seeds, branches, positions, vocab_size=vocab_size)
+        noise = gumbel_noise(seeds, positions, vocab_size=vocab_size)
         return noise.add_(scaled).argmax(-1)
     filters = _build_filters(batch, rows, vocab_size, device)
     candidates = find_candidates(scaled, filters)
-    noise = gumbel_noise_at(seeds, branches, positions, vocab_ids=candidates.vocab_ids)
+    noise = gumbel_noise_at(seeds, positions, vocab_ids=candidates.vocab_ids)
     perturbed = noise.add_(candidates.logits)
     is_best = perturbed == perturbed.amax(1, keepdim=True)
     # Candidates are in order of their logits, so the lowest id among equals has to be looked for.

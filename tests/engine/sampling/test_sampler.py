@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve_common.engine_types import SamplingParams
-from pdserve_common.errors import InvalidRequestError
 from pdserve_engine.sampling.elementwise import log_
 from pdserve_engine.sampling.filters import find_candidates
 from pdserve_engine.sampling.gumbel import gumbel_noise, gumbel_noise_at
 from pdserve_engine.sampling.sampler import SamplingBatch, _build_filters, sample
-from pdserve_engine.sampling.supported import require_supported
 
 
 def make_batch(n: int, **columns: Any) -> SamplingBatch:
@@ -29,9 +26,7 @@ def make_batch(n: int, **columns: Any) -> SamplingBatch:
         top_p=column("top_p", 1.0, np.float64),
         min_p=column("min_p", 0.0, np.float32),
         seeds=column("seeds", 42, np.int64),
-        branches=column("branches", 0, np.int64),
         positions=column("positions", np.arange(n), np.int64),
-        banned=columns.get("banned", ()),
     )
 
 
@@ -92,9 +87,7 @@ def test_filtered_draws_follow_the_renormalised_softmax() -> None:
 
 
 def test_unlikely_tokens_are_drawn_as_often_as_they_should() -> None:
-    noise = gumbel_noise(
-        torch.full((64,), 5), torch.zeros(64).long(), torch.arange(64), vocab_size=32_768
-    )
+    noise = gumbel_noise(torch.full((64,), 5), torch.arange(64), vocab_size=32_768)
     # P(noise > x) = 1 - exp(-exp(-x)); about 2,097 and 95 of 2,097,152 values.
     for bound in (6.9075, 10.0):
         expected = noise.numel() * -math.expm1(-math.exp(-bound))
@@ -146,7 +139,7 @@ def test_the_same_seed_and_position_give_the_same_token() -> None:
     first = sample(logits.clone(), make_batch(32, positions=7))
     assert len(set(first.tolist())) == 1
     assert torch.equal(first, sample(logits.clone(), make_batch(32, positions=7)))
-    for changed in ({"seeds": np.arange(32)}, {"branches": np.arange(32)}, {}):
+    for changed in ({"seeds": np.arange(32), "positions": 7}, {}):
         assert len(set(sample(logits.clone(), make_batch(32, **changed)).tolist())) > 20
 
 
@@ -177,21 +170,29 @@ def test_filtering_changes_no_token_that_it_keeps() -> None:
 
 
 def test_noise_of_some_ids_is_that_of_all() -> None:
-    seeds, branches, positions = torch.tensor([[1, -2], [0, 1], [5, 6]])
-    everything = gumbel_noise(seeds, branches, positions, vocab_size=1001)
+    seeds, positions = torch.tensor([[1, -2], [5, 6]])
+    everything = gumbel_noise(seeds, positions, vocab_size=1001)
     vocab_ids = torch.tensor([[0, 3, 1000], [999, 4, 5]])
-    some = gumbel_noise_at(seeds, branches, positions, vocab_ids=vocab_ids)
+    some = gumbel_noise_at(seeds, positions, vocab_ids=vocab_ids)
     torch.testing.assert_close(some, everything.gather(1, vocab_ids))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banned_tokens_are_never_chosen(temperature: float) -> None:
-    logits = torch.zeros(200, 8)
-    logits[:, [2, 5]] = 10.0
-    banned = tuple((i, (2, 5)) for i in range(100))
-    tokens = sample(logits, make_batch(200, temperature=temperature, banned=banned)).tolist()
-    assert not {2, 5} & set(tokens[:100])
-    assert {2, 5} & set(tokens[100:])
+@pytest.mark.parametrize(
+    "wanted", [{"temperature": 0.0}, {}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str
+)
+def test_minus_infinity_is_never_chosen(wanted: dict[str, Any]) -> None:
+    logits = torch.full((100, 3000), -torch.inf)
+    logits[:, [2, 5, 2999]] = torch.tensor([1.0, 2.0, 1.5])
+    assert set(sample(logits, make_batch(100, **wanted)).tolist()) <= {2, 5, 2999}
+
+
+def test_filters_look_no_further_than_tokens_that_may_be_chosen() -> None:
+    logits = torch.full((1, 10_000), -torch.inf)
+    logits[0, :10] = torch.arange(10.0)
+    filters = _build_filters(make_batch(1, top_k=40), np.arange(1), 10_000, logits.device)
+    candidates = find_candidates(logits, filters)
+    assert candidates.logits.shape[1] == 256
+    assert candidates.vocab_ids[candidates.logits.isfinite()].tolist() == list(range(9, -1, -1))
 
 
 def test_nan_logits_still_give_valid_ids() -> None:
@@ -204,14 +205,6 @@ def test_a_tiny_temperature_is_greedy() -> None:
     logits = make_logits(8, 1000) * 1e3
     tokens = sample(logits.clone(), make_batch(8, temperature=1e-30))
     assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_parameters_that_are_not_served_are_refused_by_name() -> None:
-    require_supported(SamplingParams(temperature=0.5, top_k=5, min_tokens=2))
-    with pytest.raises(InvalidRequestError, match=r"presence_penalty is 0\.5, not served yet"):
-        require_supported(SamplingParams(presence_penalty=0.5))
-    with pytest.raises(InvalidRequestError, match="logit_bias"):
-        require_supported(SamplingParams(logit_bias={3: 1.0}))
 
 
 def test_log_is_the_logarithm() -> None:

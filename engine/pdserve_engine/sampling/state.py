@@ -1,0 +1,181 @@
+"""What each request asks of the sampler, one row per request, and sampling a step's rows."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
+from pdserve_engine.sampling.penalties import Penalties
+from pdserve_engine.sampling.processors import (
+    NO_PROCESSORS,
+    LogitsProcessorError,
+    LogitsProcessorFactory,
+)
+from pdserve_engine.sampling.rules import TokenRules
+from pdserve_engine.sampling.sampler import SamplingBatch, sample
+
+Rows = npt.NDArray[np.int64]
+
+# In num_logprobs and num_prompt_logprobs; 0 asks for the chosen token's alone.
+NO_LOGPROBS = -1
+# What a request gets that cannot be sampled: a valid id, which nobody will see.
+DUMMY_TOKEN_ID = 0
+
+
+class SampledTokens(NamedTuple):
+    """One token for each of n rows; the dicts are by index into those rows."""
+
+    # [n] int64
+    token_ids: Rows
+    # One position each, of the rows that ask for logprobs and have no error.
+    logprobs: dict[int, LogprobsLists]
+    # Why a row could not be sampled; its token is a dummy.
+    errors: dict[int, str]
+
+
+class SamplingState:
+    """Sampling parameters and token counts of up to max_num_seqs requests.
+
+    A request's tokens and logprobs depend on its own logits and parameters only, to the bit. Rows
+    without a feature cost nothing for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        logits_processors: Mapping[str, LogitsProcessorFactory] = NO_PROCESSORS,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._logits_processors = logits_processors
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float64)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self._seeds = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
+        self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._rules: dict[int, TokenRules] = {}
+        self._penalties = Penalties(max_num_seqs=max_num_seqs, device=device)
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        """Take in a request that has all_token_ids so far."""
+        params = request.sampling_params
+        self._temperature[row] = params.temperature
+        self._top_k[row] = max(params.top_k, 0)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        # The key is 64 bits; arrays are signed.
+        self._seeds[row] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
+        self._num_logprobs[row] = _count_or_none(params.logprobs)
+        self.num_prompt_logprobs[row] = _count_or_none(params.prompt_logprobs)
+        self._penalties.add(row, params, request.all_token_ids, request.num_prompt_tokens)
+        self._has_rules[row] = TokenRules.are_asked_for(params)
+        if self._has_rules[row]:
+            self._rules[row] = self._make_rules(params, request.eos_token_id)
+
+    def remove(self, row: int) -> None:
+        self._num_logprobs[row] = self.num_prompt_logprobs[row] = NO_LOGPROBS
+        self._penalties.remove(row)
+        self._has_rules[row] = False
+        self._rules.pop(row, None)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        positions: Rows,
+        output_token_ids: Callable[[int], Rows],
+    ) -> SampledTokens:
+        """Choose a token for each of `rows` from fp32 logits [n, vocab_size], which are changed.
+
+        `positions` are the rows' numbers of output tokens, `output_token_ids` returns a row's.
+        Logprobs are of the logits given, before any parameter. Waits for the device.
+        """
+        asked = np.flatnonzero(self._num_logprobs[rows] != NO_LOGPROBS)
+        raw_logits = logits[self._to_device(asked)] if len(asked) else None
+        errors = self._apply_rules(logits, rows, output_token_ids)
+        self._penalties.apply(logits, rows)
+        token_ids = sample(logits, self._describe(rows, positions)).cpu().numpy()
+        token_ids[list(errors)] = DUMMY_TOKEN_ID
+        self._penalties.count(rows, token_ids)
+        logprobs: dict[int, LogprobsLists] = {}
+        if raw_logits is not None:
+            logprobs = self._logprobs(raw_logits, rows, asked, token_ids)
+        for index in errors:
+            logprobs.pop(index, None)
+        return SampledTokens(token_ids, logprobs, errors)
+
+    def _describe(self, rows: Rows, positions: Rows) -> SamplingBatch:
+        return SamplingBatch(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            positions=positions,
+        )
+
+    def _apply_rules(
+        self, logits: torch.Tensor, rows: Rows, output_token_ids: Callable[[int], Rows]
+    ) -> dict[int, str]:
+        errors: dict[int, str] = {}
+        constrained: list[int] = []
+        for index in np.flatnonzero(self._has_rules[rows]).tolist():
+            row = int(rows[index])
+            try:
+                if self._rules[row].apply(logits[index], output_token_ids(row)):
+                    constrained.append(index)
+            except LogitsProcessorError as error:
+                errors[index] = str(error)
+        if constrained:
+            highest = torch.stack([logits[index].amax() for index in constrained]).tolist()
+            for index, value in zip(constrained, highest, strict=True):
+                if not math.isfinite(value):
+                    errors[index] = _why_unusable(value)
+        return errors
+
+    def _logprobs(
+        self, raw_logits: torch.Tensor, rows: Rows, asked: Rows, token_ids: Rows
+    ) -> dict[int, LogprobsLists]:
+        """Return the logprobs of the rows with indexes `asked`, of which raw_logits are."""
+        num_top = self._num_logprobs[rows[asked]].tolist()
+        lists = compute_logprobs(raw_logits, self._to_device(token_ids[asked]), max(num_top))
+        return {
+            index: narrow(lists[i : i + 1], num_top[i]) for i, index in enumerate(asked.tolist())
+        }
+
+    def _make_rules(self, params: SamplingParams, eos_token_id: int | None) -> TokenRules:
+        end_token_ids = params.stop_token_ids
+        if eos_token_id is not None:
+            end_token_ids = (*end_token_ids, eos_token_id)
+        return TokenRules(
+            params,
+            end_token_ids,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            factories=self._logits_processors,
+        )
+
+    def _to_device(self, array: Rows) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _count_or_none(num_logprobs: int | None) -> int:
+    return NO_LOGPROBS if num_logprobs is None else num_logprobs
+
+
+def _why_unusable(highest: float) -> str:
+    if highest == -math.inf:
+        return "no token is left to choose: the request's parameters ban all of them"
+    return f"the highest logit is {highest} after the request's parameters were applied"

@@ -1,0 +1,54 @@
+"""What the runner remembers of a request's blocks."""
+
+import pytest
+import torch
+
+from pdserve_common.engine_types import SamplingParams
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
+from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.input_batch import InputBatch
+from pdserve_engine.sampling.state import SamplingState
+
+
+def make_batch(num_groups: int) -> InputBatch:
+    sampling = SamplingState(max_num_seqs=2, vocab_size=8, device=torch.device("cpu"))
+    return InputBatch(
+        sampling, max_num_seqs=2, max_model_len=64, block_size=4, num_groups=num_groups
+    )
+
+
+def describe(request_id: str, block_ids: tuple[list[int], ...]) -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        all_token_ids=(1, 2, 3),
+        num_prompt_tokens=3,
+        sampling_params=SamplingParams(),
+        seed=0,
+        eos_token_id=None,
+        block_ids=block_ids,
+        num_computed_tokens=0,
+    )
+
+
+def test_every_group_has_its_own_block_table() -> None:
+    batch = make_batch(2)
+    batch.add(describe("a", ([3, 4], [5, 6])))
+    batch.add(describe("b", ([7], [8])))
+    row = batch.row_of("a")
+    batch.append_blocks(row, ([9], [10]))
+    assert batch.block_tables[:, row, :4].tolist() == [[3, 4, 9, 0], [5, 6, 10, 0]]
+    assert batch.block_tables[:, batch.row_of("b"), :2].tolist() == [[7, 0], [8, 0]]
+    batch.remove("a")
+    assert not batch.block_tables[:, row].any()
+
+
+def test_null_blocks_become_ids_that_kernels_can_load_through() -> None:
+    batch = make_batch(2)
+    batch.add(describe("a", ([3, 4], [NULL_BLOCK_ID, 6])))
+    assert batch.block_tables[:, batch.row_of("a"), :2].tolist() == [[3, 4], [0, 6]]
+
+
+@pytest.mark.parametrize("block_ids", [([1],), ([1], [2, 3]), ([1], [2], [3])])
+def test_tables_that_do_not_fit_the_groups_are_refused(block_ids: tuple[list[int], ...]) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        make_batch(2).add(describe("a", block_ids))
