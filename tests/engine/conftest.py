@@ -1,7 +1,12 @@
 """Fixtures of the engine's suites."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # test modules import scripted_engine
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,17 +1,37 @@
 """The inner loop of an engine: schedule, execute, update. Owned by the engine thread."""
 
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol, TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, SchedulerStats
+from pdserve_engine.core.dump import dump_step
+from pdserve_engine.core.model_thread import ModelThread
+from pdserve_engine.core.outputs import ClientOutputs
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
-from pdserve_engine.core.scheduler import ClientOutputs, Scheduler
+from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv_transfer.base import KVConnector
 
 logger = logging.getLogger(__name__)
+
+# Steps in flight at once with async scheduling: one runs, the next one waits for it.
+BATCH_QUEUE_SIZE = 2
+# After a longer step planning ahead saves next to nothing, and would keep requests that arrive
+# meanwhile out of the next step.
+MAX_LOOKAHEAD_STEP_S = 0.02
+# After so many failing steps in a row a step of our own tells whose fault it is.
+MAX_FAILURES_IN_A_ROW = 5
+PROBE_ID = "engine-probe"
+# The client_index of nobody.
+NO_CLIENT = -1
+CLOSE_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
 
 
 class Executor(Protocol):
@@ -25,14 +45,33 @@ class StepResult(NamedTuple):
 
     outputs: ClientOutputs
     stats: SchedulerStats
-    # Whether the model ran.
+    # Whether results of the model came in.
     has_computed: bool
     # False: stepping again is of no use before something changes from outside.
     has_progressed: bool
 
 
+# What a step brought, and the seconds it took.
+_Executed = tuple[ModelRunnerOutput, float]
+
+
+class _Batch(NamedTuple):
+    """A step that was handed to the model."""
+
+    scheduled: SchedulerOutput
+    future: Future[_Executed]
+
+
+class _Taken(NamedTuple):
+    """The step whose results were taken in, if any."""
+
+    has_progressed: bool
+    num_tokens: int = 0
+    duration_s: float = 0.0
+
+
 class EngineCore:
-    """One engine without threads: the caller brings requests and calls step."""
+    """One engine without an own loop: the caller brings requests and calls step."""
 
     def __init__(
         self,
@@ -41,16 +80,25 @@ class EngineCore:
         executor: Executor,
         connector: KVConnector | None,
         max_model_len: int,
+        async_scheduling: bool = False,
         take_aborts: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         """`take_aborts` returns the ids aborted since it was last called; asked while a step is
-        under way.
+        under way. With `async_scheduling` the model runs on a thread of its own until `close`.
         """
         self.scheduler = scheduler
         self.executor = executor
         self.connector = connector
         self._max_model_len = max_model_len
         self._take_aborts = take_aborts
+        self._batch_queue: deque[_Batch] = deque()
+        self._model_thread = ModelThread() if async_scheduling else None
+        # Since when (time.monotonic) a step is computed or waited for; any thread may look.
+        self.step_started: float | None = None
+        self._is_broken_off = False
+        # The last step that computed something. Unknown is taken for long.
+        self._last = _Taken(has_progressed=False, num_tokens=1, duration_s=MAX_LOOKAHEAD_STEP_S)
+        self._num_failures_in_a_row = 0
         self.step_seq = 0
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -72,49 +120,155 @@ class EngineCore:
         """Is there anything to step for? Requests that wait for remote KV wake the engine when it
         comes.
         """
-        return self.scheduler.has_schedulable_requests() or self.scheduler.has_finished_requests()
+        return (
+            bool(self._batch_queue)
+            or self.scheduler.has_schedulable_requests()
+            or self.scheduler.has_finished_requests()
+        )
 
     def step(self) -> StepResult:
-        """Run one step. The model's exceptions pass through: the caller ends the engine."""
-        start = time.monotonic()
-        self.scheduler.expire_deadlines(start)
-        scheduler_output = self.scheduler.schedule()
-        if self.connector is not None:
-            self.connector.start_load_kv(scheduler_output.kv_connector_metadata)
-        model_output = self.executor.execute_model(scheduler_output)
-        self.abort_requests(self._take_aborts())
-        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        if num_tokens:
-            self.step_seq += 1
-        stats = self.scheduler.make_stats(
-            step_num_tokens=num_tokens, step_duration_s=time.monotonic() - start
-        )
-        # A preemption frees blocks for others, even if this step had to end with it.
-        has_progressed = num_tokens > 0 or bool(scheduler_output.preempted_req_ids)
-        return StepResult(outputs, stats, num_tokens > 0, has_progressed)
+        """Plan a step and hand it to the model; take in the oldest result, unless there is time to
+        plan the next step first. Exceptions that cannot be pinned on requests pass through: the
+        caller ends the engine.
+        """
+        self.scheduler.expire_deadlines(time.monotonic())
+        if not self._batch_queue or self._may_look_ahead():
+            self._submit(self.scheduler.schedule())
+            if self._may_look_ahead():
+                return self._result(_Taken(has_progressed=True))
+            return self._result(self._take_oldest())
+        # Nothing was planned: what has come in since may be computed by the next step.
+        return self._result(self._take_oldest()._replace(has_progressed=True))
 
     def poll(self) -> StepResult:
-        """Take in KV news, deadlines and aborts without running the model."""
+        """Take in KV news and deadlines without running the model."""
         self.scheduler.expire_deadlines(time.monotonic())
         self.scheduler.update_from_kv_transfer()
-        stats = self.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
-        return StepResult(self.scheduler.take_pending_outputs(), stats, False, False)
+        return self._result(_Taken(has_progressed=False))
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Run one prompt and one decode step, so that the first request finds everything
-        initialised.
+    def finish_steps(self) -> None:
+        """Wait for the steps in flight and take them in; their outputs come with the next result.
+
+        For whoever is about to touch what steps use: memory, weights, caches.
         """
-        num_tokens = max(1, min(num_tokens, self._max_model_len - 2))
-        self.add_request(
-            EngineCoreRequest(
-                request_id="warm-up",
-                prompt_token_ids=(0,) * num_tokens,
-                sampling_params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
-            )
+        while self._batch_queue:
+            self._take_oldest()
+
+    def on_model_thread(self, function: Callable[[], T]) -> T:
+        """Call where the model runs, after the steps in flight, and return what it returns."""
+        if self._model_thread is None:
+            return function()
+        return self._wait_for(self._model_thread.submit(function))
+
+    def close(self) -> bool:
+        """End the model's thread after the steps in flight; False if it hangs in one."""
+        return self._model_thread is None or self._model_thread.close(CLOSE_TIMEOUT_S)
+
+    # ---- the batch queue
+
+    def _may_look_ahead(self) -> bool:
+        """May another step be planned before the last one has brought its tokens?"""
+        if self._model_thread is None or not 0 < len(self._batch_queue) < BATCH_QUEUE_SIZE:
+            return False
+        num_tokens = self._batch_queue[-1].scheduled.total_num_scheduled_tokens
+        expected_s = self._last.duration_s * max(1.0, num_tokens / self._last.num_tokens)
+        is_short = num_tokens > 0 and expected_s < MAX_LOOKAHEAD_STEP_S
+        return is_short and not self.scheduler.needs_drain
+
+    def _submit(self, scheduled: SchedulerOutput) -> None:
+        if self.connector is not None:
+            self.connector.start_load_kv(scheduled.kv_connector_metadata)
+        execute = functools.partial(self._execute, scheduled)
+        future: Future[_Executed]
+        if self._model_thread is not None:
+            future = self._model_thread.submit(execute)
+        else:
+            self.step_started = time.monotonic()
+            future = Future()
+            try:
+                future.set_result(execute())
+            except Exception as error:  # kept for _take_oldest, as the thread's would be
+                future.set_exception(error)
+            self.step_started = None
+        self._batch_queue.append(_Batch(scheduled, future))
+
+    def _execute(self, scheduled: SchedulerOutput) -> _Executed:
+        """On the model's thread. Nothing runs behind a step that failed: the runner's state lacks
+        what that step would have told it.
+        """
+        if self._is_broken_off:
+            raise RuntimeError("the step before this one failed")
+        start = time.monotonic()
+        try:
+            output = self.executor.execute_model(scheduled)
+        except BaseException:
+            self._is_broken_off = True
+            raise
+        return output, time.monotonic() - start
+
+    def _wait_for(self, future: "Future[T]") -> T:
+        self.step_started = time.monotonic()
+        try:
+            return future.result()
+        finally:
+            self.step_started = None
+
+    def _take_oldest(self) -> _Taken:
+        scheduled, future = self._batch_queue.popleft()
+        try:
+            output, duration_s = self._wait_for(future)
+        except Exception as error:  # whatever a model, a kernel or a plugin may raise
+            self._isolate(scheduled, error)
+            return _Taken(has_progressed=True)
+        self.abort_requests(self._take_aborts())
+        self.scheduler.update_from_output(output)
+        # A preemption frees blocks for others, even if this step had to end with it.
+        taken = _Taken(
+            has_progressed=bool(scheduled.num_scheduled_tokens or scheduled.preempted_req_ids),
+            num_tokens=scheduled.total_num_scheduled_tokens,
+            duration_s=duration_s,
         )
-        while self.has_work():
-            self.step()
-        self.scheduler.kv.block_pool.reset_prefix_cache()
-        self.scheduler.kv.prefix_cache_queries = self.scheduler.kv.prefix_cache_hits = 0
-        self.step_seq = 0
+        if taken.num_tokens:
+            self.step_seq += 1
+            self._num_failures_in_a_row = 0
+            self._last = taken
+        return taken
+
+    def _isolate(self, scheduled: SchedulerOutput, error: Exception) -> None:
+        """A step failed: find out whose fault it is. Raises the error if it is the engine's."""
+        stats = self.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
+        logger.error(
+            "a step failed: %r; it was %s", error, dump_step(scheduled, stats), exc_info=error
+        )
+        if scheduled.num_scheduled_tokens.keys() == {PROBE_ID}:
+            raise error
+        steps = [scheduled]
+        while self._batch_queue:
+            batch = self._batch_queue.popleft()
+            batch.future.exception()
+            steps.append(batch.scheduled)
+        self._is_broken_off = False
+        self.scheduler.discard_steps(steps, f"the model failed on this request: {error!r}")
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self._num_failures_in_a_row = 0
+            self._probe()
+
+    def _probe(self) -> None:
+        """Have the model compute one token of ours, before anything else."""
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        request = EngineCoreRequest(
+            request_id=PROBE_ID,
+            prompt_token_ids=(0,),
+            sampling_params=params,
+            client_index=NO_CLIENT,
+        )
+        self.scheduler.try_first(Request(request, max_model_len=self._max_model_len, seed=0))
+
+    def _result(self, taken: _Taken) -> StepResult:
+        stats = self.scheduler.make_stats(
+            step_num_tokens=taken.num_tokens, step_duration_s=taken.duration_s
+        )
+        outputs = self.scheduler.take_outputs()
+        outputs.pop(NO_CLIENT, None)
+        return StepResult(outputs, stats, taken.num_tokens > 0, taken.has_progressed)

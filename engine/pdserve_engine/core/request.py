@@ -62,17 +62,20 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_emitted_prompt_logprobs",
         "num_emitted_tokens",
         "num_external_tokens",
+        "num_in_flight_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_slots",
+        "output_limit",
         "queued_time",
         "request",
         "request_id",
         "sampling_params",
         "seed",
-        "spec_token_ids",
         "status",
         "stop_reason",
     )
@@ -89,10 +92,21 @@ class Request:
         self._all_token_ids.extend(request.resume_output_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        # Output tokens after which it ends here: on P that is the first, the rest is D's.
+        self.output_limit = self.max_tokens
+        if self.do_remote_decode:
+            self.output_limit = len(request.resume_output_token_ids) + 1
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
+        # Computed or being computed. Steps run behind their planning (async scheduling): of these,
+        # num_in_flight_tokens belong to steps whose results have not come in, and after the known
+        # tokens come num_output_placeholders that such steps will sample.
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_output_placeholders = 0
+        # Tokens that the blocks it holds have room for.
+        self.num_slots = 0
         # Of the prompt, found in the local prefix cache at the first scheduling.
         self.num_cached_tokens = -1
         # Of the prompt, pulled from a prefill worker.
@@ -102,8 +116,7 @@ class Request:
         self.num_preemptions = 0
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = len(request.resume_output_token_ids)
-        self.num_output_placeholders = 0
-        self.spec_token_ids: list[int] = []
+        self.num_emitted_prompt_logprobs = 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
         self.queued_time = time.monotonic()
@@ -129,8 +142,20 @@ class Request:
         return len(self._all_token_ids) - self.num_prompt_tokens
 
     @property
-    def num_tokens_with_spec(self) -> int:
-        return len(self._all_token_ids) + len(self.spec_token_ids)
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens, known or about to be sampled, that no step computes yet."""
+        num_tokens = len(self._all_token_ids) + self.num_output_placeholders
+        return num_tokens - self.num_computed_tokens
+
+    @property
+    def num_finished_tokens(self) -> int:
+        """Tokens whose KV is written."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
+
+    @property
+    def is_output_complete(self) -> bool:
+        """The last token it may have is sampled or being sampled."""
+        return self.num_output_tokens + self.num_output_placeholders >= self.output_limit
 
     @property
     def priority(self) -> int:
@@ -171,6 +196,11 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASONS.get(self.status)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Log-probabilities of a prompt need its logits, so it is computed whole."""
+        return self.sampling_params.prompt_logprobs is None or self.do_remote_prefill
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> None:
         self._all_token_ids.extend(token_ids)

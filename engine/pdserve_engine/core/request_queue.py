@@ -14,27 +14,36 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 class RequestQueue(ABC):
     """Waiting requests in the order in which they should be admitted."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        # Known tokens of all its requests: nothing of a waiting request is computed.
+        self.num_tokens = 0
+
     def add_request(self, request: Request) -> None:
         """Add a request at its place."""
+        self.num_tokens += request.num_tokens
+        self._add(request)
 
-    @abstractmethod
     def prepend_request(self, request: Request) -> None:
         """Put a request back in front (preempted or skipped); a priority queue puts it at its
         place.
         """
+        self.num_tokens += request.num_tokens
+        self._prepend(request)
+
+    def pop_request(self) -> Request:
+        """Remove and return the next request. Raises IndexError if there is none."""
+        request = self._pop()
+        self.num_tokens -= request.num_tokens
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Remove a request that is in the queue."""
+        self._remove(request)
+        self.num_tokens -= request.num_tokens
 
     @abstractmethod
     def peek_request(self) -> Request:
         """Return the next request. Raises IndexError if there is none."""
-
-    @abstractmethod
-    def pop_request(self) -> Request:
-        """Remove and return the next request. Raises IndexError if there is none."""
-
-    @abstractmethod
-    def remove_request(self, request: Request) -> None:
-        """Remove a request that is in the queue."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -42,26 +51,39 @@ class RequestQueue(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[Request]: ...
 
+    @abstractmethod
+    def _add(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _prepend(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _pop(self) -> Request: ...
+
+    @abstractmethod
+    def _remove(self, request: Request) -> None: ...
+
 
 class FCFSRequestQueue(RequestQueue):
     """First come, first served."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._queue: deque[Request] = deque()
 
-    def add_request(self, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         self._queue.append(request)
 
-    def prepend_request(self, request: Request) -> None:
+    def _prepend(self, request: Request) -> None:
         self._queue.appendleft(request)
 
     def peek_request(self) -> Request:
         return self._queue[0]
 
-    def pop_request(self) -> Request:
+    def _pop(self) -> Request:
         return self._queue.popleft()
 
-    def remove_request(self, request: Request) -> None:
+    def _remove(self, request: Request) -> None:
         self._queue.remove(request)
 
     def __len__(self) -> int:
@@ -71,33 +93,53 @@ class FCFSRequestQueue(RequestQueue):
         return iter(self._queue)
 
 
+class _Entry:
+    """A request's place in the heap; one that was removed stays until it comes up."""
+
+    __slots__ = ("is_removed", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.is_removed = False
+
+    def __lt__(self, other: "_Entry") -> bool:
+        return self.request < other.request
+
+
 class PriorityRequestQueue(RequestQueue):
     """Lower priority value first, then earlier arrival (Request.__lt__)."""
 
     def __init__(self) -> None:
-        self._heap: list[Request] = []
+        super().__init__()
+        self._heap: list[_Entry] = []
+        self._entries: dict[Request, _Entry] = {}
 
-    def add_request(self, request: Request) -> None:
-        heapq.heappush(self._heap, request)
+    def _add(self, request: Request) -> None:
+        entry = self._entries[request] = _Entry(request)
+        heapq.heappush(self._heap, entry)
 
-    def prepend_request(self, request: Request) -> None:
-        heapq.heappush(self._heap, request)
+    def _prepend(self, request: Request) -> None:
+        self._add(request)
 
     def peek_request(self) -> Request:
-        return self._heap[0]
+        while self._heap[0].is_removed:
+            heapq.heappop(self._heap)
+        return self._heap[0].request
 
-    def pop_request(self) -> Request:
-        return heapq.heappop(self._heap)
+    def _pop(self) -> Request:
+        request = self.peek_request()
+        heapq.heappop(self._heap)
+        del self._entries[request]
+        return request
 
-    def remove_request(self, request: Request) -> None:
-        self._heap.remove(request)
-        heapq.heapify(self._heap)
+    def _remove(self, request: Request) -> None:
+        self._entries.pop(request).is_removed = True
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._heap))
+        return iter(sorted(self._entries))
 
 
 def make_request_queue(policy: SchedulingPolicy) -> RequestQueue:

@@ -46,10 +46,9 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     # Requests that ended since the last step: the runner forgets them.
     finished_req_ids: frozenset[str]
-    # Requests preempted in this step: forgotten too, they come back as new.
+    # Requests preempted since the last step: forgotten too, they come back as new.
     preempted_req_ids: frozenset[str]
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
-    scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
+    # Per KV group, leading blocks that all running requests share.
     num_common_prefix_blocks: tuple[int, ...] = ()
     # What KVConnector.build_connector_meta returned; opaque to scheduler and runner.
     kv_connector_metadata: Any = None
@@ -65,7 +64,13 @@ class ModelRunnerOutput:
 
     request_ids: tuple[str, ...] = ()
     sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    # One position per sampled token.
     logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    # Of the prompt tokens that this step's chunk was followed by: for a chunk of positions
+    # [a, b) those of tokens a + 1 to b, as far as they belong to the prompt.
+    prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+    # Requests that could not be sampled for a reason of their own (a failing logits processor).
+    errors: dict[str, str] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
 
 

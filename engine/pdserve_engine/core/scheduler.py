@@ -1,68 +1,71 @@
 """Decides each step which requests compute how many tokens: vLLM V1's scheduler, a token budget.
 
-There are no prefill and decode phases: every request catches up from num_computed_tokens to
-num_tokens, running requests first, then waiting ones. Owned by the engine thread. Where a request
+There are no prefill and decode phases: every request catches up from num_computed_tokens to its
+last known token, running requests first, then waiting ones. With scheduling_mode "v0" prompts are
+computed whole and apart from decodes, as vLLM V0 did. Owned by the engine thread. Where a request
 is, by status:
 
-    WAITING, PREEMPTED       `waiting`
-    WAITING_FOR_REMOTE_KVS   `remote_kvs`: a ticket without blocks, or a pull that owns its blocks;
-                             `kv_ready` when they have come and there is no place in the batch yet
+    WAITING, PREEMPTED       `waiting`; forks whose source's prompt is not computed yet: `_forks`;
+                             `kv_ready`: it owns blocks (pulled, or shared by its fork's source) and
+                             there was no place in the batch yet
+    WAITING_FOR_REMOTE_KVS   `remote_kvs`: a ticket without blocks, or a pull that owns its blocks
     RUNNING                  `running`
+
+Steps may be planned before the ones before them have finished (async scheduling). While a step is
+in flight its blocks are nobody else's: requests that end give them up when the step is over, and
+preemption waits until nothing is in flight (`needs_drain`).
 """
 
+import enum
 import heapq
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import (
     EngineCoreEventType,
-    EngineCoreOutput,
     EngineError,
     ErrorCode,
     KVTransferStats,
-    PrefillStats,
+    LogprobsLists,
     SchedulerStats,
 )
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.block_pool import KVCacheBlock
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
+from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from pdserve_engine.core.outputs import ClientOutputs, emit
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.core.request_queue import make_request_queue
-from pdserve_engine.core.sched_output import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.stop import check_stop
 from pdserve_engine.kv_transfer.base import KVConnector, KVConnectorMetadata
 
 logger = logging.getLogger(__name__)
 
-# Outputs by the client_index of the front end they go to.
-ClientOutputs = dict[int, list[EngineCoreOutput]]
+# Prompts that have to wait for a place among the partial prefills and are overtaken in one step.
+MAX_SKIPPED = 16
 
 
-@dataclass(slots=True)
-class _StepPlan:
-    """The step being built."""
+class _Admission(enum.Enum):
+    """What became of a waiting request."""
 
-    token_budget: int
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    new_reqs: list[NewRequestData] = field(default_factory=list)
-    cached_reqs: dict[str, tuple[list[int], int]] = field(default_factory=dict)
-    preempted: set[str] = field(default_factory=set)
+    ADMITTED = enum.auto()
+    # It would not fit, and those behind it have to wait as well.
+    NO_ROOM = enum.auto()
+    # It would be computed in chunks, as too many are already; shorter prompts may overtake it.
+    NO_PARTIAL_PREFILL = enum.auto()
 
-    def take(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled_tokens[request.request_id] = num_tokens
-        self.token_budget -= num_tokens
 
-    def give_back(self, request: Request) -> None:
-        self.token_budget += self.num_scheduled_tokens.pop(request.request_id, 0)
-        self.cached_reqs.pop(request.request_id, None)
+class PauseState(enum.IntEnum):
+    """What `schedule` may plan. Requests are accepted in every state."""
+
+    UNPAUSED = 0
+    # Waiting requests stay where they are, admitted ones go on.
+    PAUSED_NEW = 1
+    # Everything stays where it is.
+    PAUSED_ALL = 2
 
 
 class Scheduler:
@@ -77,14 +80,31 @@ class Scheduler:
         self.config = config
         self.kv = kv_cache_manager
         self.connector = connector
+        self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
         self.running: list[Request] = []
         self.remote_kvs: dict[str, Request] = {}
         self.kv_ready: deque[Request] = deque()
         self.num_preemptions = 0
+        # Of the waiting requests, those that were running.
+        self._num_preempted = 0
+        # Set when a step could not be planned without a preemption while others were in flight.
+        self.needs_drain = False
+        self._forks: dict[str, list[Request]] = {}  # by the id of their source
+        # Requests of a step that failed: they run one by one until each has brought a token.
+        self._suspects: list[Request] = []
+        # Steps that were planned and whose results have not come in, oldest first.
+        self._in_flight: deque[dict[Request, int]] = deque()
+        self._num_planned_steps = 0
+        # Blocks of ended requests, and the step that may still use them.
+        self._deferred_block_ids: deque[tuple[int, list[int]]] = deque()
+        # Of the running requests, per KV group; None: the batch has changed.
+        self._num_common_prefix_blocks: tuple[int, ...] | None = None
+        # What the model runner still has to hear of.
         self._finished_req_ids: set[str] = set()
-        self._pending_outputs: ClientOutputs = {}
+        self._preempted_req_ids: set[str] = set()
+        self._outputs: ClientOutputs = {}
         # A heap of (deadline, order of arrival, request); ids may come again, requests do not.
         self._deadlines: list[tuple[float, int, Request]] = []
         self._num_added = 0
@@ -97,13 +117,7 @@ class Scheduler:
         assert request.request_id not in self.requests, "the front end refuses duplicates"
         self.requests[request.request_id] = request
         request.record_event(EngineCoreEventType.QUEUED)
-        if request.request.deadline is not None:
-            entry = (request.request.deadline, self._num_added, request)
-            heapq.heappush(self._deadlines, entry)
-            if len(self._deadlines) > 2 * len(self.requests) + 64:  # most are of ended requests
-                self._deadlines = [e for e in self._deadlines if not e[2].status.is_finished]
-                heapq.heapify(self._deadlines)
-        self._num_added += 1
+        self._watch_deadline(request)
         if request.do_remote_prefill or request.do_remote_decode:
             if self.connector is None:
                 error = EngineError(
@@ -114,9 +128,14 @@ class Scheduler:
                 self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
                 return
             self.connector.on_new_request(request)
+        source = self._fork_source(request)
         if request.needs_remote_kv:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self.remote_kvs[request.request_id] = request
+        elif source is not None:
+            self._forks.setdefault(source.request_id, []).append(request)
+            if _is_prompt_computed(source):
+                self._release_forks(source)
         else:
             self.waiting.add_request(request)
 
@@ -136,11 +155,11 @@ class Scheduler:
             self._remove_from_queues(request)
             request.error = error
             self._finish(request, status)
-            self._emit(self._pending_outputs, request, self._make_output(request))
+            emit(self._outputs, request)
 
-    def take_pending_outputs(self) -> ClientOutputs:
-        """Return the terminal outputs of requests that ended between steps."""
-        outputs, self._pending_outputs = self._pending_outputs, {}
+    def take_outputs(self) -> ClientOutputs:
+        """Return what is new since the last call, by client."""
+        outputs, self._outputs = self._outputs, {}
         return outputs
 
     def expire_deadlines(self, now: float) -> None:
@@ -162,9 +181,18 @@ class Scheduler:
         """Is any request here, running or not?"""
         return bool(self.requests)
 
+    def has_admitted_requests(self) -> bool:
+        """Is any request computed, half computed, or does it hold or pull blocks?"""
+        is_running = self.running or self.kv_ready or self._num_preempted or self._in_flight
+        return bool(is_running) or any(self._pulls())
+
     def has_schedulable_requests(self) -> bool:
         """Could the next step compute something? Requests that wait for remote KV do not count."""
-        return bool(self.running or self.kv_ready or len(self.waiting))
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        is_taking_new = self.pause_state is PauseState.UNPAUSED
+        num_waiting = len(self.waiting) if is_taking_new else self._num_preempted
+        return bool(self.running or self.kv_ready or num_waiting)
 
     def has_finished_requests(self) -> bool:
         """Does the model runner still have to hear of ended requests?"""
@@ -174,40 +202,525 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step."""
+        """Plan the next step; its results go to update_from_output, in the order of planning."""
         self.update_from_kv_transfer()
-        plan = _StepPlan(self.config.max_num_batched_tokens)
-        self._schedule_running(plan)
-        if not plan.preempted:
-            self._schedule_kv_ready(plan)
-            self._schedule_waiting(plan)
-        return self._build_output(plan)
-
-    def update_from_output(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput
-    ) -> ClientOutputs:
-        """Take in what the step computed; returns every client's outputs."""
-        outputs = self.take_pending_outputs()
-        sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
-        for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:  # aborted while the model ran
-                continue
-            request.num_computed_tokens += num_tokens
-            self.kv.cache_blocks(request, request.num_computed_tokens)
-            num_nans = result.num_nans_in_logits.get(request_id, 0)
-            token_ids = sampled.get(request_id, ())
-            if num_nans:
-                request.error = EngineError(
-                    code=ErrorCode.INTERNAL, message=f"logits had {num_nans} NaN values"
-                )
-                self._end_running(request, RequestStatus.FINISHED_ERROR)
-            elif token_ids:
-                self._append_tokens(request, token_ids)
+        self.needs_drain = False
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            if self._suspects:
+                self._schedule_suspect(plan)
+            elif self.config.scheduling_mode == "v0":
+                self._schedule_phase(plan)
             else:
+                self._schedule_running(plan)
+                self._schedule_newcomers(plan)
+        return self._commit(plan)
+
+    def update_from_output(self, result: ModelRunnerOutput) -> None:
+        """Take in what the oldest step in flight computed."""
+        sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
+        for request, num_tokens in self._in_flight.popleft().items():
+            start = request.num_finished_tokens
+            request.num_in_flight_tokens -= num_tokens
+            if request.status.is_finished:  # while the model ran
                 continue
-            self._emit(outputs, request, self._make_output(request, num_nans))
-        return outputs
+            self.kv.cache_blocks(request, start + num_tokens)
+            if request.request_id in self._forks and _is_prompt_computed(request):
+                self._release_forks(request)
+            self.kv.remove_skipped_blocks(request, start + num_tokens)
+            self._take_result(request, start, sampled.get(request.request_id, ()), result)
+        self._free_deferred_blocks()
+
+    def discard_steps(self, steps: Iterable[SchedulerOutput], message: str) -> None:
+        """Of the steps in flight, which are given and all over, the oldest raised: none counts.
+
+        Whatever runs is computed again. A step of one request fails it; of several, each is tried
+        alone.
+        """
+        suspects = [r for r in self._in_flight[0] if not r.status.is_finished]
+        self._in_flight.clear()
+        self._free_deferred_blocks()
+        for step in steps:  # the model runner may not have got so far
+            self._finished_req_ids |= step.finished_req_ids
+            self._preempted_req_ids |= step.preempted_req_ids
+        for request in reversed(self.running):
+            self._preempt(request)
+        if len(suspects) == 1:
+            error = EngineError(code=ErrorCode.INTERNAL, message=message)
+            self.finish_requests([suspects[0].request_id], RequestStatus.FINISHED_ERROR, error)
+        else:
+            self._suspects = suspects
+
+    def try_first(self, request: Request) -> None:
+        """Take a request and compute nothing else until it has brought a token."""
+        self.add_request(request)
+        self._suspects.insert(0, request)
+
+    def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
+        """Return the load after a step."""
+        pool = self.kv.block_pool
+        num_forks = sum(len(forks) for forks in self._forks.values())
+        return SchedulerStats(
+            num_running_reqs=len(self.running) + len(self.kv_ready),
+            num_waiting_reqs=len(self.waiting) + len(self.remote_kvs) + num_forks,
+            num_waiting_tokens=self.waiting.num_tokens,
+            num_total_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_open_kv_sessions=self.connector.num_open_sessions() if self.connector else 0,
+            prefix_cache_queries=self.kv.prefix_cache_queries,
+            prefix_cache_hits=self.kv.prefix_cache_hits,
+            num_preemptions=self.num_preemptions,
+            num_common_prefix_blocks=max(self._num_common_prefix_blocks or (0,)),
+            step_num_tokens=step_num_tokens,
+            step_duration_s=step_duration_s,
+        )
+
+    def _watch_deadline(self, request: Request) -> None:
+        if request.request.deadline is None:
+            return
+        heapq.heappush(self._deadlines, (request.request.deadline, self._num_added, request))
+        self._num_added += 1
+        if len(self._deadlines) > 2 * len(self.requests) + 64:  # most are of ended requests
+            self._deadlines = [e for e in self._deadlines if not e[2].status.is_finished]
+            heapq.heapify(self._deadlines)
+
+    # ---- planning
+    # ------------------------------------------------------------------------------------------
+
+    def _schedule_phase(self, plan: StepPlan) -> None:
+        """V0: a step of whole prompts, or else a step of decodes."""
+        self._schedule_newcomers(plan, is_decode=False)
+        if not plan.scheduled:
+            self._schedule_running(plan)
+            self._schedule_kv_ready(plan, is_decode=True)
+
+    def _schedule_newcomers(self, plan: StepPlan, *, is_decode: bool | None = None) -> None:
+        self._schedule_kv_ready(plan, is_decode=is_decode)
+        if self.pause_state is PauseState.UNPAUSED:
+            self._schedule_waiting(plan)
+        else:
+            self._schedule_preempted(plan)
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        for request in list(self.running):
+            if plan.token_budget == 0 or self.needs_drain:
+                return
+            # Preempted in this step, or its last token is on its way.
+            if request.status != RequestStatus.RUNNING or request.is_output_complete:
+                continue
+            self._continue_running(request, plan)
+
+    def _continue_running(self, request: Request, plan: StepPlan) -> None:
+        num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
+        target = request.num_computed_tokens + num_tokens
+        if target <= request.num_slots:
+            plan.take(request, num_tokens)
+            plan.cached_reqs[request] = None
+            return
+        new_block_ids = self._allocate_or_preempt(request, target, plan)
+        if new_block_ids is not None:
+            plan.take(request, num_tokens)
+            plan.cached_reqs[request] = new_block_ids
+
+    def _chunk(self, num_tokens: int, plan: StepPlan) -> int:
+        """Return how many of `num_tokens` the step may compute."""
+        threshold = self.config.long_prefill_token_threshold
+        if threshold and self.config.has_chunked_prefill:
+            num_tokens = min(num_tokens, threshold)
+        return min(num_tokens, plan.token_budget)
+
+    def _allocate_or_preempt(
+        self, request: Request, target: int, plan: StepPlan
+    ) -> tuple[list[int], ...] | None:
+        """Make room for the first `target` tokens, taking blocks from the least important running
+        requests if need be. None: the request itself had to give way, or nothing may be taken yet.
+        """
+        while True:
+            block_ids = self._allocate(request, target)
+            if block_ids is not None:
+                return block_ids
+            if self._in_flight:
+                self.needs_drain = True
+                return None
+            victim = max(self.running) if self._is_priority else self.running[-1]
+            plan.give_back(victim)
+            plan.has_preempted = True
+            self._preempt(victim)
+            if victim is request:
+                return None
+
+    def _allocate(
+        self,
+        request: Request,
+        target: int,
+        blocks: ComputedBlocks = (),
+        *,
+        num_remote_tokens: int = 0,
+    ) -> tuple[list[int], ...] | None:
+        """Make room for the first `target` tokens; None if the pool has too few blocks."""
+        block_ids = self.kv.allocate_slots(
+            request, target, blocks, num_remote_tokens=num_remote_tokens
+        )
+        if block_ids is not None:
+            request.num_slots = self.kv.blocks_for(target) * self.kv.block_size
+        return block_ids
+
+    def _leave_batch(self, request: Request) -> None:
+        self.running.remove(request)
+        self._num_common_prefix_blocks = None
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_batch(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.num_output_placeholders = request.num_slots = 0
+        request.num_preemptions += 1
+        self._num_preempted += 1
+        self.num_preemptions += 1
+        self._preempted_req_ids.add(request.request_id)
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        self.waiting.prepend_request(request)
+
+    def _schedule_kv_ready(self, plan: StepPlan, *, is_decode: bool | None = None) -> None:
+        """Requests that own their prompt's blocks come before the waiting ones.
+
+        `is_decode` takes only those that have one token left to compute, or only the others.
+        """
+        while self.kv_ready and self._may_add(plan):
+            request = self.kv_ready[0]
+            if is_decode is not None and is_decode != (request.num_uncomputed_tokens == 1):
+                return
+            num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
+            if self._allocate(request, request.num_computed_tokens + num_tokens) is None:
+                return
+            self.kv_ready.popleft()
+            self._start_running(request, num_tokens, plan)
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        skipped: list[Request] = []
+        while len(self.waiting) and self._may_add(plan):
+            request = self.waiting.peek_request()
+            admission = self._try_to_admit(request, plan)
+            if admission is _Admission.NO_ROOM:
+                break
+            if admission is _Admission.NO_PARTIAL_PREFILL:
+                if len(skipped) == MAX_SKIPPED:
+                    break
+                skipped.append(self.waiting.pop_request())
+        for request in reversed(skipped):
+            self.waiting.prepend_request(request)
+
+    def _schedule_preempted(self, plan: StepPlan) -> None:
+        """While nothing new is taken, those that had been running still finish."""
+        if self._num_preempted == 0:
+            return
+        for request in [r for r in self.waiting if r.status is RequestStatus.PREEMPTED]:
+            if not self._may_add(plan):
+                return
+            if self._admit(request, *self._find_cached(request), plan) is _Admission.ADMITTED:
+                self.waiting.remove_request(request)
+
+    def _find_cached(self, request: Request) -> tuple[ComputedBlocks, int]:
+        if not request.reads_prefix_cache:
+            return self.kv.empty_computed_blocks, 0
+        limit = request.num_prompt_tokens if request.needs_remote_kv else request.num_tokens - 1
+        return self.kv.get_computed_blocks(request, limit)
+
+    def _try_to_admit(self, request: Request, plan: StepPlan) -> _Admission:
+        """Give the next waiting request its blocks and its first tokens, or its pull."""
+        blocks, num_hit_tokens = self._find_cached(request)
+        if request.needs_remote_kv:
+            is_started = self._start_load(request, blocks, num_hit_tokens, plan)
+            return _Admission.ADMITTED if is_started else _Admission.NO_ROOM
+        admission = self._admit(request, blocks, num_hit_tokens, plan)
+        if admission is _Admission.ADMITTED:
+            self.waiting.pop_request()
+        return admission
+
+    def _admit(
+        self, request: Request, blocks: ComputedBlocks, num_hit_tokens: int, plan: StepPlan
+    ) -> _Admission:
+        num_left = request.num_tokens - num_hit_tokens
+        num_tokens = self._chunk(num_left, plan)
+        if num_tokens < num_left:
+            if not self.config.has_chunked_prefill:
+                return _Admission.NO_ROOM
+            if plan.num_partial_prefills >= self.config.max_num_partial_prefills:
+                return _Admission.NO_PARTIAL_PREFILL
+        # The whole prompt has to fit besides what admitted requests still need, or they would
+        # evict each other.
+        if not self._can_allocate(request.num_tokens, blocks, plan):
+            return _Admission.NO_ROOM
+        if self._allocate(request, num_hit_tokens + num_tokens, blocks) is None:
+            return _Admission.NO_ROOM
+        self._record_admission(request, num_hit_tokens, plan)
+        request.num_computed_tokens = num_hit_tokens
+        self._start_running(request, num_tokens, plan)
+        return _Admission.ADMITTED
+
+    def _start_load(
+        self, request: Request, blocks: ComputedBlocks, num_hit_tokens: int, plan: StepPlan
+    ) -> bool:
+        """D: allocate the prompt's blocks and have the connector pull what is not cached here."""
+        assert self.connector is not None
+        num_external, _ = self.connector.get_num_new_matched_tokens(request, num_hit_tokens)
+        if num_external is None:  # the announcement was withdrawn; its failure is on the way
+            self.waiting.pop_request()
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.remote_kvs[request.request_id] = request
+            return True
+        num_prompt = request.num_prompt_tokens
+        if not self._can_allocate(num_prompt + 1, blocks, plan):
+            return False
+        if self._allocate(request, num_prompt, blocks, num_remote_tokens=num_prompt) is None:
+            return False
+        self.waiting.pop_request()
+        self._record_admission(request, num_hit_tokens, plan)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_external_tokens = num_external
+        self.remote_kvs[request.request_id] = request
+        block_ids = self.kv.get_block_ids(request.request_id)
+        self.connector.update_state_after_alloc(request, block_ids, num_external)
+        return True
+
+    def _start_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+            request.record_event(EngineCoreEventType.SCHEDULED)
+        self._num_preempted -= request.status is RequestStatus.PREEMPTED
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self._num_common_prefix_blocks = None
+        plan.take(request, num_tokens)
+        plan.new_reqs.append(
+            NewRequestData(
+                request_id=request.request_id,
+                all_token_ids=tuple(request.all_token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=request.sampling_params,
+                seed=request.seed,
+                eos_token_id=request.request.eos_token_id,
+                block_ids=self.kv.get_block_ids(request.request_id),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+
+    def _schedule_suspect(self, plan: StepPlan) -> None:
+        """Plan a step for one request of a step that failed, and for no other."""
+        suspect = self._suspects[0]
+        if suspect.status is RequestStatus.RUNNING:
+            if not suspect.is_output_complete:
+                self._continue_running(suspect, plan)
+        elif self._admit_suspect(suspect, plan):
+            self.waiting.remove_request(suspect)
+        else:  # others hold the place or the blocks it needs: they first
+            self._schedule_running(plan)
+            self._schedule_kv_ready(plan)
+
+    def _admit_suspect(self, suspect: Request, plan: StepPlan) -> bool:
+        if not self._may_add(plan):
+            return False
+        return self._admit(suspect, *self._find_cached(suspect), plan) is _Admission.ADMITTED
+
+    def _commit(self, plan: StepPlan) -> SchedulerOutput:
+        """Turn the plan into a step that is in flight."""
+        metadata = self.connector.build_connector_meta() if self.connector else None
+        output = plan.build(
+            finished_req_ids=frozenset(self._finished_req_ids),
+            preempted_req_ids=frozenset(self._preempted_req_ids),
+            num_common_prefix_blocks=self._common_prefix_blocks(),
+            kv_connector_metadata=metadata or KVConnectorMetadata(),
+        )
+        self._finished_req_ids.clear()
+        self._preempted_req_ids.clear()
+        for request, num_tokens in plan.scheduled.items():
+            request.num_computed_tokens += num_tokens
+            request.num_in_flight_tokens += num_tokens
+            if request.num_uncomputed_tokens == 0:
+                request.num_output_placeholders += 1
+        self._in_flight.append(plan.scheduled)
+        self._num_planned_steps += 1
+        return output
+
+    def _common_prefix_blocks(self) -> tuple[int, ...]:
+        """Found once per batch: running requests never change the blocks they have."""
+        if self._num_common_prefix_blocks is None:
+            self._num_common_prefix_blocks = self.kv.num_common_prefix_blocks(self.running)
+        return self._num_common_prefix_blocks
+
+    # ---- room
+    # ----------------------------------------------------------------------------------------------
+
+    def _may_add(self, plan: StepPlan) -> bool:
+        """May another request join the batch? Not if somebody has just given way for room."""
+        has_place = plan.token_budget > 0 and len(self.running) < self.config.max_num_seqs
+        return has_place and not (plan.has_preempted or self.needs_drain)
+
+    @property
+    def _is_priority(self) -> bool:
+        return self.config.scheduling_policy == "priority"
+
+    def _can_allocate(self, num_tokens: int, blocks: ComputedBlocks, plan: StepPlan) -> bool:
+        if plan.num_reserved_blocks is None:
+            plan.num_reserved_blocks = self._num_reserved_blocks()
+        num_spare = plan.num_reserved_blocks
+        if num_spare:  # somebody could be preempted
+            num_spare += int(self.config.kv_watermark * self.kv.block_pool.num_blocks)
+        return self.kv.can_allocate(num_tokens, blocks, num_spare=num_spare)
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks admitted requests still need for their known tokens, and one more for each.
+
+        Pulls count: they cannot be preempted, so their first decode step must find its block.
+        """
+        admitted = itertools.chain(self.running, self.kv_ready, self._pulls())
+        return sum(map(self._num_missing_blocks, admitted))
+
+    def _num_missing_blocks(self, request: Request) -> int:
+        num_needed = self.kv.num_blocks_needed(request.num_tokens + self.kv.block_size)
+        return max(0, num_needed - self.kv.num_blocks_of(request.request_id))
+
+    def _pulls(self) -> Iterable[Request]:
+        return (request for request in self.remote_kvs.values() if request.num_slots)
+
+    def _record_admission(self, request: Request, num_hit_tokens: int, plan: StepPlan) -> None:
+        if plan.num_reserved_blocks is not None:
+            plan.num_reserved_blocks += self._num_missing_blocks(request)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            self.kv.record_lookup(request.num_prompt_tokens, request.num_cached_tokens)
+
+    # ---- forks: requests that share the prompt of another one (n > 1)
+    # -------------------------------------------------------
+
+    def _fork_source(self, request: Request) -> Request | None:
+        """The request whose prompt this one may share, if it is here and really the same."""
+        source = self.requests.get(request.request.fork_of or "")
+        if source is None or source is request or not request.reads_prefix_cache:
+            return None
+        is_same = (
+            source.request.client_index == request.request.client_index
+            and source.request.cache_salt == request.request.cache_salt
+            and source.request.lora_request == request.request.lora_request
+            and source.request.prompt_token_ids == request.request.prompt_token_ids
+        )
+        return source if is_same else None
+
+    def _release_forks(self, source: Request) -> None:
+        """The source's prompt is computed: its forks share the full blocks, and compute what comes
+        behind those, if there is room; else they wait like any other request.
+        """
+        num_shared = source.num_prompt_tokens - 1
+        for fork in self._forks.pop(source.request_id, ()):
+            # The fork needs a block for the prompt's end and one for what comes then.
+            num_needed = self._num_missing_blocks(source) + 2 * self.kv.num_groups
+            if self._num_reserved_blocks() + num_needed <= self.kv.block_pool.num_free_blocks:
+                fork.num_computed_tokens = self.kv.fork(source, fork, num_shared)
+            if fork.num_computed_tokens:
+                fork.num_slots = fork.num_computed_tokens
+                fork.num_cached_tokens = fork.num_computed_tokens
+                self.kv_ready.append(fork)
+            else:
+                self.waiting.add_request(fork)
+
+    def _dissolve_forks(self, source: Request) -> None:
+        """The source is gone: its forks are computed like any other request."""
+        for fork in self._forks.pop(source.request_id, ()):
+            self.waiting.add_request(fork)
+
+    # ---- results
+    # -------------------------------------------------------------------------------------------
+
+    def _take_result(
+        self,
+        request: Request,
+        start: int,
+        token_ids: Sequence[int],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """Take in what a step brought for a request, whose computed tokens begin at `start`."""
+        request_id = request.request_id
+        prompt_logprobs = result.prompt_logprobs.get(request_id)
+        if prompt_logprobs is not None:
+            prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
+        num_nans = result.num_nans_in_logits.get(request_id, 0)
+        problem = result.errors.get(request_id)
+        if num_nans:
+            problem = f"logits had {num_nans} NaN values"
+        if problem is not None:
+            request.error = EngineError(code=ErrorCode.INTERNAL, message=problem)
+            self._end_running(request, RequestStatus.FINISHED_ERROR)
+        elif token_ids:
+            request.num_output_placeholders -= len(token_ids)
+            self._append_tokens(request, token_ids)
+            if request in self._suspects:
+                self._suspects.remove(request)
+        elif prompt_logprobs is None:
+            return
+        emit(
+            self._outputs,
+            request,
+            logprobs=result.logprobs.get(request_id),
+            prompt_logprobs=prompt_logprobs,
+            num_nans=num_nans,
+        )
+
+    def _append_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            request.append_output_token_ids((token_id,))
+            status = check_stop(request)
+            if status is not None:
+                self._end_running(request, status)
+                return
+        if request.do_remote_decode:
+            # P's part ends with the first token; is_handed_off tells this from a real end.
+            self._end_running(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+    def _end_running(self, request: Request, status: RequestStatus) -> None:
+        self._leave_batch(request)
+        self._finish(request, status)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Fence first, then free (rule K3): the connector ends its sessions before any block
+        changes hands.
+        """
+        request.status = status
+        del self.requests[request.request_id]
+        self._finished_req_ids.add(request.request_id)
+        self._dissolve_forks(request)
+        if request in self._suspects:
+            self._suspects.remove(request)
+        block_ids = self.kv.get_block_ids(request.request_id)
+        if self.connector is not None and self.connector.request_finished(request, block_ids):
+            self.kv.take(request)
+        elif request.num_in_flight_tokens:
+            taken = [block.block_id for block in self.kv.take(request)]
+            self._deferred_block_ids.append((self._num_planned_steps, taken))
+        else:
+            self.kv.free(request)
+
+    def _free_deferred_blocks(self) -> None:
+        """Free what ended requests held while a step that used it was in flight."""
+        num_done = self._num_planned_steps - len(self._in_flight)
+        while self._deferred_block_ids and self._deferred_block_ids[0][0] <= num_done:
+            self.kv.free_block_ids(self._deferred_block_ids.popleft()[1])
+
+    def _remove_from_queues(self, request: Request) -> None:
+        forks = self._forks.get(request.request.fork_of or "", ())
+        if request in self.running:
+            self._leave_batch(request)
+        elif request in self.kv_ready:
+            self.kv_ready.remove(request)
+        elif request in forks:
+            self._forks[request.request.fork_of or ""].remove(request)
+        elif self.remote_kvs.pop(request.request_id, None) is None:
+            self._num_preempted -= request.status is RequestStatus.PREEMPTED
+            self.waiting.remove_request(request)
+
+    # ---- KV transfer
+    # ---------------------------------------------------------------------------------------
 
     def update_from_kv_transfer(self) -> None:
         """Take in what the connector reports: announcements, finished and failed pulls, returned
@@ -238,283 +751,35 @@ class Scheduler:
         request.kv_transfer_stats = stats
         request.kv_ready_time = time.monotonic()
         request.is_kv_loaded = True
+        request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_prompt_tokens
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self.kv.cache_blocks(request, request.num_computed_tokens)
+        self._release_forks(request)
         for token_id in self.connector.transferred_output_token_ids(request.request_id):
             request.append_output_token_ids((token_id,))
             status = check_stop(request)
             if status is not None:
                 self._finish(request, status)
-                self._emit(self._pending_outputs, request, self._make_output(request))
+                emit(self._outputs, request)
                 return
         self.kv_ready.append(request)
 
-    def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
-        """Return the load after a step."""
-        pool = self.kv.block_pool
-        waiting = [*self.waiting, *self.remote_kvs.values()]
-        return SchedulerStats(
-            num_running_reqs=len(self.running) + len(self.kv_ready),
-            num_waiting_reqs=len(waiting),
-            num_waiting_tokens=sum(r.num_tokens - r.num_computed_tokens for r in self.waiting),
-            num_total_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
-            num_open_kv_sessions=self.connector.num_open_sessions() if self.connector else 0,
-            prefix_cache_queries=self.kv.prefix_cache_queries,
-            prefix_cache_hits=self.kv.prefix_cache_hits,
-            num_preemptions=self.num_preemptions,
-            step_num_tokens=step_num_tokens,
-            step_duration_s=step_duration_s,
-        )
 
-    # ---- planning
-    # ------------------------------------------------------------------------------------------
-
-    def _schedule_running(self, plan: _StepPlan) -> None:
-        for request in list(self.running):
-            if plan.token_budget == 0:
-                return
-            if request.status != RequestStatus.RUNNING:  # preempted in this step
-                continue
-            behind = request.num_tokens_with_spec - request.num_computed_tokens
-            num_tokens = min(behind, plan.token_budget)
-            new_block_ids = self._allocate_or_preempt(request, num_tokens, plan)
-            if new_block_ids is None:
-                return
-            plan.take(request, num_tokens)
-            plan.cached_reqs[request.request_id] = (new_block_ids, request.num_computed_tokens)
-
-    def _allocate_or_preempt(
-        self, request: Request, num_tokens: int, plan: _StepPlan
-    ) -> list[int] | None:
-        """Make room for `num_tokens` more, taking blocks from the least important running request
-        if need be.
-        """
-        while True:
-            block_ids = self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens)
-            if block_ids is not None:
-                return block_ids
-            victim = max(self.running) if self._is_priority else self.running[-1]
-            self._preempt(victim, plan)
-            if victim is request:
-                return None
-
-    def _preempt(self, request: Request, plan: _StepPlan) -> None:
-        plan.give_back(request)
-        plan.preempted.add(request.request_id)
-        self.running.remove(request)
-        self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        request.record_event(EngineCoreEventType.PREEMPTED)
-        self.waiting.prepend_request(request)
-
-    def _schedule_kv_ready(self, plan: _StepPlan) -> None:
-        """Requests whose KV has arrived own their blocks: they come before the waiting ones."""
-        while self.kv_ready and plan.token_budget > 0 and self._has_place:
-            request = self.kv_ready[0]
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.token_budget)
-            target = request.num_computed_tokens + num_tokens
-            if self.kv.allocate_slots(request, target) is None:
-                return
-            self.kv_ready.popleft()
-            self._start_running(request, num_tokens, plan)
-
-    def _schedule_waiting(self, plan: _StepPlan) -> None:
-        while len(self.waiting) and plan.token_budget > 0 and self._has_place:
-            request = self.waiting.peek_request()
-            max_hit = (
-                request.num_prompt_tokens if request.needs_remote_kv else request.num_tokens - 1
-            )
-            blocks, num_hit_tokens = self.kv.get_computed_blocks(request, max_hit)
-            if request.needs_remote_kv:
-                is_admitted = self._start_load(request, blocks, num_hit_tokens)
-            else:
-                is_admitted = self._admit(request, blocks, num_hit_tokens, plan)
-            if not is_admitted:
-                return
-
-    def _admit(
-        self, request: Request, blocks: Sequence[KVCacheBlock], num_hit_tokens: int, plan: _StepPlan
-    ) -> bool:
-        num_tokens = request.num_tokens - num_hit_tokens
-        if num_tokens > plan.token_budget and not self.config.enable_chunked_prefill:
-            return False
-        # The whole prompt has to fit besides what running requests still need, or they would evict
-        # each other.
-        if not self.kv.can_allocate(request.num_tokens, blocks, num_spare=self._reserved_blocks()):
-            return False
-        num_tokens = min(num_tokens, plan.token_budget)
-        if self.kv.allocate_slots(request, num_hit_tokens + num_tokens, blocks) is None:
-            return False
-        self.waiting.pop_request()
-        self._record_admission(request, num_hit_tokens)
-        request.num_computed_tokens = num_hit_tokens
-        self._start_running(request, num_tokens, plan)
-        return True
-
-    def _start_load(
-        self, request: Request, blocks: Sequence[KVCacheBlock], num_hit_tokens: int
-    ) -> bool:
-        """D: allocate the prompt's blocks and have the connector pull what is not cached here."""
-        assert self.connector is not None
-        num_external, _ = self.connector.get_num_new_matched_tokens(request, num_hit_tokens)
-        if num_external is None:  # the announcement was withdrawn; its failure is on the way
-            self.waiting.pop_request()
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.remote_kvs[request.request_id] = request
-            return True
-        num_prompt = request.num_prompt_tokens
-        if not self.kv.can_allocate(num_prompt + 1, blocks, num_spare=self._reserved_blocks()):
-            return False
-        if self.kv.allocate_slots(request, num_prompt, blocks) is None:
-            return False
-        self.waiting.pop_request()
-        self._record_admission(request, num_hit_tokens)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.num_external_tokens = num_external
-        self.remote_kvs[request.request_id] = request
-        block_ids = self.kv.get_block_ids(request.request_id)
-        self.connector.update_state_after_alloc(request, block_ids, num_external)
-        return True
-
-    def _start_running(self, request: Request, num_tokens: int, plan: _StepPlan) -> None:
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = time.monotonic()
-            request.record_event(EngineCoreEventType.SCHEDULED)
-        request.status = RequestStatus.RUNNING
-        self.running.append(request)
-        plan.take(request, num_tokens)
-        plan.new_reqs.append(
-            NewRequestData(
-                request_id=request.request_id,
-                all_token_ids=tuple(request.all_token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling_params=request.sampling_params,
-                seed=request.seed,
-                eos_token_id=request.request.eos_token_id,
-                block_ids=self.kv.get_block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
-            )
-        )
-
-    def _record_admission(self, request: Request, num_hit_tokens: int) -> None:
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
-            self.kv.record_lookup(request.num_prompt_tokens, request.num_cached_tokens)
-
-    @property
-    def _has_place(self) -> bool:
-        return len(self.running) < self.config.max_num_seqs
-
-    @property
-    def _is_priority(self) -> bool:
-        return self.config.scheduling_policy == "priority"
-
-    def _reserved_blocks(self) -> int:
-        """Blocks admitted requests still need for their known tokens, and one more for each.
-
-        Pulls count: they cannot be preempted, so their first decode step must find its block.
-        """
-        admitted = [*self.running, *self.kv_ready]
-        admitted += [r for r in self.remote_kvs.values() if self.kv.num_blocks_of(r.request_id)]
-        return sum(
-            self.kv.blocks_for(request.num_tokens) + 1 - self.kv.num_blocks_of(request.request_id)
-            for request in admitted
-        )
-
-    def _build_output(self, plan: _StepPlan) -> SchedulerOutput:
-        cached = CachedRequestData(
-            request_ids=list(plan.cached_reqs),
-            new_block_ids=[(ids,) if ids else None for ids, _ in plan.cached_reqs.values()],
-            num_computed_tokens=[num for _, num in plan.cached_reqs.values()],
-        )
-        finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
-        metadata = self.connector.build_connector_meta() if self.connector else None
-        return SchedulerOutput(
-            scheduled_new_reqs=plan.new_reqs,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=plan.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(plan.num_scheduled_tokens.values()),
-            finished_req_ids=finished,
-            preempted_req_ids=frozenset(plan.preempted),
-            kv_connector_metadata=metadata or KVConnectorMetadata(),
-        )
-
-    # ---- results
-    # -------------------------------------------------------------------------------------------
-
-    def _append_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            request.append_output_token_ids((token_id,))
-            status = check_stop(request)
-            if status is not None:
-                self._end_running(request, status)
-                return
-        if request.do_remote_decode:
-            # P's part ends with the first token; is_handed_off tells this from a real end.
-            self._end_running(request, RequestStatus.FINISHED_LENGTH_CAPPED)
-
-    def _end_running(self, request: Request, status: RequestStatus) -> None:
-        self.running.remove(request)
-        self._finish(request, status)
-
-    def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Fence first, then free (rule K3): the connector ends its sessions before any block
-        changes hands.
-        """
-        request.status = status
-        del self.requests[request.request_id]
-        self._finished_req_ids.add(request.request_id)
-        block_ids = self.kv.get_block_ids(request.request_id)
-        if self.connector is not None and self.connector.request_finished(request, block_ids):
-            self.kv.take(request)
-        else:
-            self.kv.free(request)
-
-    def _remove_from_queues(self, request: Request) -> None:
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.kv_ready:
-            self.kv_ready.remove(request)
-        elif self.remote_kvs.pop(request.request_id, None) is None:
-            self.waiting.remove_request(request)
-
-    def _make_output(self, request: Request, num_nans: int = 0) -> EngineCoreOutput:
-        first = request.num_emitted_tokens
-        request.num_emitted_tokens = request.num_output_tokens
-        new_token_ids = tuple(request.all_token_ids[request.num_prompt_tokens + first :])
-        return EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=new_token_ids,
-            first_token_index=first,
-            attempt=request.request.attempt,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            events=request.take_events(),
-            num_nans_in_logits=num_nans,
-            kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
-            prefill_stats=_prefill_stats(request) if first == 0 and new_token_ids else None,
-            kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
-        )
-
-    @staticmethod
-    def _emit(outputs: ClientOutputs, request: Request, output: EngineCoreOutput) -> None:
-        outputs.setdefault(request.request.client_index, []).append(output)
+def _is_prompt_computed(request: Request) -> bool:
+    is_ready = not request.needs_remote_kv and request.num_slots > 0
+    return is_ready and request.num_finished_tokens >= request.num_prompt_tokens
 
 
-def _prefill_stats(request: Request) -> PrefillStats | None:
-    """None on D after a pull: P has sent its own."""
-    if request.is_kv_loaded or request.first_scheduled_time is None:
+def _new_prompt_logprobs(
+    request: Request, logprobs: LogprobsLists, start: int
+) -> LogprobsLists | None:
+    """Return those not emitted before, of a chunk that begins at token `start`.
+
+    After a preemption the prompt is computed again. D's leg has them from P.
+    """
+    num_known = request.num_emitted_prompt_logprobs - start
+    if request.do_remote_prefill or num_known >= len(logprobs):
         return None
-    return PrefillStats(
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=max(request.num_cached_tokens, 0),
-        queue_s=request.first_scheduled_time - request.queued_time,
-        prefill_s=time.monotonic() - request.first_scheduled_time,
-    )
+    request.num_emitted_prompt_logprobs = start + len(logprobs)
+    return logprobs[max(num_known, 0) :]

@@ -1,0 +1,43 @@
+"""The thread that runs the model while the engine thread plans."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """Calls functions one after the other. A daemon: a call that hangs does not keep the process
+    from exiting, as an executor of the standard library would.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Call after what was submitted before; the future holds the result or the exception."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # whoever waits gets it
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """End after the calls under way; False if one of them hangs."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()

@@ -1,0 +1,66 @@
+"""What a request's progress looks like to its front end."""
+
+import time
+
+from pdserve_common.engine_types import EngineCoreOutput, LogprobsLists, PrefillStats
+from pdserve_engine.core.request import Request
+
+# Outputs by the client_index of the front end they go to.
+ClientOutputs = dict[int, list[EngineCoreOutput]]
+
+
+def emit(
+    outputs: ClientOutputs,
+    request: Request,
+    *,
+    logprobs: LogprobsLists | None = None,
+    prompt_logprobs: LogprobsLists | None = None,
+    num_nans: int = 0,
+) -> None:
+    """Add what is new of a request: tokens since its last output, and its end."""
+    first = request.num_emitted_tokens
+    request.num_emitted_tokens = request.num_output_tokens
+    new_token_ids = tuple(request.all_token_ids[request.num_prompt_tokens + first :])
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=new_token_ids,
+        new_logprobs=_align(logprobs, len(new_token_ids)) if logprobs is not None else None,
+        new_prompt_logprobs=prompt_logprobs,
+        first_token_index=first,
+        attempt=request.request.attempt,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+        events=request.take_events(),
+        trace_headers=request.request.trace_headers if request.status.is_finished else {},
+        num_nans_in_logits=num_nans,
+        kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
+        prefill_stats=_prefill_stats(request) if first == 0 and new_token_ids else None,
+        kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
+    )
+    outputs.setdefault(request.request.client_index, []).append(output)
+
+
+def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
+    """One position per token: a token that D repeats after P has an empty one here."""
+    if num_tokens == 0:
+        return None
+    num_repeated = num_tokens - len(logprobs)
+    nothing = LogprobsLists(
+        logprob_token_ids=((),) * num_repeated,
+        logprobs=((),) * num_repeated,
+        sampled_token_ranks=(0,) * num_repeated,
+    )
+    return nothing + logprobs
+
+
+def _prefill_stats(request: Request) -> PrefillStats | None:
+    """None on D after a pull: P has sent its own."""
+    if request.is_kv_loaded or request.first_scheduled_time is None:
+        return None
+    return PrefillStats(
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+        queue_s=request.first_scheduled_time - request.queued_time,
+        prefill_s=time.monotonic() - request.first_scheduled_time,
+    )

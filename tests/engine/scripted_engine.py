@@ -1,0 +1,272 @@
+"""A scheduler with a stand-in executor, whose tokens depend on the request's tokens only, and a
+stand-in connector: the test says when KV arrives.
+"""
+
+from collections.abc import Callable
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    KVTransferParams,
+    KVTransferStats,
+    SamplingParams,
+)
+from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID, BlockPool
+from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.core.kv_cache_manager import KVCacheManager
+from pdserve_engine.core.request import Request
+from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.kv_transfer.base import KVConnector, KVConnectorMetadata, KVConnectorOutput
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+EOS = 999
+
+
+def next_token(token_ids: tuple[int, ...] | list[int]) -> int:
+    return (sum(token_ids) * 31 + len(token_ids)) % 500
+
+
+class ScriptedExecutor:
+    """Keeps its own view of every request from the scheduler's diffs, as the model runner does."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.num_computed: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.steps: list[SchedulerOutput] = []
+        self.num_nans: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
+        # Tokens to return instead of the usual ones, per request.
+        self.script: dict[str, list[int]] = {}
+        # Runs before a step is computed; may raise.
+        self.on_step: Callable[[SchedulerOutput], object] = lambda step: None
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        self.steps.append(step)
+        self.on_step(step)
+        for request_id in step.finished_req_ids | step.preempted_req_ids:
+            for state in (self.tokens, self.num_computed, self.blocks):
+                state.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            assert new.request_id not in self.tokens
+            self.tokens[new.request_id] = list(new.all_token_ids)
+            self.blocks[new.request_id] = list(new.block_ids[0])
+            self.num_computed[new.request_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for request_id, blocks, num_computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            assert self.num_computed[request_id] == num_computed
+            self.blocks[request_id].extend(blocks[0] if blocks else [])
+        sampled = []
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            self.num_computed[request_id] += num_tokens
+            num_known = len(self.tokens[request_id])
+            assert self.num_computed[request_id] <= num_known
+            assert self.num_computed[request_id] <= len(self.blocks[request_id]) * BLOCK_SIZE
+            if self.num_computed[request_id] == num_known:
+                token = next_token(self.tokens[request_id])
+                if self.script.get(request_id):
+                    token = self.script[request_id].pop(0)
+                self.tokens[request_id].append(token)
+                sampled.append((token,))
+            else:
+                sampled.append(())
+        return ModelRunnerOutput(
+            request_ids=tuple(step.num_scheduled_tokens),
+            sampled_token_ids=tuple(sampled),
+            num_nans_in_logits=self.num_nans,
+            errors=self.errors,
+        )
+
+
+class Engine:
+    """A scheduler with its executor, and everything that came out of it."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        connector: KVConnector | None = None,
+        enable_caching: bool = True,
+        async_scheduling: bool = False,
+        windows: tuple[int | None, ...] = (None,),
+        **config: object,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
+        self.kv = KVCacheManager(
+            self.pool, BLOCK_SIZE, windows, max_tokens_in_flight=2 * max_num_batched_tokens
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                **config,  # type: ignore[arg-type]
+            ),
+            self.kv,
+            connector,
+        )
+        self.executor = ScriptedExecutor()
+        self.core = EngineCore(
+            scheduler=self.scheduler,
+            executor=self.executor,
+            connector=connector,
+            max_model_len=MAX_MODEL_LEN,
+            async_scheduling=async_scheduling,
+        )
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: object
+    ) -> None:
+        params = fields.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens)
+        self.core.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                sampling_params=params,  # type: ignore[arg-type]
+                eos_token_id=EOS,
+                **fields,  # type: ignore[arg-type]
+            )
+        )
+
+    def step(self) -> SchedulerOutput | None:
+        result = self.core.step() if self.core.has_work() else self.core.poll()
+        for outputs in result.outputs.values():
+            for output in outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+        return self.executor.steps[-1] if self.executor.steps else None
+
+    def run(self, max_steps: int = 1000) -> None:
+        for _ in range(max_steps):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError(f"not finished after {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        found: list[int] = []
+        for output in self.outputs[request_id]:
+            assert output.first_token_index == len(found)
+            found.extend(output.new_token_ids)
+        return found
+
+    def finish_reason(self, request_id: str) -> FinishReason | None:
+        finished = [output for output in self.outputs[request_id] if output.finished]
+        assert len(finished) == 1, "exactly one terminal output"
+        assert self.outputs[request_id][-1] is finished[0]
+        return finished[0].finish_reason
+
+    def assert_idle(self) -> None:
+        self.kv.check_integrity()
+        assert self.pool.num_free_blocks == self.pool.num_blocks
+        assert not self.scheduler.has_requests()
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def held(block_ids: tuple[list[int], ...]) -> list[int]:
+    return [block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK_ID]
+
+
+class ScriptedConnector(KVConnector):
+    """Both roles of a connector without any transport: the test says when things happen."""
+
+    def __init__(self) -> None:
+        self.output = KVConnectorOutput()
+        self.first_tokens: dict[str, int] = {}
+        self.loading: dict[str, tuple[list[int], int]] = {}
+        self.held: dict[str, list[int]] = {}
+        self.zombies: dict[str, list[int]] = {}
+        self.aborted_sessions: list[str] = []
+
+    def on_new_request(self, request: Request) -> None:
+        pass
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return request.num_prompt_tokens - num_computed_tokens, True
+
+    def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
+        return (self.first_tokens[request_id],)
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
+        self.loading[request.request_id] = (held(block_ids), num_external_tokens)
+
+    def build_connector_meta(self) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+        if request.request_id in self.loading:
+            del self.loading[request.request_id]
+            self.zombies[request.request_id] = held(block_ids)
+            return True
+        if request.is_handed_off:
+            self.held[request.request_id] = held(block_ids)
+            return True
+        return False
+
+    def failure(self) -> str | None:
+        return None
+
+    def abort_session(self, request_id: str) -> None:
+        self.aborted_sessions.append(request_id)
+
+    def fence_all(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def take_output(self) -> KVConnectorOutput:
+        output, self.output = self.output, KVConnectorOutput()
+        return output
+
+    def num_open_sessions(self) -> int:
+        return len(self.loading) + len(self.held)
+
+    def register_kv_cache(self, kv_cache: object) -> None:
+        raise NotImplementedError
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def announce(self, request_id: str, first_token: int) -> None:
+        self.first_tokens[request_id] = first_token
+        self.output.ready_to_load.append(request_id)
+
+    def finish_load(self, request_id: str) -> None:
+        del self.loading[request_id]
+        self.output.finished_recving[request_id] = KVTransferStats(
+            num_bytes=1,
+            num_blocks=1,
+            transport="test",
+            admit_s=0,
+            transfer_s=0,
+            release_ack_s=0,
+            exposed_s=0,
+        )
+
+    def land(self, request_id: str) -> None:
+        self.output.landed_block_ids.extend(self.zombies.pop(request_id))
+
+    def release(self, request_id: str) -> None:
+        self.output.released_block_ids.extend(self.held.pop(request_id))
+
+
+ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d")
+ON_D = KVTransferParams(do_remote_prefill=True, remote_engine_id="p")

@@ -1,0 +1,132 @@
+"""Requests that share the prompt of another one (n > 1): one prefill, blocks by reference."""
+
+import pytest
+from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import FinishReason
+
+PROMPT = list(range(10))  # two full blocks and a half
+
+
+def add_branches(engine: Engine, num: int, **fields: object) -> list[str]:
+    names = [f"{index}_r" for index in range(num)]
+    engine.add(names[0], PROMPT, **fields)
+    for name in names[1:]:
+        engine.add(name, PROMPT, fork_of=names[0])
+    return names
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+@pytest.mark.parametrize("scheduling_mode", ["v1", "v0"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_branches_compute_the_prompt_once(
+    enable_caching: bool, scheduling_mode: str, async_scheduling: bool
+) -> None:
+    engine = Engine(
+        enable_caching=enable_caching,
+        scheduling_mode=scheduling_mode,
+        async_scheduling=async_scheduling,
+    )
+    names = add_branches(engine, 4)
+    engine.step()
+    engine.step()
+    blocks = [engine.kv.get_block_ids(name)[0] for name in names]
+    if not async_scheduling:
+        assert all(ids[:2] == blocks[0][:2] for ids in blocks), "full blocks are shared"
+        assert len({ids[2] for ids in blocks}) == 4, "the border's is everyone's own"
+    engine.run()
+    computed = [
+        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
+        for name in names
+    ]
+    assert computed[0] == len(PROMPT) + 3
+    assert computed[1:] == [len(PROMPT) - 2 * BLOCK_SIZE + 3] * 3
+    for name in names:
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    engine.assert_idle()
+    engine.core.close()
+
+
+def test_branches_share_what_was_pulled() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector, enable_caching=False)
+    names = add_branches(engine, 3, kv_transfer_params=ON_D)
+    engine.step()
+    assert not engine.executor.steps or not engine.executor.steps[-1].num_scheduled_tokens
+    connector.announce(names[0], expected(PROMPT, 1)[0])
+    engine.step()
+    engine.step()
+    connector.finish_load(names[0])
+    engine.step()
+    engine.run()
+    for name in names:
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    computed = [
+        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
+        for name in names
+    ]
+    assert computed == [3, 5, 5], "the prompt's full blocks are not computed here"
+    engine.assert_idle()
+
+
+def test_branches_outlive_their_source() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector)
+    names = add_branches(engine, 3, kv_transfer_params=ON_D)
+    engine.step()
+    engine.core.abort_requests([names[0]])
+    engine.run()
+    assert engine.finish_reason(names[0]) == FinishReason.ABORT
+    for name in names[1:]:
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+def test_a_branch_that_comes_late_shares_at_once_and_one_without_source_is_computed() -> None:
+    engine = Engine()
+    engine.add("0_r", PROMPT, max_tokens=8)
+    engine.step()
+    engine.add("1_r", PROMPT, fork_of="0_r")
+    assert engine.kv.get_block_ids("1_r")[0] == engine.kv.get_block_ids("0_r")[0][:2]
+    engine.add("2_r", PROMPT, fork_of="unknown")
+    engine.run()
+    for name in ("1_r", "2_r"):
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "other tenant"}, {"client_index": 7}, {"prompt": [9] * 10}]
+)
+def test_nothing_is_shared_with_a_request_that_only_names_a_source(
+    other: dict[str, object],
+) -> None:
+    engine = Engine(enable_caching=False)
+    engine.add("0_r", PROMPT, max_tokens=8)
+    engine.step()
+    prompt = other.pop("prompt", PROMPT)
+    engine.add("1_r", prompt, fork_of="0_r", **other)  # type: ignore[arg-type]
+    engine.step()
+    shared = set(engine.kv.get_block_ids("1_r")[0]) & set(engine.kv.get_block_ids("0_r")[0])
+    assert not shared
+    engine.run()
+    assert engine.tokens("1_r") == expected(prompt, 4)  # type: ignore[arg-type]
+
+
+def test_branches_without_room_wait_like_others() -> None:
+    engine = Engine(num_blocks=5, enable_caching=False)
+    names = add_branches(engine, 4)
+    engine.run()
+    for name in names:
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+def test_a_waiting_branch_can_be_aborted() -> None:
+    engine = Engine()
+    names = add_branches(engine, 3)
+    engine.core.abort_requests([names[2]])
+    engine.run()
+    assert engine.finish_reason(names[2]) == FinishReason.ABORT
+    assert engine.tokens(names[1]) == expected(PROMPT, 4)
+    engine.assert_idle()

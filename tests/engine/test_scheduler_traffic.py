@@ -1,0 +1,224 @@
+"""Scheduler and block pool under random traffic: nothing lost, nobody starved, order kept."""
+
+import dataclasses
+import itertools
+import random
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import FinishReason
+from pdserve_engine.core.request import Request
+from pdserve_engine.core.sched_output import SchedulerOutput
+from pdserve_engine.core.scheduler import PauseState
+
+NUM_EXAMPLES = 50
+NUM_STEPS = 200  # per example: 10,000 in all
+MAX_SETTLE_STEPS = 3000
+# What may happen between two steps, and how often.
+EVENTS = {
+    "nothing": 8,
+    "kv": 6,
+    "add": 4,
+    "announce": 4,
+    "add_d": 3,
+    "add_p": 2,
+    "abort": 2,
+    "branches": 1,
+    "reset": 1,
+    "pause": 0.5,
+    "finish_steps": 0.5,
+    "fault": 0.2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """A request as the test sent it."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+class Traffic:
+    """Random events around an engine, and the checks after each of its steps."""
+
+    def __init__(self, engine: Engine, connector: ScriptedConnector, rng: random.Random) -> None:
+        self.engine = engine
+        self.connector = connector
+        self.rng = rng
+        self.added: dict[str, Added] = {}
+        self.announced: set[str] = set()
+        self.num_resets = 0
+        self._ids = itertools.count()
+        self._fault: Exception | None = None
+        engine.executor.on_step = self._maybe_fail
+
+    def event(self) -> None:
+        pools = (self.connector.loading, self.connector.zombies, self.connector.held)
+        ends = (self.connector.finish_load, self.connector.land, self.connector.release)
+        kind = self.rng.choices(list(EVENTS), weights=list(EVENTS.values()))[0]
+        if kind.startswith("add"):
+            self.add(kind, {"add": None, "add_p": ON_P, "add_d": ON_D}[kind])
+        elif kind == "branches":
+            source = self.add("source", self.rng.choice([None, ON_D]))
+            for _ in range(self.rng.randrange(1, 4)):
+                self.add("fork", None, fork_of=source)
+        elif kind == "abort" and self.added:
+            self.engine.core.abort_requests([self.rng.choice(list(self.added))])
+        elif kind == "announce":
+            self.announce(limit=1)
+        elif kind == "kv":
+            for pool, end in zip(pools, ends, strict=True):
+                if pool:
+                    end(self.rng.choice(list(pool)))
+        elif kind == "reset":
+            self.reset()
+        elif kind == "fault":
+            self._fault = RuntimeError("a passing fault")
+        elif kind == "pause":
+            self.engine.scheduler.pause_state = self.rng.choice(list(PauseState))
+        elif kind == "finish_steps":
+            self.engine.core.finish_steps()
+            assert not self.engine.scheduler._in_flight
+
+    def add(self, kind: str, params: object, fork_of: str | None = None) -> str:
+        request_id = f"{kind}-{next(self._ids)}"
+        if fork_of is not None:
+            prompt = self.added[fork_of].prompt
+        else:
+            prompt = [self.rng.randrange(3)] * self.rng.randrange(1, 41)
+        num_tokens = self.rng.randrange(1, 13)
+        self.engine.add(
+            request_id,
+            prompt,
+            num_tokens,
+            kv_transfer_params=params,
+            priority=self.rng.randrange(3),
+            fork_of=fork_of,
+            deadline=time.monotonic() + 0.003 if self.rng.random() < 0.05 else None,
+        )
+        self.added[request_id] = Added(prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
+        return request_id
+
+    def announce(self, limit: int) -> None:
+        tickets = [rid for rid in self.engine.scheduler.remote_kvs if rid not in self.announced]
+        for request_id in tickets[:limit]:
+            self.announced.add(request_id)
+            first = expected(self.added[request_id].prompt, 1)[0]
+            self.connector.announce(request_id, first)
+
+    def reset(self) -> None:
+        """A reset succeeds exactly when nobody holds a block, and then nothing is cached."""
+        pool = self.engine.pool
+        is_idle = pool.num_free_blocks == pool.num_blocks
+        assert pool.reset_prefix_cache() == is_idle
+        self.num_resets += is_idle
+        assert not is_idle or pool.num_cached_blocks == 0
+
+    def step(self) -> None:
+        scheduler = self.engine.scheduler
+        queue = list(scheduler.waiting)
+        was_faulty = bool(scheduler._suspects)
+        self.engine.step()
+        self.engine.kv.check_integrity()
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        planned = [sum(step.values()) for step in scheduler._in_flight]
+        assert all(num <= scheduler.config.max_num_batched_tokens for num in planned)
+        # Suspects of a failed step come first, and short prompts may overtake chunked ones.
+        is_faulty = was_faulty or bool(scheduler._suspects)
+        is_chunked = scheduler.config.long_prefill_token_threshold > 0
+        if not (is_faulty or is_chunked or scheduler.pause_state):
+            self._check_order(queue, set(scheduler.waiting))
+
+    def settle(self) -> None:
+        """Let everything that can happen happen, until nothing is left."""
+        self.engine.scheduler.pause_state = PauseState.UNPAUSED
+        for _ in range(MAX_SETTLE_STEPS):
+            self.announce(limit=1000)
+            for pool, end in (
+                (self.connector.loading, self.connector.finish_load),
+                (self.connector.zombies, self.connector.land),
+                (self.connector.held, self.connector.release),
+            ):
+                for request_id in list(pool):
+                    end(request_id)
+            self.step()
+            is_busy = self.engine.scheduler.has_requests() or self.engine.core.has_work()
+            if not (is_busy or self.connector.held or self.connector.zombies):
+                self.engine.step()
+                return
+        raise AssertionError("does not settle: somebody starves")
+
+    def check_answers(self) -> None:
+        for request_id, added in self.added.items():
+            tokens = self.engine.tokens(request_id)
+            num_tokens = 1 if request_id.startswith("add_p") else added.num_tokens
+            if self.engine.finish_reason(request_id) != FinishReason.LENGTH:
+                num_tokens = len(tokens)  # aborted, or its deadline has passed
+            assert tokens == expected(added.prompt, num_tokens)
+
+    @staticmethod
+    def _check_order(before: list[Request], after: set[Request]) -> None:
+        """Who left the queue by being admitted was ahead of everyone who did not."""
+        is_left = [request in after for request in before if not request.status.is_finished]
+        assert is_left == sorted(is_left), "a request was overtaken"
+
+    def _maybe_fail(self, step: SchedulerOutput) -> None:
+        # A step of one request would be its fault.
+        if self._fault is not None and len(step.num_scheduled_tokens) > 1:
+            fault, self._fault = self._fault, None
+            raise fault
+
+
+@settings(max_examples=NUM_EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    mode=st.sampled_from(["v1", "v0"]),
+    is_async=st.booleans(),
+    enable_caching=st.booleans(),
+    windows=st.sampled_from([(None,), (None, 6), (5, 9)]),
+    threshold=st.sampled_from([0, 0, 5]),
+    watermark=st.sampled_from([0.0, 0.1]),
+    num_blocks=st.integers(16, 26),
+)
+def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
+    seed: int,
+    policy: str,
+    mode: str,
+    is_async: bool,
+    enable_caching: bool,
+    windows: tuple[int | None, ...],
+    threshold: int,
+    watermark: float,
+    num_blocks: int,
+) -> None:
+    connector = ScriptedConnector()
+    engine = Engine(
+        num_blocks=num_blocks * len(windows),
+        connector=connector,
+        max_num_seqs=4,
+        max_num_batched_tokens=MAX_MODEL_LEN if mode == "v0" else 16,
+        enable_caching=enable_caching,
+        async_scheduling=is_async,
+        windows=windows,
+        scheduling_policy=policy,
+        scheduling_mode=mode,
+        long_prefill_token_threshold=threshold,
+        kv_watermark=watermark,
+    )
+    traffic = Traffic(engine, connector, random.Random(seed))
+    try:
+        for _ in range(NUM_STEPS):
+            traffic.event()
+            traffic.step()
+        traffic.settle()
+        traffic.check_answers()
+        engine.assert_idle()
+        traffic.reset()
+        assert traffic.num_resets
+    finally:
+        engine.core.close()

@@ -1,0 +1,175 @@
+"""A step that raises: only the requests it can be pinned on fail."""
+
+import json
+import logging
+import threading
+
+import pytest
+from scripted_engine import ON_D, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import ErrorCode, FinishReason
+from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
+from pdserve_engine.core.sched_output import SchedulerOutput
+
+
+def fail_on(engine: Engine, *poisonous: str) -> None:
+    def check(step: SchedulerOutput) -> None:
+        bad = [name for name in poisonous if name in step.num_scheduled_tokens]
+        if bad:
+            raise RuntimeError(f"cannot compute {bad}")
+
+    engine.executor.on_step = check
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_only_the_poisonous_request_fails(
+    async_scheduling: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(async_scheduling=async_scheduling, max_num_batched_tokens=32)
+    names = ["a", "bad", "c", "d"]
+    for name in names:
+        engine.add(name, [ord(name[0])] * 6, max_tokens=8)
+    fail_on(engine, "bad")
+    with caplog.at_level(logging.ERROR):
+        engine.run()
+    assert engine.finish_reason("bad") == FinishReason.ERROR
+    error = engine.outputs["bad"][-1].error
+    assert error is not None
+    assert error.code == ErrorCode.INTERNAL
+    assert "cannot compute" in error.message
+    for name in ("a", "c", "d"):
+        assert engine.tokens(name) == expected([ord(name)] * 6, 8)
+    dump = json.loads(caplog.messages[0].split("it was ")[1])
+    assert dump["num_scheduled_tokens"].keys() == set(names)
+    engine.assert_idle()
+    engine.core.close()
+
+
+def test_a_request_that_turns_bad_in_mid_answer_keeps_the_tokens_it_had() -> None:
+    engine = Engine()
+    for name in ("a", "bad"):
+        engine.add(name, [ord(name[0])] * 6, max_tokens=8)
+    for _ in range(4):
+        engine.step()
+    fail_on(engine, "bad")
+    engine.run()
+    assert engine.tokens("bad") == expected([ord("b")] * 6, 4)
+    assert engine.finish_reason("bad") == FinishReason.ERROR
+    assert engine.tokens("a") == expected([ord("a")] * 6, 8)
+    engine.assert_idle()
+
+
+def test_a_passing_fault_costs_nothing_but_time() -> None:
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 6, max_tokens=8)
+    engine.step()
+    fail_on(engine, "a", "b")
+    engine.step()
+    engine.executor.on_step = lambda step: None
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.tokens(name) == expected([ord(name)] * 6, 8)
+    engine.assert_idle()
+
+
+def test_an_engine_whose_every_step_fails_dies() -> None:
+    engine = Engine()
+    for index in range(2 * MAX_FAILURES_IN_A_ROW):
+        engine.add(str(index), [index] * 6)
+
+    def fail(step: SchedulerOutput) -> None:
+        raise RuntimeError("no device")
+
+    engine.executor.on_step = fail
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.run()
+    assert len(engine.executor.steps) == MAX_FAILURES_IN_A_ROW + 1
+    assert engine.executor.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
+
+
+def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> None:
+    engine = Engine(max_num_seqs=16, max_num_batched_tokens=64)
+    bad = [f"bad-{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
+    engine.add("good", [1, 2, 3], max_tokens=30)
+    engine.step()
+    fail_on(engine, *bad)
+    for index, name in enumerate(bad):
+        engine.add(name, [index] * 4)
+    engine.run()
+    assert {engine.finish_reason(name) for name in bad} == {FinishReason.ERROR}
+    assert engine.tokens("good") == expected([1, 2, 3], 30)
+    assert PROBE_ID not in engine.outputs
+    engine.assert_idle()
+
+
+def test_nothing_is_computed_behind_a_failed_step() -> None:
+    engine = Engine(async_scheduling=True)
+    engine.core._last = engine.core._last._replace(duration_s=0.0)
+    gate = threading.Event()
+    num_computed = 0
+
+    def fail_once(step: SchedulerOutput) -> None:
+        nonlocal num_computed
+        assert gate.wait(10)
+        num_computed += 1
+        if num_computed == 1:
+            raise RuntimeError("a passing fault")
+
+    engine.executor.on_step = fail_once
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 6, max_tokens=8)
+    engine.step()
+    engine.core._submit(engine.scheduler.schedule())  # planned while the first one runs
+    gate.set()
+    engine.step()
+    assert num_computed == 1, "the step in flight behind the failed one ran"
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.tokens(name) == expected([ord(name)] * 6, 8)
+    engine.assert_idle()
+    engine.core.close()
+
+
+def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector, max_num_seqs=2, enable_caching=False, num_blocks=12)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 6, max_tokens=20)
+    for name in ("d1", "d2"):
+        engine.add(name, [ord(name[1])] * 10, max_tokens=12, kv_transfer_params=ON_D)
+        connector.announce(name, expected([ord(name[1])] * 10, 1)[0])
+    engine.step()
+    engine.step()
+    for name in list(connector.loading):
+        connector.finish_load(name)
+    num_failures = 0
+
+    def fail_twice(step: SchedulerOutput) -> None:
+        nonlocal num_failures
+        if len(step.num_scheduled_tokens) > 1 and num_failures < 2:
+            num_failures += 1
+            raise RuntimeError("a passing fault")
+
+    engine.executor.on_step = fail_twice
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert len(engine.scheduler.running) <= 2
+        for name in list(connector.loading):
+            connector.finish_load(name)
+    assert num_failures == 2
+    for name in ("a", "b"):
+        assert engine.tokens(name) == expected([ord(name)] * 6, 20)
+
+
+def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 6)
+    engine.executor.errors["a"] = "logits processor 'x' raised ValueError('y')"
+    engine.run()
+    error = engine.outputs["a"][-1].error
+    assert error is not None
+    assert error.message == "logits processor 'x' raised ValueError('y')"
+    assert engine.tokens("b") == expected([ord("b")] * 6, 4)
+    engine.assert_idle()
