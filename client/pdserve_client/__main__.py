@@ -1,4 +1,4 @@
-"""The `pdserve` command: up, run, generate, bench."""
+"""The `pdserve` command: up, run, generate, bench, ctl."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ import grpc
 from pdserve_client.bench import add_bench_flags, run_bench
 from pdserve_client.client import Client, Prompt
 from pdserve_client.config import StackConfig
+from pdserve_client.ctl import add_ctl_flags, run_ctl
 from pdserve_client.stack import Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
@@ -58,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="load a router that is up and print latencies")
     add_bench_flags(bench)
     bench.set_defaults(command=run_bench)
+    ctl = commands.add_parser("ctl", help="pause, put to sleep, drain or inspect one worker")
+    add_ctl_flags(ctl)
+    ctl.set_defaults(command=run_ctl)
     return parser
 
 

@@ -58,7 +58,8 @@ class Client:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Iterator[pb2.RequestOutput]:
-        """Yield the answer as it comes; the last one has `finished` set. Raises grpc.RpcError.
+        """Yield the answer as it comes; the last one has `finished` set. With n > 1 the completions
+        with news are told apart by their `index`. Raises grpc.RpcError.
 
         Closing the iterator cancels the request.
         """

@@ -19,9 +19,14 @@ class StackConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )
+    engine_process: Literal["auto", "inproc", "subprocess"] | None = opt(
+        None, "Run engines in their service's process or in their own; auto: their own on CUDA."
+    )
     num_threads: int = opt(0, "Compute threads of each service; 0: the cores shared evenly.")
     max_model_len: int | None = opt(None, "Prompt and output tokens; the model's limit if unset.")
-    kv_cache_memory_mib: int = opt(256, "Size of each service's KV pool in MiB.")
+    kv_cache_memory_mib: int | None = opt(
+        None, "Size of each service's KV pool in MiB; the service's own choice if unset."
+    )
     max_num_seqs: int = opt(64, "Requests in one batch.")
     max_num_batched_tokens: int = opt(512, "Tokens in one step: the chunk size of long prompts.")
     require_transport: Literal["any", "shm", "tcp", "rdma"] = opt(

@@ -180,6 +180,7 @@ class Stack:
             "model": config.model,
             "device": config.device,
             "dtype": config.dtype,
+            "engine-process": config.engine_process,
             "num-threads": threads,
             "max-model-len": config.max_model_len,
             "kv-cache-memory-mib": config.kv_cache_memory_mib,

@@ -1,24 +1,46 @@
 """What a service needs of an engine. The engine package implements it; services only see this."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    PauseMode,
     SchedulerStats,
 )
 
 OutputsCallback = Callable[[EngineCoreOutputs], None]
 
+# What sleeping gives up and wake_up takes back, in the order in which it is taken back.
+SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
+MAX_SLEEP_LEVEL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """What its operator has asked of an engine."""
+
+    # Requests are taken and wait; asleep includes paused.
+    is_paused: bool = False
+    # None: awake.
+    sleep_level: int | None = None
+
 
 class EngineClient(Protocol):
-    """The front side of one engine. All methods are called on the event loop's thread and return
-    at once.
+    """The front side of one engine. All methods are called on the event loop's thread; those that
+    are not async return at once.
 
     Requests are FIFO per client. Every accepted request gets exactly one terminal output, also
     when it is aborted or the engine dies.
+
+    The control verbs (pause to profile) act between two steps and never hang. They raise
+    FailedPreconditionError when the engine's state does not allow them, which includes another
+    verb under way and a drain, DeadlineExceededError when they take too long, and EngineDeadError.
+    A verb that fails or is cancelled leaves the engine as it was, but for what it has aborted; one
+    that is being carried out when its caller gives up comes to its end: `state` tells.
     """
 
     @property
@@ -34,12 +56,14 @@ class EngineClient(Protocol):
         """Abort the client's requests and forget it; `on_outputs` is not called any more."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a validated request. Raises DrainingError or EngineDeadError if the engine takes
-        no more.
+        """Queue a validated request. Raises InvalidRequestError if its id is in use, DrainingError
+        or EngineDeadError if the engine takes no more.
         """
 
-    def has_request(self, request_id: str) -> bool:
-        """Is a request of this id, of any client, not finished?"""
+    def owner_of(self, request_id: str) -> int | None:
+        """Return the client_index of the request of this id that is not finished, None if there is
+        none.
+        """
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         """End requests of a client; unknown ids are ignored."""
@@ -56,10 +80,49 @@ class EngineClient(Protocol):
     def problem(self) -> str | None:
         """Why the process has to be restarted (a dead engine, a broken transport), or None."""
 
+    def state(self) -> EngineState:
+        """What the last control verb has left."""
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Start nothing new; requests that come in wait.
+
+        ABORT ends all requests there are. WAIT returns when those that run are over; waiting ones
+        stay. KEEP freezes running ones where they are. `clear_cache` forgets cached prefixes, and
+        fails as reset_prefix_cache does.
+        """
+
+    async def resume(self) -> None:
+        """End a pause."""
+
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        """Pause and give memory back: at level 1 the KV pool's, and a GPU's weights to the host; at
+        level 2 the weights are dropped. Return the number of bytes the device got back.
+
+        Fails, with ABORT and WAIT after a while, if KV blocks are still held. Raises
+        InvalidRequestError for an unknown level.
+        """
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """Take back what sleep gave up, or those of SLEEP_TAGS named; "scheduling" resumes.
+
+        Raises InvalidRequestError for an unknown tag.
+        """
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes and return how many blocks held one. Fails while requests or
+        KV sessions hold blocks.
+        """
+
+    async def profile(self, start: bool) -> str:
+        """Start a profile of the next steps and return "", or stop it and return its file's path.
+        It ends by itself after some steps: taking it in holds everything up.
+        """
+
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new, wait for requests and KV sessions to end; False if some were aborted
-        at the timeout.
+        at the timeout. A pause ends; an engine that sleeps aborts what waits. May be called again
+        meanwhile.
         """
 
     async def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engine. `problem` says afterwards if that was not possible."""

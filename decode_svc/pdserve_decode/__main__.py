@@ -5,13 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from pdserve_common.config import parse_config
-from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.process import Worker, WorkerContext, run_worker
-from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_decode.config import DecodeConfig
 from pdserve_decode.service import KvLinkPool
-from pdserve_engine.client import InprocEngineClient
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
+from pdserve_engine.launch import launch_engine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,15 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
-    engine = await InprocEngineClient.load(
+    engine = await launch_engine(
         config,
         role="decode",
         engine_id=context.engine_id,
-        metrics=KVTransferMetrics(context.registry),
-        on_step=EngineStatsRecorder(EngineMetrics(context.registry)),
+        registry=context.registry,
+        log_level=config.log_level,
     )
     worker = Worker(engine=engine)
-    if isinstance(engine.connector, ConsumerConnector):
+    if isinstance(engine.connector, KVConsumerEndpoint):
         worker.close = KvLinkPool(engine.connector).close
     return worker
 

@@ -12,7 +12,7 @@ from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.rpc import channel_options
 from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
 
 logger = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class _Outgoing:
 
 
 class KvLinkPool:
-    """Owns the links of a ConsumerConnector and sends its heartbeats until `close`."""
+    """Owns the links of D's connector and sends its heartbeats until `close`."""
 
-    def __init__(self, connector: ConsumerConnector) -> None:
+    def __init__(self, connector: KVConsumerEndpoint) -> None:
         """Serve the connector's wishes for links. Must run inside the event loop."""
         self._connector = connector
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -14,20 +14,22 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_client import EngineState, OutputsCallback
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    PauseMode,
     SchedulerStats,
 )
-from pdserve_common.errors import DrainingError, EngineDeadError
+from pdserve_common.errors import DrainingError, EngineDeadError, InvalidRequestError
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.config import EngineConfig
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.control_client import ControlClient
 from pdserve_engine.core.engine_core import EngineCore, StepResult
 from pdserve_engine.kv_transfer.base import KVConnector
-from pdserve_engine.loading import LoadedEngine, Role, load_engine
+from pdserve_engine.loading import LoadedEngine, load_engine
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class _Abort(NamedTuple):
 
 
 class _Call(NamedTuple):
-    function: Callable[[EngineCore], None]
+    function: Callable[[], object]
 
 
 _Input = _Add | _Abort | _Call
@@ -69,7 +71,6 @@ class InprocEngineClient:
         self._error: str | None = None
         self._stats = SchedulerStats()
         self._on_step: StepObserver | None = None
-        self._step_started: float | None = None
 
     @classmethod
     async def load(
@@ -108,7 +109,7 @@ class InprocEngineClient:
 
     def wake(self) -> None:
         """Make the engine thread look for KV news. Any thread."""
-        self._inputs.put(_Call(lambda core: None))
+        self._inputs.put(_Call(lambda: None))
 
     def take_aborts(self) -> Iterable[str]:
         """The ids aborted since the last call; for EngineCore."""
@@ -133,6 +134,7 @@ class InprocEngineClient:
         if on_step is not None:
             on_step(self._stats, (), False)
         self._loop = asyncio.get_running_loop()
+        self._control = ControlClient(loaded.control, post=self._post, call_soon=self._call_soon)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -159,11 +161,15 @@ class InprocEngineClient:
             raise EngineDeadError(self._error)
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
+        if request.request_id in self._owners:
+            # An answer under this id would end the one that is running.
+            message = f"request_id {request.request_id!r} is running already"
+            raise InvalidRequestError(message, field="request_id")
         self._owners[request.request_id] = request.client_index
         self._inputs.put(_Add(request))
 
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._owners
+    def owner_of(self, request_id: str) -> int | None:
+        return self._owners.get(request_id)
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # Ids without an owner may be requests that P has handed off: their sessions end.
@@ -186,24 +192,49 @@ class InprocEngineClient:
     def problem(self) -> str | None:
         if self._error is not None:
             return self._error
-        started = self._step_started
+        started = self._core.step_started
         if started is not None and time.monotonic() - started > self._loaded.step_timeout_s:
             return f"a step has taken more than {self._loaded.step_timeout_s:g} s"
         connector = self._loaded.connector
         return connector.failure() if connector is not None else None
 
+    # ---- control
+    # -----------------------------------------------------------------------------------------
+
+    def state(self) -> EngineState:
+        return self._loaded.control.state
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self._control.pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self._control.resume()
+
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        return await self._control.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        await self._control.wake_up(tags)
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._control.reset_prefix_cache()
+
+    async def profile(self, start: bool) -> str:
+        return await self._control.profile(start)
+
+    def _post(self, function: Callable[[], object]) -> None:
+        self._inputs.put(_Call(function))
+
     # ---- the end
     # -------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for requests and KV sessions to end. False if some were left
-        and aborted.
-        """
         self._is_draining = True
+        self._control.begin_drain()
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and (self._owners or self._stats.num_open_kv_sessions):
             if time.monotonic() > deadline:
-                self._inputs.put(_Call(_abort_all))
+                self._post(functools.partial(_abort_all, self._core))
                 await asyncio.sleep(0.2)
                 return False
             self.wake()
@@ -214,15 +245,14 @@ class InprocEngineClient:
         """Stop the engine thread after its current step and release transport and memory."""
         self._is_draining = True
         self._is_stopped = True
+        self._control.close("the engine is stopped")
         self.wake()
         await asyncio.get_running_loop().run_in_executor(None, self._join_and_release)
 
     def _join_and_release(self) -> None:
         self._thread.join(JOIN_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("the engine thread hangs in a step: leaving its memory to the system")
-            return
-        self._loaded.close()
+        if self._thread.is_alive() or not self._loaded.close():
+            self._error = "a step hangs: its memory is left to the system"
 
     # ---- engine thread
     # -------------------------------------------------------------------------------------
@@ -241,13 +271,12 @@ class InprocEngineClient:
         while not self._is_stopped:
             self._process_inputs(may_block=not may_step)
             is_step = core.has_work()
-            self._step_started = time.monotonic()
             result = core.step() if is_step else core.poll()
-            self._step_started = None
             # A step that changed nothing waits for an event: a request, freed blocks, a deadline.
             # A poll may have brought work.
             may_step = core.has_work() and (result.has_progressed or not is_step)
             self._call_soon(self._deliver, result)
+            self._control.after_step()
 
     def _process_inputs(self, *, may_block: bool) -> None:
         if may_block:
@@ -274,7 +303,7 @@ class InprocEngineClient:
             self.take_aborts()
             self._core.abort_requests(item.request_ids)
         else:
-            item.function(self._core)
+            item.function()
 
     def _call_soon(self, function: Callable[..., None], *args: object) -> None:
         try:
@@ -291,6 +320,8 @@ class InprocEngineClient:
         if self._on_step is not None:
             outputs = [output for group in result.outputs.values() for output in group]
             self._on_step(result.stats, outputs, result.has_computed)
+        if self._loaded.logs_iterations and result.has_computed:
+            _log_iteration(self._core.step_seq, result.stats)
         for client_index, group in result.outputs.items():
             for output in group:
                 if output.finished:
@@ -303,8 +334,21 @@ class InprocEngineClient:
         assert self._error is not None
         error = EngineDeadError(self._error).to_engine_error()
         self._owners.clear()
+        self._control.close(self._error)
         for callback in list(self._clients.values()):
             callback(EngineCoreOutputs(engine_dead=error))
+
+
+def _log_iteration(step_seq: int, stats: SchedulerStats) -> None:
+    logger.info(
+        "step %d: %d running, %d waiting, %d tokens in %.1f ms, KV usage %.1f%%",
+        step_seq,
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        stats.step_num_tokens,
+        1e3 * stats.step_duration_s,
+        1e2 * stats.kv_cache_usage,
+    )
 
 
 def _abort_all(core: EngineCore) -> None:

@@ -9,6 +9,11 @@ from pdserve_common.config import opt
 
 Device = Literal["cpu", "cuda"]
 Transport = Literal["any", "shm", "tcp", "rdma"]
+Role = Literal["prefill", "decode"]
+ModelImpl = Literal["auto", "native", "transformers"]
+
+# What the kernels of all devices can do.
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,15 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_mode: Literal["v1", "v0"] = "v1"
     enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 1
+    kv_watermark: float = 0.0
+
+    @property
+    def has_chunked_prefill(self) -> bool:
+        return self.enable_chunked_prefill and self.scheduling_mode == "v1"
 
 
 # No slots: the services combine this with their network settings by multiple inheritance.
@@ -33,34 +46,76 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )
+    model_impl: ModelImpl = opt(
+        "auto", "Our own code or transformers'; auto: ours for architectures that have it."
+    )
     device: Device = opt("cpu", "Where the model runs.")
+    engine_process: Literal["auto", "inproc", "subprocess"] = opt(
+        "auto", "Run the engine in the worker's process or in its own; auto: its own on CUDA."
+    )
     num_threads: int = opt(0, "Compute threads on CPU; 0: all cores.")
-    max_model_len: int | None = opt(None, "Prompt and output tokens; the model's limit if unset.")
+    max_model_len: int | None = opt(
+        None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
+    )
     block_size: int = opt(16, "Tokens per KV block.")
-    kv_cache_memory_mib: int = opt(256, "Size of the KV pool in MiB.")
+    kv_cache_memory_mib: int | None = opt(
+        None,
+        "Size of the KV pool in MiB; unset: what a GPU has left, on CPU what a request of "
+        "max_model_len takes, 256 to 4096.",
+    )
+    gpu_memory_utilization: float = opt(0.9, "Share of the GPU's memory that may be taken.")
     num_blocks: int | None = opt(None, "KV blocks; overrides kv_cache_memory_mib.")
     max_num_seqs: int = opt(64, "Requests in one batch.")
     max_num_batched_tokens: int = opt(512, "Tokens in one step: the chunk size of long prompts.")
     enable_prefix_caching: bool = opt(True, "Share KV blocks between requests with equal prefixes.")
     enable_chunked_prefill: bool = opt(True, "Compute long prompts in several steps.")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "Order of the waiting queue.")
+    scheduling_mode: Literal["v1", "v0"] = opt(
+        "v1", "v1: decodes and prompt chunks share a step; v0: whole prompts, apart from decodes."
+    )
+    long_prefill_token_threshold: int = opt(
+        0, "Tokens of one prompt in a step, so that others get their share; 0: no limit."
+    )
+    max_num_partial_prefills: int = opt(
+        1, "Prompts computed in chunks at a time; shorter ones overtake those that wait for it."
+    )
+    kv_watermark: float = opt(
+        0.01, "Share of the KV pool that admitting a request leaves free, against preemptions."
+    )
+    async_scheduling: bool = opt(
+        True, "Plan the next step while one runs, where steps are short enough for that to matter."
+    )
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     kv_session_timeout_s: float = opt(600.0, "P fences a session D has not pulled for so long.")
     kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")
 
     step_timeout_s: float = opt(300.0, "A step that takes longer is hung: the process exits.")
+    log_iterations: bool = opt(False, "Log a line for each step.")
+    profile_dir: str | None = opt(None, "Folder for profiles; a temporary one if unset.")
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size is {self.block_size}, must be a power of two")
-        for name in ("kv_cache_memory_mib", "max_num_seqs", "max_num_batched_tokens"):
+        if self.block_size not in BLOCK_SIZES:
+            sizes = ", ".join(map(str, BLOCK_SIZES))
+            raise ValueError(f"block_size is {self.block_size}, must be one of {sizes}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        for name in ("max_model_len", "num_blocks"):
+        for name in ("max_model_len", "num_blocks", "kv_cache_memory_mib"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, "
+                "must be at least 0"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 to 1"
+            )
+        if not 0 <= self.kv_watermark < 1:
+            raise ValueError(f"kv_watermark is {self.kv_watermark}, must be 0 to below 1")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, must be at least 0")
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
@@ -68,10 +123,21 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
     @property
+    def has_engine_process(self) -> bool:
+        """Does the engine run in a process of its own?"""
+        if self.engine_process == "auto":
+            return self.device == "cuda"
+        return self.engine_process == "subprocess"
+
+    @property
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             scheduling_policy=self.scheduling_policy,
+            scheduling_mode=self.scheduling_mode,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            kv_watermark=self.kv_watermark,
         )

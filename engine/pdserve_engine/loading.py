@@ -1,16 +1,14 @@
-"""Turns an EngineConfig into an EngineCore: device, weights, KV pool, connector, scheduler, warm-
-up.
+"""Turns an EngineConfig into an EngineCore: device, weights, warm-up, KV pool, connector,
+scheduler.
 """
 
-import ctypes
 import gc
 import logging
-import sys
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,27 +16,36 @@ from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.kv_types import new_epoch
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.version import VERSION
-from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.block_pool import BlockPool
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.core.control import EngineControl
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv_sizing import (
+    fit_max_model_len,
+    make_kv_cache_manager,
+    measure_largest_step,
+    num_blocks_that_fit,
+)
 from pdserve_engine.kv_transfer.base import KVConnector, KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.memory import release_unused
 from pdserve_engine.model_runner import ModelRunner
+from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
+from pdserve_engine.plugins import load_general_plugins, load_logits_processors
+from pdserve_engine.profiler import StepProfiler
+from pdserve_engine.sleep import SleepingMemory
 
 logger = logging.getLogger(__name__)
 
-# A loading message in the log at most this often.
-PROGRESS_LOG_S = 1.0
-
-Role = Literal["prefill", "decode"]
+# Adapters in it pin what is registered with them.
+RDMA_DEVICES = "/sys/class/infiniband"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +56,21 @@ class LoadedEngine:
     info: EngineInfo
     connector: KVConnector | None
     kv_cache: KVCache
+    control: EngineControl
     step_timeout_s: float
+    logs_iterations: bool
 
-    def close(self) -> None:
-        """Release the transport, then the pool under it. The engine thread has ended."""
+    def close(self) -> bool:
+        """Release the transport, then the pool under it; False, and nothing, if a step hangs that
+        uses them. The engine thread has ended.
+        """
+        if not self.core.close():
+            return False
+        gc.unfreeze()  # what the pool and the weights held can be collected again
         if self.connector is not None:
             self.connector.shutdown()
         self.kv_cache.close()
+        return True
 
 
 def load_engine(
@@ -70,58 +85,146 @@ def load_engine(
     """Load everything; takes seconds to minutes and blocks.
 
     `wakeup` is called, on any thread, when the connector has news for the engine thread. Raises
-    ModelError or ValueError for a model or a setting that cannot be served.
+    ModelError or ValueError for a model, a setting or a plugin that cannot be served.
     """
     started = time.monotonic()
-    device = _device(config)
-    model_config = ModelConfig.from_dir(
-        config.model, dtype=config.dtype, max_model_len=config.max_model_len
-    )
-    spec = KVCacheSpec.from_model(model_config, block_size=config.block_size)
-    num_blocks = config.num_blocks or spec.num_blocks_for_budget(config.kv_cache_memory_mib << 20)
-    _check_fits(config, model_config.max_model_len, num_blocks)
-    model = load_model(config.model, model_config, device=device, progress=_log_progress())
-    kv_cache = KVCache(spec, num_blocks=num_blocks, device=device)
+    load_general_plugins()
+    source = _ModelSource(config)
+    identity = source.identify(engine_id)
+    model = source.load()
+    manager, max_model_len = _size_pool(config, model, source.spec, source.device)
+    kv_cache = KVCache(source.spec, num_blocks=manager.block_pool.num_blocks, device=source.device)
     step_seq = _StepCounter()
-    identity = KVIdentity(
-        engine_id=engine_id,
-        epoch=new_epoch(),
-        compatibility_hash=compatibility_hash(config.model, model_config, spec.layout()),
-        layout=spec.layout(),
-        vocab_size=model_config.vocab_size,
-    )
     connector = _make_connector(config, role, identity, metrics, wakeup, step_seq)
     if connector is not None:
         connector.register_kv_cache(kv_cache)
-    pool = BlockPool(num_blocks, enable_caching=config.enable_prefix_caching)
-    core = EngineCore(
-        scheduler=Scheduler(config.scheduler, KVCacheManager(pool, config.block_size), connector),
-        executor=ModelRunner(model, kv_cache, max_num_seqs=config.max_num_seqs),
+    runner = _make_runner(config, source, model, kv_cache, max_model_len)
+    core = step_seq.core = EngineCore(
+        scheduler=Scheduler(config.scheduler, manager, connector),
+        executor=runner,
         connector=connector,
-        max_model_len=model_config.max_model_len,
+        max_model_len=max_model_len,
+        async_scheduling=config.async_scheduling,
         take_aborts=take_aborts,
     )
-    step_seq.core = core
-    core.warm_up(config.max_num_batched_tokens)
-    _settle_memory()
-    info = _describe(config, role, identity, model_config, num_blocks)
-    logger.info(
-        "loaded %s in %.1f s: %d blocks of %d tokens (%.0f MiB of KV), max_model_len %d, %s",
-        info.model,
-        time.monotonic() - started,
-        num_blocks,
-        config.block_size,
-        kv_cache.num_bytes / 2**20,
-        info.max_model_len,
-        info.dtype,
-    )
+    # What is loaded now lives as long as the process: the collector need not look at it again.
+    release_unused(source.device)
+    info = _describe(config, role, identity, model, manager, max_model_len, source)
+    _log_loaded(info, kv_cache, manager, time.monotonic() - started)
     return LoadedEngine(
         core=core,
         info=info,
         connector=connector,
         kv_cache=kv_cache,
+        control=_make_control(config, core, runner, source, engine_id),
         step_timeout_s=config.step_timeout_s,
+        logs_iterations=config.log_iterations,
     )
+
+
+class _ModelSource:
+    """The model that a config names: what it is, and its weights, now and after a sleep."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = _device(config)
+        self.logits_processors = load_logits_processors()
+        self.config = ModelConfig.from_dir(
+            config.model,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            model_impl=config.model_impl,
+        )
+        self.spec = KVCacheSpec.from_model(self.config, block_size=config.block_size)
+        self._model_dir = config.model
+        self.compatibility_hash = self._hash()
+
+    def identify(self, engine_id: str) -> KVIdentity:
+        """Return who peers will deal with: this start of an engine with this model."""
+        return KVIdentity(
+            engine_id=engine_id,
+            epoch=new_epoch(),
+            compatibility_hash=self.compatibility_hash,
+            layout=self.spec.layout(),
+            vocab_size=self.config.vocab_size,
+        )
+
+    def load(self) -> Model:
+        return load_model(self._model_dir, self.config, device=self.device)
+
+    def reload(self) -> Model:
+        """As `load`. Raises ValueError if the folder has changed: peers were told its digest."""
+        if self._hash() != self.compatibility_hash:
+            raise ValueError(f"{self._model_dir} has changed since the start, restart the worker")
+        return self.load()
+
+    def _hash(self) -> str:
+        return compatibility_hash(
+            self._model_dir,
+            self.config,
+            self.spec.layout(),
+            logits_processors=tuple(self.logits_processors),
+        )
+
+
+def _size_pool(
+    config: EngineConfig, model: Model, spec: KVCacheSpec, device: torch.device
+) -> tuple[KVCacheManager, int]:
+    """Warm the model up; return the book-keeping of the pool there is room for, and max_model_len.
+
+    Raises ValueError for sizes that do not fit.
+    """
+    step_bytes = measure_largest_step(config, model, spec, device)
+    logger.info("the largest step takes %.0f MiB besides weights and KV", step_bytes / 2**20)
+    release_unused(device)
+    max_model_len = model.config.max_model_len
+    num_blocks = num_blocks_that_fit(
+        config, spec, device, max_model_len=max_model_len, step=step_bytes
+    )
+    manager = make_kv_cache_manager(config, spec, num_blocks)
+    max_model_len = fit_max_model_len(config, max_model_len, manager)
+    _check_chunks(config, max_model_len)
+    return manager, max_model_len
+
+
+def _make_runner(
+    config: EngineConfig,
+    source: _ModelSource,
+    model: Model,
+    kv_cache: KVCache,
+    max_model_len: int,
+) -> ModelRunner:
+    return ModelRunner(
+        model,
+        kv_cache,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        logits_processors=source.logits_processors,
+    )
+
+
+def _make_control(
+    config: EngineConfig,
+    core: EngineCore,
+    runner: ModelRunner,
+    source: _ModelSource,
+    engine_id: str,
+) -> EngineControl:
+    memory = SleepingMemory(
+        runner,
+        runner.kv_cache,
+        device=source.device,
+        load_model=source.reload,
+        keeps_pool=_is_pool_pinned(config),
+    )
+    return EngineControl(core, memory, StepProfiler(config.profile_dir, name=engine_id))
+
+
+def _is_pool_pinned(config: EngineConfig) -> bool:
+    """Does a transport hold on to the pool's memory, so that it cannot be given back?"""
+    if config.kv_connector == "none":
+        return False
+    may_use_rdma = config.require_transport in ("any", "rdma") and os.path.isdir(RDMA_DEVICES)
+    return config.device == "cuda" or (may_use_rdma and bool(os.listdir(RDMA_DEVICES)))
 
 
 def _make_connector(
@@ -173,66 +276,56 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _check_fits(config: EngineConfig, max_model_len: int, num_blocks: int) -> None:
-    """One request of max_model_len has to fit, or it could never finish."""
-    if num_blocks * config.block_size < max_model_len:
-        raise ValueError(
-            f"the KV pool holds {num_blocks} blocks of {config.block_size} tokens, less than "
-            f"max_model_len ({max_model_len}): raise --kv-cache-memory-mib or lower --max-model-len"
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+def _check_chunks(config: EngineConfig, max_model_len: int) -> None:
+    if not config.scheduler.has_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ValueError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, without chunked prefill "
-            f"it must be at least max_model_len ({max_model_len})"
+            f"(scheduling_mode v0 has none) it must be at least max_model_len ({max_model_len})"
         )
 
 
-def _log_progress() -> Callable[[int, int], None]:
-    last = time.monotonic()
-
-    def log(num_read: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > PROGRESS_LOG_S:
-            last = time.monotonic()
-            logger.info("loading weights: %d of %d tensors", num_read, total)
-
-    return log
-
-
-def _settle_memory() -> None:
-    """What is loaded now lives as long as the process: the collector need not look at it again, and
-    the allocator can give back what loading has freed (90 MB of a 0.5 B model's).
-    """
-    gc.collect()
-    gc.freeze()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-        if trim is not None:
-            trim(0)
+def _log_loaded(
+    info: EngineInfo, kv_cache: KVCache, manager: KVCacheManager, duration_s: float
+) -> None:
+    logger.info(
+        "loaded %s in %.1f s: %d blocks of %d tokens (%.0f MiB of KV), "
+        "max_model_len %d (%.1f requests of it at once), %s",
+        info.model,
+        duration_s,
+        info.num_blocks,
+        info.block_size,
+        kv_cache.num_bytes / 2**20,
+        info.max_model_len,
+        info.num_blocks / manager.num_blocks_needed(info.max_model_len),
+        info.dtype,
+    )
 
 
 def _describe(
     config: EngineConfig,
     role: str,
     identity: KVIdentity,
-    model_config: ModelConfig,
-    num_blocks: int,
+    model: Model,
+    manager: KVCacheManager,
+    max_model_len: int,
+    source: _ModelSource,
 ) -> EngineInfo:
     return EngineInfo(
         engine_id=identity.engine_id,
         epoch=identity.epoch,
         role=WorkerRole.PREFILL if role == "prefill" else WorkerRole.DECODE,
         model=config.served_model_name or Path(config.model).resolve().name,
-        max_model_len=model_config.max_model_len,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.config.eos_token_ids,
         block_size=config.block_size,
-        num_blocks=num_blocks,
+        num_blocks=manager.block_pool.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        dtype=model_config.dtype_name,
+        dtype=model.config.dtype_name,
         kv_compatibility_hash=identity.compatibility_hash,
         kv_transport=config.kv_connector,
-        determinism="consistent",
+        determinism="exact" if model.is_row_independent else "consistent",
         version=VERSION,
+        logits_processors=tuple(sorted(source.logits_processors)),
     )

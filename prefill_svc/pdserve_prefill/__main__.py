@@ -5,11 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from pdserve_common.config import parse_config
-from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.process import Worker, WorkerContext, run_worker
-from pdserve_common.worker.stats import EngineStatsRecorder
-from pdserve_engine.client import InprocEngineClient
-from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
+from pdserve_engine.launch import launch_engine
 from pdserve_prefill.config import PrefillConfig
 from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
 
@@ -21,15 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
-    engine = await InprocEngineClient.load(
+    engine = await launch_engine(
         config,
         role="prefill",
         engine_id=context.engine_id,
-        metrics=KVTransferMetrics(context.registry),
-        on_step=EngineStatsRecorder(EngineMetrics(context.registry)),
+        registry=context.registry,
+        log_level=config.log_level,
     )
     worker = Worker(engine=engine)
-    if isinstance(engine.connector, ProducerConnector):
+    if isinstance(engine.connector, KVProducerEndpoint):
         servicer = KvTransferServicer(engine.connector)
         worker.services[SERVICE_NAME] = servicer.add_to_server
         worker.close = servicer.close

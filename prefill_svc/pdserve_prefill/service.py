@@ -16,8 +16,8 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
 )
 from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
+from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
-from pdserve_engine.kv_transfer.producer import ProducerConnector
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Outgoing:
 class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
     """Serves KvLink, sends heartbeats and ends what is overdue until `close`."""
 
-    def __init__(self, connector: ProducerConnector) -> None:
+    def __init__(self, connector: KVProducerEndpoint) -> None:
         """Must run inside the event loop."""
         self._connector = connector
         self._links: set[_Outgoing] = set()

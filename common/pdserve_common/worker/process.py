@@ -19,6 +19,7 @@ from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import BuildMetrics, MetricsServer
 from pdserve_common.rpc import RpcServer
 from pdserve_common.version import VERSION
+from pdserve_common.worker import control_service
 from pdserve_common.worker.config import WorkerConfig
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
 
@@ -62,13 +63,7 @@ def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
     """
     setup_logging(config.log_level, config.engine_id or role)
     uvloop.install()
-    try:
-        return asyncio.run(_serve(config, role, build))
-    except (OSError, ValueError, PdserveError) as error:
-        # A port in use, a missing or unsupported model, a setting that does not fit: one line that
-        # says what.
-        logger.error("cannot start: %s", error)
-        return 1
+    return asyncio.run(_serve(config, role, build))
 
 
 async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
@@ -90,10 +85,15 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     BuildMetrics(registry, role=role, version=VERSION, model=worker.engine.info.model)
     servicer = EngineCoreServicer(worker.engine)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
-    for add_to_server in worker.services.values():
+    readiness = control_service.Readiness(worker.engine, server, servicer)
+    controls = control_service.ControlServicer(
+        worker.engine, readiness, drain_timeout_s=config.drain_timeout_s
+    )
+    services = {control_service.SERVICE_NAME: controls.add_to_server, **worker.services}
+    for add_to_server in services.values():
         add_to_server(server.server)
-    await server.start([SERVICE_NAME, *worker.services])
-    await server.set_serving(True)
+    await server.start([SERVICE_NAME, *services])
+    await readiness.tell()
     logger.info(
         "ready on %s:%d, metrics on port %d: %s",
         config.host,
@@ -101,9 +101,8 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         metrics_server.port,
         worker.engine.info,
     )
-    problem = await _wait_for_the_end(stop, worker.engine)
-    await server.set_serving(False)
-    servicer.announce_drain()
+    problem = await _wait_for_the_end(stop, worker.engine, readiness)
+    await readiness.withdraw()
     if problem is None and not await worker.engine.drain(config.drain_timeout_s):
         logger.warning("drain timed out after %g s, aborted the rest", config.drain_timeout_s)
     problem = problem or worker.engine.problem()
@@ -111,12 +110,14 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     await worker.close()
     await server.stop(STOP_GRACE_S)
     metrics_server.close()
+    if problem is None:
+        await worker.engine.close()
+        problem = worker.engine.problem()
     if problem is not None:
         # Its threads may hang, and its memory may be under a READ: only the system can clean up.
         logger.error("exiting to be restarted: %s", problem)
         logging.shutdown()
         os._exit(EXIT_BROKEN)
-    await worker.engine.close()
     logger.info("stopped")
     return 0
 
@@ -146,9 +147,12 @@ async def _build_unless_stopped(building: Awaitable[Worker], stop: asyncio.Event
     return await build
 
 
-async def _wait_for_the_end(stop: asyncio.Event, engine: EngineClient) -> str | None:
+async def _wait_for_the_end(
+    stop: asyncio.Event, engine: EngineClient, readiness: control_service.Readiness
+) -> str | None:
     """Wait until the process is asked to stop, or return what is wrong with its engine."""
     while (problem := engine.problem()) is None:
+        await readiness.tell()
         try:
             await asyncio.wait_for(stop.wait(), HEALTH_CHECK_S)
         except asyncio.TimeoutError:

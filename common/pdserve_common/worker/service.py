@@ -15,10 +15,10 @@ from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     FinishReason,
 )
 from pdserve_common.errors import (
+    EngineDeadError,
     InvalidRequestError,
     OverloadedError,
     PdserveError,
@@ -51,17 +51,22 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self._is_draining = False
         self._is_stopping = False
 
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
     def announce_drain(self) -> None:
         """Tell every router to send its requests elsewhere."""
         self._is_draining = True
-        self._wake_all()
+        self.wake_all()
 
     def stop(self) -> None:
         """End all Attach streams once they have sent what they have; call after draining."""
         self._is_stopping = True
-        self._wake_all()
+        self.wake_all()
 
-    def _wake_all(self) -> None:
+    def wake_all(self) -> None:
+        """Tell routers at once what has changed about this worker."""
         for outbox in self._outboxes:
             outbox.wake()
 
@@ -88,15 +93,13 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 is_finished = False
                 while not is_finished:
                     for outputs in await outbox.get(HEARTBEAT_S):
-                        if outputs.engine_dead is not None:
-                            await context.abort(
-                                grpc.StatusCode.UNAVAILABLE, outputs.engine_dead.message
-                            )
                         for output in outputs.outputs:
                             is_finished = is_finished or output.finished
                             yield service_pb2.EngineCoreServiceGenerateResponse(
                                 output=engine_core_output_to_proto(output)
                             )
+                        if outputs.engine_dead is not None and not is_finished:
+                            raise EngineDeadError(outputs.engine_dead.message)
             finally:
                 self._engine.unregister_client(client_index)
 
@@ -129,12 +132,13 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         """Send outputs as they come, and at least a heartbeat each second, until the router is gone
         or we stop.
         """
-        is_drain_told = False
+        told = (False, False)
         while not reader.done():
             is_last = self._is_stopping
-            messages = self._to_messages(await outbox.get(0.0 if is_last else HEARTBEAT_S))
-            if not messages or self._is_draining > is_drain_told:
-                is_drain_told = self._is_draining
+            must_not_wait = is_last or self._availability() != told
+            messages = self._to_messages(await outbox.get(0.0 if must_not_wait else HEARTBEAT_S))
+            if not messages or self._availability() != told:
+                told = self._availability()
                 messages.append(self._heartbeat())
             for message in messages:
                 await _write_in_time(context, message)
@@ -154,9 +158,14 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             message.outputs.more = True
         return messages
 
+    def _availability(self) -> tuple[bool, bool]:
+        """Return (draining, paused)."""
+        return self._is_draining, self._engine.state().is_paused
+
     def _heartbeat(self) -> service_pb2.AttachResponse:
+        draining, paused = self._availability()
         heartbeat = service_pb2.Heartbeat(
-            step_seq=self._engine.step_seq(), draining=self._is_draining
+            step_seq=self._engine.step_seq(), draining=draining, paused=paused
         )
         return service_pb2.AttachResponse(heartbeat=heartbeat)
 
@@ -181,8 +190,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 ) from None
             kind = message.WhichOneof("message")
             if kind == "add_request":
-                if self._engine.has_request(message.add_request.request_id):
-                    # An answer under this id would end the one that is running.
+                if self._engine.owner_of(message.add_request.request_id) == client_index:
+                    # A refusal under this id would end the one that is running.
                     logger.warning("request %s came twice", message.add_request.request_id)
                     continue
                 try:
@@ -196,21 +205,16 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
 
     def _add(
         self, message: core_pb2.EngineCoreRequest, client_index: int, remaining_s: float | None
-    ) -> EngineCoreRequest:
+    ) -> None:
         """Validate and queue. Raises a PdserveError."""
         request = engine_core_request_from_proto(message)
         validate_engine_core_request(request, self._engine.info)
-        if self._engine.has_request(request.request_id):
-            raise InvalidRequestError(
-                f"request_id {request.request_id!r} is running already", field="request_id"
-            )
         deadline = request.deadline
         if remaining_s is not None:
             own = time.monotonic() + remaining_s
             deadline = own if deadline is None else min(deadline, own)
         request = dataclasses.replace(request, client_index=client_index, deadline=deadline)
         self._engine.add_request(request)
-        return request
 
 
 async def _write_in_time(

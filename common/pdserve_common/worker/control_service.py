@@ -1,0 +1,207 @@
+"""ControlService over an EngineClient, and how a worker's state reaches those who send it work."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NoReturn
+
+import grpc
+
+from pdserve.v1 import control_service_pb2 as control_pb2
+from pdserve.v1 import control_service_pb2_grpc as control_grpc
+from pdserve_common.engine_client import EngineClient
+from pdserve_common.engine_types import PauseMode
+from pdserve_common.errors import EngineDeadError, InvalidRequestError
+from pdserve_common.rpc import RpcServer, rpc_errors
+from pdserve_common.wire import scheduler_stats_to_proto
+from pdserve_common.wire.convert import enum_from_proto
+from pdserve_common.worker.service import EngineCoreServicer
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "pdserve.v1.ControlService"
+MAX_DRAIN_TIMEOUT_MS = 24 * 3600 * 1000
+# Between two reports of a drain.
+PROGRESS_S = 0.5
+
+
+class Readiness:
+    """Whether a worker takes work: says so to health checks and routers, and drains it once."""
+
+    def __init__(
+        self, engine: EngineClient, server: RpcServer, servicer: EngineCoreServicer
+    ) -> None:
+        self._engine = engine
+        self._server = server
+        self._servicer = servicer
+        self._drain: asyncio.Task[bool] | None = None
+        self._told: tuple[bool, bool] | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self._servicer.is_draining
+
+    async def tell(self) -> None:
+        """Say what has changed. Call it after every verb and now and then: one whose caller has
+        given up may end later.
+        """
+        availability = (self._engine.state().is_paused, self.is_draining)
+        if availability != self._told:
+            self._told = availability
+            await self._server.set_serving(not any(availability))
+            self._servicer.wake_all()
+
+    async def withdraw(self) -> None:
+        """Take no more work, for good."""
+        self._servicer.announce_drain()
+        await self.tell()
+
+    async def start_drain(self, timeout_s: float) -> "asyncio.Task[bool]":
+        """Begin to drain the engine, which goes on without the caller; or return the drain that is
+        under way.
+        """
+        if self._drain is None:
+            logger.info("asked to drain within %g s", timeout_s)
+            self._drain = asyncio.create_task(self._engine.drain(timeout_s))
+            await self.withdraw()
+        return self._drain
+
+
+class ControlServicer(control_grpc.ControlServiceServicer):
+    """One worker's controls."""
+
+    def __init__(
+        self, engine: EngineClient, readiness: Readiness, *, drain_timeout_s: float
+    ) -> None:
+        """`drain_timeout_s` is for drains that name none."""
+        self._engine = engine
+        self._readiness = readiness
+        self._drain_timeout_s = drain_timeout_s
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        control_grpc.add_ControlServiceServicer_to_server(self, server)
+
+    async def Pause(
+        self, request: control_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.PauseResponse:
+        async with self._changing(context):
+            await self._engine.pause(_mode(request.mode), clear_cache=request.clear_cache)
+        return control_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: control_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ResumeResponse:
+        async with self._changing(context):
+            await self._engine.resume()
+        return control_pb2.ResumeResponse()
+
+    async def Sleep(
+        self, request: control_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.SleepResponse:
+        async with self._changing(context):
+            freed_bytes = await self._engine.sleep(request.level, _mode(request.mode))
+        return control_pb2.SleepResponse(freed_bytes=freed_bytes)
+
+    async def WakeUp(
+        self, request: control_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.WakeUpResponse:
+        async with self._changing(context):
+            await self._engine.wake_up(tuple(request.tags))
+        return control_pb2.WakeUpResponse()
+
+    async def Drain(
+        self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[control_pb2.DrainResponse]:
+        async with rpc_errors(context):
+            drain = await self._readiness.start_drain(self._timeout_s(request))
+            while not drain.done():
+                yield self._progress(drained=False)
+                await asyncio.wait([drain], timeout=PROGRESS_S)
+            drain.result()
+            if (problem := self._engine.problem()) is not None:
+                raise EngineDeadError(problem)
+            yield self._progress(drained=True)
+
+    async def ResetPrefixCache(
+        self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ResetPrefixCacheResponse:
+        async with rpc_errors(context):
+            num_blocks = await self._engine.reset_prefix_cache()
+        return control_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def Profile(
+        self, request: control_pb2.ProfileRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ProfileResponse:
+        async with rpc_errors(context):
+            path = await self._engine.profile(request.start)
+        return control_pb2.ProfileResponse(path=path)
+
+    async def AddLora(
+        self, request: control_pb2.AddLoraRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.AddLoraResponse:
+        return await _refuse_lora(context)
+
+    async def RemoveLora(
+        self, request: control_pb2.RemoveLoraRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.RemoveLoraResponse:
+        return await _refuse_lora(context)
+
+    async def ListLoras(
+        self, request: control_pb2.ListLorasRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ListLorasResponse:
+        return await _refuse_lora(context)
+
+    async def PinLora(
+        self, request: control_pb2.PinLoraRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.PinLoraResponse:
+        return await _refuse_lora(context)
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetLoadResponse:
+        state = self._engine.state()
+        return control_pb2.GetLoadResponse(
+            scheduler_stats=scheduler_stats_to_proto(self._engine.stats()),
+            paused=state.is_paused,
+            sleep_level=state.sleep_level,
+            draining=self._readiness.is_draining,
+        )
+
+    @asynccontextmanager
+    async def _changing(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Around a verb after which the worker may be seen otherwise."""
+        async with rpc_errors(context):
+            try:
+                yield
+            finally:
+                await self._readiness.tell()
+
+    def _timeout_s(self, request: control_pb2.DrainRequest) -> float:
+        if not request.HasField("timeout_ms"):
+            return self._drain_timeout_s
+        if request.timeout_ms > MAX_DRAIN_TIMEOUT_MS:
+            raise InvalidRequestError(
+                f"timeout_ms is {request.timeout_ms}, must be at most {MAX_DRAIN_TIMEOUT_MS}",
+                field="timeout_ms",
+            )
+        return request.timeout_ms / 1000
+
+    def _progress(self, *, drained: bool) -> control_pb2.DrainResponse:
+        stats = self._engine.stats()
+        return control_pb2.DrainResponse(
+            num_requests=stats.num_running_reqs + stats.num_waiting_reqs,
+            num_open_kv_sessions=stats.num_open_kv_sessions,
+            drained=drained,
+        )
+
+
+def _mode(value: int) -> PauseMode:
+    if value == control_pb2.PAUSE_MODE_UNSPECIFIED:
+        return PauseMode.ABORT
+    return enum_from_proto(PauseMode, value, "mode")
+
+
+async def _refuse_lora(context: grpc.aio.ServicerContext) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoRA adapters are not served yet")
+    raise AssertionError("abort raises")

@@ -1,0 +1,166 @@
+"""How large the KV pool may be and how long requests in it, from what memory there is."""
+
+import bisect
+import dataclasses
+import logging
+
+import torch
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.block_pool import BlockPool
+from pdserve_engine.core.kv_cache_manager import KVCacheManager
+from pdserve_engine.core.request import Request
+from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.memory import available_host_bytes, peak_growth, used_bytes
+from pdserve_engine.model_runner import ModelRunner
+from pdserve_engine.models.base import Model
+
+logger = logging.getLogger(__name__)
+
+# A CPU pool of no given size: what one request of the model's full length takes, within these
+# bounds and a share of what is free.
+MIN_AUTO_CPU_BYTES = 256 << 20
+MAX_AUTO_CPU_BYTES = 4 << 30
+AUTO_CPU_SHARE = 0.25
+
+
+def make_kv_cache_manager(
+    config: EngineConfig, spec: KVCacheSpec, num_blocks: int
+) -> KVCacheManager:
+    """Return the book-keeping of a pool."""
+    return KVCacheManager(
+        BlockPool(num_blocks, enable_caching=config.enable_prefix_caching),
+        config.block_size,
+        spec.windows,
+        # One step is being computed while the next is planned.
+        max_tokens_in_flight=2 * config.max_num_batched_tokens,
+    )
+
+
+def measure_largest_step(
+    config: EngineConfig, model: Model, spec: KVCacheSpec, device: torch.device
+) -> int:
+    """Compute the largest step there can be, in a pool of its own, and return how many bytes it
+    took at its peak besides weights and pool. What it initialises stays so: it is the warm-up.
+    """
+    lengths = _prompt_lengths(config, model.config.max_model_len - 2)
+    arithmetic = make_kv_cache_manager(config, spec, 1)
+    # Admission holds blocks back for what runs already: up to two a request and group.
+    num_blocks = 2 * arithmetic.num_groups * len(lengths)
+    num_blocks += sum(arithmetic.num_blocks_needed(length + 2) for length in lengths)
+    pool = KVCache(spec, num_blocks=num_blocks, device=device)
+    max_model_len = model.config.max_model_len
+    try:
+        scheduler = _make_plain_scheduler(config, pool)
+        runner = ModelRunner(
+            model, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+        )
+        for index, length in enumerate(lengths):
+            request = _warm_up_request(f"warm-up-{index}", length)
+            scheduler.add_request(Request(request, max_model_len=max_model_len, seed=0))
+
+        def run() -> None:
+            # Without an EngineCore, which would serve on after a step that fails.
+            while scheduler.has_requests():
+                scheduler.update_from_output(runner.execute_model(scheduler.schedule()))
+
+        return peak_growth(device, run)
+    finally:
+        pool.close()
+
+
+def num_blocks_that_fit(
+    config: EngineConfig, spec: KVCacheSpec, device: torch.device, *, max_model_len: int, step: int
+) -> int:
+    """Return the size of the pool: as configured, or as large as is sensible. The weights are
+    loaded; `step` is the number of bytes that steps take at their peak.
+
+    Raises ValueError, with the numbers, if there is no room for it.
+    """
+    room = max(0, _room(config, device) - step)
+    if config.num_blocks is not None:
+        wanted = config.num_blocks * spec.block_bytes
+    elif config.kv_cache_memory_mib is not None:
+        wanted = config.kv_cache_memory_mib << 20
+    elif device.type == "cuda":
+        wanted = room
+    else:
+        wanted = _auto_cpu_bytes(config, spec, max_model_len, room)
+    wanted = max(wanted, spec.block_bytes)
+    if wanted > room:
+        raise ValueError(
+            f"the KV pool of {wanted / 2**20:.1f} MiB does not fit: {room / 2**20:.1f} MiB are "
+            f"left of the memory after the weights and {step / 2**20:.0f} MiB for a step: lower "
+            "--kv-cache-memory-mib, --num-blocks, --max-num-batched-tokens or --max-num-seqs"
+        )
+    return config.num_blocks or spec.num_blocks_for_budget(wanted)
+
+
+def fit_max_model_len(config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
+    """Return max_model_len, or less where it is the model's own and the pool holds less: one
+    request of that length has to fit, or it could never finish. Raises ValueError if it was asked
+    for.
+    """
+    num_blocks, num_needed = kv.block_pool.num_blocks, kv.num_blocks_needed(max_model_len)
+    if num_needed <= num_blocks:
+        return max_model_len
+    lengths = range(max_model_len + 1)
+    fitting = bisect.bisect_right(lengths, num_blocks, key=kv.num_blocks_needed) - 1
+    what = (
+        f"a request of max_model_len ({max_model_len}) may take {num_needed} KV blocks, the pool "
+        f"has {num_blocks} of {config.block_size} tokens: {fitting} tokens fit"
+    )
+    if config.max_model_len is not None or fitting < 2:
+        raise ValueError(f"{what}; raise --kv-cache-memory-mib or lower --max-model-len")
+    logger.warning("%s, so max_model_len is %d; --kv-cache-memory-mib raises it", what, fitting)
+    return fitting
+
+
+def _prompt_lengths(config: EngineConfig, longest: int) -> list[int]:
+    """Prompts that fill a step, as many and, of those, as long as may be."""
+    num_left, lengths = config.max_num_batched_tokens, []
+    for num_after in reversed(range(min(config.max_num_seqs, num_left))):
+        length = max(1, min(longest, num_left - num_after))
+        lengths.append(length)
+        num_left -= length
+    return lengths
+
+
+def _warm_up_request(request_id: str, num_tokens: int) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=(0,) * num_tokens,
+        sampling_params=SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True),
+    )
+
+
+def _make_plain_scheduler(config: EngineConfig, pool: KVCache) -> Scheduler:
+    """One that admits everything at once and shares nothing."""
+    settings = dataclasses.replace(
+        config.scheduler,
+        scheduling_mode="v1",
+        enable_chunked_prefill=True,
+        long_prefill_token_threshold=0,
+        max_num_partial_prefills=config.max_num_seqs,
+        kv_watermark=0.0,
+    )
+    plain = dataclasses.replace(config, enable_prefix_caching=False)
+    manager = make_kv_cache_manager(plain, pool.spec, pool.num_blocks)
+    return Scheduler(settings, manager)
+
+
+def _room(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that may still be taken."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        return int(total * config.gpu_memory_utilization) - used_bytes(device)
+    return available_host_bytes()
+
+
+def _auto_cpu_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int, room: int) -> int:
+    arithmetic = make_kv_cache_manager(config, spec, 1)
+    one_request = arithmetic.num_blocks_needed(max_model_len) * spec.block_bytes
+    wanted = min(max(one_request, MIN_AUTO_CPU_BYTES), MAX_AUTO_CPU_BYTES)
+    return min(wanted, int(room * AUTO_CPU_SHARE))

@@ -1,0 +1,43 @@
+"""Starts a worker's engine, in its process or in its own, as its config says."""
+
+from typing import TYPE_CHECKING, Union
+
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.subprocess_client.client import SubprocessEngineClient
+
+if TYPE_CHECKING:
+    from pdserve_engine.client import InprocEngineClient
+
+WorkerEngine = Union["InprocEngineClient", SubprocessEngineClient]
+
+
+async def launch_engine(
+    config: EngineConfig,
+    *,
+    role: Role,
+    engine_id: str,
+    registry: CollectorRegistry,
+    log_level: str = "info",
+) -> WorkerEngine:
+    """Load an engine and return its client; its metrics appear in `registry`.
+
+    Raises ValueError, OSError or a PdserveError if it cannot be loaded.
+    """
+    if config.has_engine_process:
+        return await SubprocessEngineClient.load(
+            config, role=role, engine_id=engine_id, registry=registry, log_level=log_level
+        )
+    # Brings in torch, which a worker whose engine is elsewhere does without.
+    from pdserve_engine.client import InprocEngineClient
+
+    return await InprocEngineClient.load(
+        config,
+        role=role,
+        engine_id=engine_id,
+        metrics=KVTransferMetrics(registry),
+        on_step=EngineStatsRecorder(EngineMetrics(registry)),
+    )

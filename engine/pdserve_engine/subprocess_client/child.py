@@ -1,0 +1,269 @@
+"""The engine process: an InprocEngineClient behind a SubprocessEngineClient's socket."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_client import EngineClient, EngineState
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    SchedulerStats,
+)
+from pdserve_common.errors import PdserveError
+from pdserve_common.logging import setup_logging
+from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
+from pdserve_engine.subprocess_client.channel import Channel
+from pdserve_engine.subprocess_client.links import LinkHost
+from pdserve_engine.subprocess_client.messages import (
+    AbortRequests,
+    Answer,
+    Call,
+    CallAnswer,
+    CancelCall,
+    Close,
+    Drain,
+    EngineReady,
+    EngineStatus,
+    GetMetrics,
+    LinkMessage,
+    LoadEngine,
+    Message,
+    Pause,
+    Profile,
+    ProtocolError,
+    Refusal,
+    RegisterClient,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    StartFailed,
+    UnregisterClient,
+    WakeUp,
+)
+from pdserve_engine.subprocess_client.metrics import take_snapshot
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+# How long the last messages may take to leave.
+FLUSH_TIMEOUT_S = 5.0
+EXIT_NOT_LOADED = 1
+EXIT_LOST = 3
+# A client_index no front end has.
+NO_CLIENT = -1
+
+
+async def serve(fd: int) -> int:
+    """Load what the socket `fd` asks for and serve it; the process's exit status.
+
+    Ends the process at once when the socket's other end is gone: nobody is left to serve.
+    """
+    process = _EngineProcess()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(process.on_exception)
+    await loop.create_unix_connection(lambda: process.channel, sock=socket.socket(fileno=fd))
+    return await process.run()
+
+
+class _EngineProcess:
+    """Used on the event loop's thread."""
+
+    _engine: EngineClient | None = None
+    _links: LinkHost | None = None
+
+    def __init__(self) -> None:
+        self.channel = Channel(self._on_message, self._on_lost)
+        self._registry = CollectorRegistry()
+        self._record = EngineStatsRecorder(EngineMetrics(self._registry))
+        self._load_message: asyncio.Future[LoadEngine] = asyncio.Future()
+        self._close_asked = asyncio.Event()
+        self._is_closing = False
+        self._lost = asyncio.Event()
+        # By the number the other end gave them.
+        self._client_indexes: dict[int, int] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> int:
+        """Load, serve, close."""
+        heartbeat = asyncio.create_task(self._beat())
+        message = await self._load_message
+        setup_logging(message.log_level, message.engine_id)
+        try:
+            engine = await self._load(message)
+        except PdserveError as error:
+            self._fail_to_start("pdserve", error.to_engine_error())
+        except OSError as error:
+            self._fail_to_start("os", _plain_error(error))
+        except ValueError as error:
+            self._fail_to_start("value", _plain_error(error))
+        else:
+            await self._close_asked.wait()
+            await engine.close()
+        heartbeat.cancel()
+        self._is_closing = True
+        self.channel.close()
+        await asyncio.wait_for(self._lost.wait(), FLUSH_TIMEOUT_S)
+        return 0 if self._engine is not None else EXIT_NOT_LOADED
+
+    async def _load(self, message: LoadEngine) -> EngineClient:
+        engine = await InprocEngineClient.load(
+            message.config,
+            role=message.role,
+            engine_id=message.engine_id,
+            metrics=KVTransferMetrics(self._registry),
+            on_step=self._on_step,
+        )
+        self._engine = engine
+        # One client that hears of the engine's death even if there is no other.
+        engine.register_client(lambda outputs: self._send_status())
+        connector = engine.connector
+        identity = None
+        if isinstance(connector, KVProducerEndpoint | KVConsumerEndpoint):
+            self._links = LinkHost(connector, self.channel.send)
+            identity = connector.identity
+        self._send_status()
+        self.channel.send(EngineReady(info=engine.info, kv_identity=identity))
+        return engine
+
+    def _fail_to_start(self, kind: Literal["value", "os", "pdserve"], error: EngineError) -> None:
+        self.channel.send(StartFailed(kind=kind, error=error))
+
+    # ---- what the engine says
+
+    def _on_step(
+        self, stats: SchedulerStats, outputs: Sequence[EngineCoreOutput], has_computed: bool
+    ) -> None:
+        self._record(stats, outputs, has_computed)
+        self._send_status(tuple(o.request_id for o in outputs if o.finished))
+
+    def _send_status(self, finished_request_ids: tuple[str, ...] = ()) -> None:
+        engine = self._engine
+        if engine is None:
+            status = EngineStatus(
+                step_seq=0, stats=SchedulerStats(), state=EngineState(), is_alive=True, problem=None
+            )
+        else:
+            status = EngineStatus(
+                step_seq=engine.step_seq(),
+                stats=engine.stats(),
+                state=engine.state(),
+                is_alive=engine.is_alive(),
+                problem=engine.problem(),
+                finished_request_ids=finished_request_ids,
+            )
+        self.channel.send(status)
+
+    async def _beat(self) -> None:
+        while True:
+            self._send_status()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    # ---- what the worker says
+
+    def on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback or a task has failed: what it was to send is lost, so start anew."""
+        loop.default_exception_handler(context)
+        self.channel.abort(str(context["message"]))
+
+    def _on_lost(self, reason: str) -> None:
+        self._lost.set()
+        if not self._is_closing:
+            logger.error("no connection to the worker any more: %s", reason)
+            os._exit(EXIT_LOST)
+
+    def _on_message(self, message: Message, ref: int) -> None:
+        if isinstance(message, LoadEngine):
+            self._load_message.set_result(message)
+        elif isinstance(message, Close):
+            self._close_asked.set()
+        elif self._engine is None:
+            raise ProtocolError(f"{type(message).__name__} before the engine is loaded")
+        else:
+            self._on_request(self._engine, message, ref)
+
+    def _on_request(self, engine: EngineClient, message: Message, ref: int) -> None:
+        if isinstance(message, EngineCoreRequest):
+            self._add(engine, message)
+        elif isinstance(message, LinkMessage) and self._links is not None:
+            self._links.handle(message, ref)
+        elif isinstance(message, AbortRequests):
+            engine.abort_requests(self._client_indexes.get(ref, NO_CLIENT), message.request_ids)
+        elif isinstance(message, RegisterClient):
+            self._client_indexes[ref] = engine.register_client(
+                lambda outputs: self.channel.send(outputs, ref)
+            )
+        elif isinstance(message, UnregisterClient):
+            engine.unregister_client(self._client_indexes.pop(ref))
+        elif isinstance(message, CancelCall):
+            if ref in self._calls:
+                self._calls[ref].cancel()
+        elif isinstance(message, Call):
+            self._calls[ref] = asyncio.create_task(self._answer(engine, message, ref))
+        else:
+            raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _add(self, engine: EngineClient, request: EngineCoreRequest) -> None:
+        index = self._client_indexes.get(request.client_index, NO_CLIENT)
+        try:
+            engine.add_request(dataclasses.replace(request, client_index=index))
+        except PdserveError as error:
+            # Accepted over there: it has to end over there.
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                finish_reason=FinishReason.ERROR,
+                error=error.to_engine_error(),
+            )
+            self._send_status((request.request_id,))
+            self.channel.send(EngineCoreOutputs(outputs=(output,)), request.client_index)
+
+    # ---- calls
+
+    async def _answer(self, engine: EngineClient, call: Call, call_id: int) -> None:
+        answer: CallAnswer
+        try:
+            answer = await self._perform(engine, call)
+        except PdserveError as error:
+            answer = Refusal(error.to_engine_error())
+        finally:
+            del self._calls[call_id]
+        self._send_status()
+        self.channel.send(answer, call_id)
+
+    async def _perform(self, engine: EngineClient, call: Call) -> CallAnswer:
+        match call:
+            case Pause(mode, clear_cache):
+                await engine.pause(mode, clear_cache=clear_cache)
+            case Resume():
+                await engine.resume()
+            case Sleep(level, mode):
+                return Answer(await engine.sleep(level, mode))
+            case WakeUp(tags):
+                await engine.wake_up(tags)
+            case ResetPrefixCache():
+                return Answer(await engine.reset_prefix_cache())
+            case Profile(start):
+                return Answer(await engine.profile(start))
+            case Drain(timeout_s):
+                return Answer(await engine.drain(timeout_s))
+            case GetMetrics():
+                return take_snapshot(self._registry)
+        return Answer(None)
+
+
+def _plain_error(error: Exception) -> EngineError:
+    return EngineError(code=ErrorCode.INTERNAL, message=str(error))

@@ -1,0 +1,395 @@
+"""SubprocessEngineClient: the EngineClient of an engine in a child process."""
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import NoneType
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_client import EngineState, OutputsCallback
+from pdserve_common.engine_types import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineInfo,
+    PauseMode,
+    SchedulerStats,
+)
+from pdserve_common.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    InvalidRequestError,
+    error_from_engine,
+)
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.subprocess_client.channel import Channel
+from pdserve_engine.subprocess_client.links import ConsumerProxy, ProducerProxy
+from pdserve_engine.subprocess_client.messages import (
+    AbortRequests,
+    Answer,
+    Call,
+    CallAnswer,
+    CancelCall,
+    Close,
+    Drain,
+    EngineReady,
+    EngineStatus,
+    GetMetrics,
+    LinkMessage,
+    LoadEngine,
+    Message,
+    MetricsSnapshot,
+    Pause,
+    Profile,
+    ProtocolError,
+    Refusal,
+    RegisterClient,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    StartFailed,
+    UnregisterClient,
+    WakeUp,
+)
+from pdserve_engine.subprocess_client.metrics import EngineProcessCollector
+
+logger = logging.getLogger(__name__)
+
+# The process says something each second; loading may keep it from that for longer.
+SILENCE_S = 10
+LOADING_SILENCE_S = 120
+# The engine process gives a call up by itself; these are for one that does not answer.
+CALL_TIMEOUT_S = 1800.0
+ANSWER_MARGIN_S = 5.0
+# Longer than the engine thread is waited for.
+CLOSE_TIMEOUT_S = 40.0
+# A process whose socket has closed is on its way out.
+EXIT_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+class SubprocessEngineClient:
+    """Owns the engine process from `load` to `close`. Used on the event loop's thread."""
+
+    info: EngineInfo
+    # What the service has to carry the KvLink's messages to.
+    connector: ProducerProxy | ConsumerProxy | None = None
+    _process: "subprocess.Popen[bytes]"
+    _channel: Channel
+    _status: EngineStatus
+
+    def __init__(self) -> None:
+        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._lost = asyncio.Event()
+        self._clients: dict[int, OutputsCallback] = {}
+        self._owners: dict[str, int] = {}
+        self._client_indexes = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
+        self._call_ids = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._silent_s = 0
+        self._is_draining = False
+        self._is_closing = False
+        self._error: str | None = None
+
+    @classmethod
+    async def load(
+        cls,
+        config: EngineConfig,
+        *,
+        role: Role,
+        engine_id: str,
+        registry: CollectorRegistry,
+        log_level: str = "info",
+    ) -> "SubprocessEngineClient":
+        """Start a process, load an engine in it and wait until it is ready.
+
+        The engine's metrics appear in `registry`. Raises ValueError, OSError or a PdserveError if
+        it cannot be loaded.
+        """
+        # Without the settings of the worker around it.
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
+        load = LoadEngine(
+            config=EngineConfig(**fields), role=role, engine_id=engine_id, log_level=log_level
+        )
+        client = cls()
+        await client._start_process()
+        try:
+            client._channel.send(load)
+            await client._become_ready(role)
+            snapshot = await client._call(GetMetrics(), MetricsSnapshot)
+        except BaseException:
+            client._is_closing = True
+            client._process.kill()
+            await client._end()
+            raise
+        registry.register(EngineProcessCollector(snapshot, client._get_metrics))
+        return client
+
+    async def _start_process(self) -> None:
+        self._process, ours = _spawn()
+        _, self._channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Channel(self._on_message, self._on_lost), sock=ours
+        )
+        self._tasks.append(asyncio.create_task(self._count_silence()))
+
+    async def _become_ready(self, role: Role) -> None:
+        ready = await self._ready
+        self.info = ready.info
+        if ready.kv_identity is not None:
+            proxy = ProducerProxy if role == "prefill" else ConsumerProxy
+            name = ready.info.kv_transport
+            self.connector = proxy(ready.kv_identity, name, self._channel.send)
+
+    # ---- EngineClient
+
+    def register_client(self, on_outputs: OutputsCallback) -> int:
+        index = next(self._client_indexes)
+        self._clients[index] = on_outputs
+        self._channel.send(RegisterClient(), index)
+        return index
+
+    def unregister_client(self, client_index: int) -> None:
+        if self._clients.pop(client_index, None) is not None:
+            self._channel.send(UnregisterClient(), client_index)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self._error is not None:
+            raise EngineDeadError(self._error)
+        if self._is_draining:
+            raise DrainingError("the worker is shutting down")
+        if request.request_id in self._owners:
+            message = f"request_id {request.request_id!r} is running already"
+            raise InvalidRequestError(message, field="request_id")
+        self._channel.send(request)
+        self._owners[request.request_id] = request.client_index
+
+    def owner_of(self, request_id: str) -> int | None:
+        return self._owners.get(request_id)
+
+    def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
+        # The process knows best which are whose.
+        self._channel.send(AbortRequests(tuple(request_ids)), client_index)
+
+    def stats(self) -> SchedulerStats:
+        return self._status.stats
+
+    def step_seq(self) -> int:
+        return self._status.step_seq
+
+    def state(self) -> EngineState:
+        return self._status.state
+
+    def is_alive(self) -> bool:
+        return self._error is None and not self._is_closing
+
+    def problem(self) -> str | None:
+        if self._error is not None:
+            return self._error
+        if self._silent_s > SILENCE_S and not self._is_closing:
+            return f"the engine process has said nothing for {self._silent_s} s"
+        return self._status.problem
+
+    # ---- control
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self._call(Pause(mode, clear_cache), NoneType)
+
+    async def resume(self) -> None:
+        await self._call(Resume(), NoneType)
+
+    async def sleep(self, level: int, mode: PauseMode) -> int:
+        return await self._call(Sleep(level, mode), int)
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        await self._call(WakeUp(tuple(tags)), NoneType)
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._call(ResetPrefixCache(), int)
+
+    async def profile(self, start: bool) -> str:
+        return await self._call(Profile(start), str)
+
+    async def _get_metrics(self) -> MetricsSnapshot:
+        return await self._call(GetMetrics(), MetricsSnapshot)
+
+    async def _call(self, call: Call, answer_type: type[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
+        """Return the answer. Raises the PdserveError it is, EngineDeadError or
+        DeadlineExceededError.
+        """
+        if not self.is_alive():
+            raise EngineDeadError(self._error or "the engine is closed")
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._channel.send(call, call_id)
+        try:
+            answer = await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            name = type(call).__name__
+            raise DeadlineExceededError(f"{name} got no answer within {timeout_s:g} s") from None
+        finally:
+            del self._calls[call_id]
+            if future.cancelled():
+                self._channel.send(CancelCall(), call_id)
+        return _value(answer, answer_type)
+
+    # ---- the end
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._is_draining = True
+        try:
+            return await self._call(Drain(timeout_s), bool, timeout_s + ANSWER_MARGIN_S)
+        except EngineDeadError:
+            return True  # nothing is left; `problem` tells
+        except DeadlineExceededError:
+            return False
+
+    async def close(self) -> None:
+        """Stop the engine, wait for its process to end and kill it if it does not."""
+        self._is_draining = self._is_closing = True
+        self._channel.send(Close())
+        try:
+            await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._error = self._error or "the engine process did not stop and was killed"
+            self._process.kill()
+        await self._end()
+
+    async def _end(self) -> None:
+        self._channel.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._reap)
+        self._fail_calls("the engine is closed")
+
+    def _reap(self) -> int:
+        """Wait for the process to end and return its status. Blocks."""
+        try:
+            return self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    # ---- what the process says
+
+    def _on_message(self, message: Message, ref: int) -> None:
+        self._silent_s = 0
+        if self._error is not None:
+            return
+        if isinstance(message, EngineStatus):
+            self._on_status(message)
+        elif isinstance(message, EngineCoreOutputs):
+            callback = self._clients.get(ref)
+            if callback is not None:
+                callback(message)
+        elif isinstance(message, LinkMessage) and self.connector is not None:
+            self.connector.deliver(message, ref)
+        elif isinstance(message, CallAnswer):
+            future = self._calls.get(ref)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, EngineReady | StartFailed):
+            self._on_started(message)
+        else:
+            raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _on_started(self, message: EngineReady | StartFailed) -> None:
+        if self._ready.done():
+            return
+        if isinstance(message, EngineReady):
+            self._ready.set_result(message)
+        else:
+            self._is_closing = True
+            self._ready.set_exception(_start_error(message))
+
+    def _on_status(self, status: EngineStatus) -> None:
+        self._status = status
+        for request_id in status.finished_request_ids:
+            self._owners.pop(request_id, None)
+        if not status.is_alive and not self._is_closing:
+            self._die(status.problem or "the engine died")
+
+    async def _count_silence(self) -> None:
+        # Counted, not measured: while this process is stopped, the other cannot be heard.
+        while True:
+            await asyncio.sleep(1.0)
+            self._silent_s += 1
+            if self._silent_s > LOADING_SILENCE_S and not self._ready.done():
+                error = EngineDeadError("the engine process hangs while loading")
+                self._ready.set_exception(error)
+
+    def _on_lost(self, reason: str) -> None:
+        self._lost.set()
+        if self.is_alive():
+            self._error = f"the engine process is gone: {reason}"
+            self._tasks.append(asyncio.create_task(self._bury(reason)))
+
+    async def _bury(self, reason: str) -> None:
+        """The process is gone, or as good as gone: find out how, and tell everyone."""
+        status = await asyncio.get_running_loop().run_in_executor(None, self._reap)
+        self._die(f"the engine process {_describe(status)}: {reason}")
+
+    def _die(self, error: str) -> None:
+        """Give every client its last message, and whoever waits an exception."""
+        logger.error("%s", error)
+        self._error = error
+        self._owners.clear()
+        if not self._ready.done():
+            self._ready.set_exception(EngineDeadError(error))
+        self._fail_calls(error)
+        if self.connector is not None:
+            self.connector.close(error)
+        engine_dead = EngineDeadError(error).to_engine_error()
+        for callback in list(self._clients.values()):
+            callback(EngineCoreOutputs(engine_dead=engine_dead))
+
+    def _fail_calls(self, error: str) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(error))
+
+
+def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start an engine process. It dies with the thread that calls this, where the system can."""
+    ours, theirs = socket.socketpair()
+    fd = theirs.fileno()
+    command = [sys.executable, "-m", "pdserve_engine.subprocess_client", str(fd)]
+    with theirs:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,))
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
+
+
+def _value(answer: CallAnswer, answer_type: type[T]) -> T:
+    if isinstance(answer, Refusal):
+        raise error_from_engine(answer.error)
+    value = answer.value if isinstance(answer, Answer) else answer
+    if not isinstance(value, answer_type):
+        raise ProtocolError(f"the answer is {value!r}, not of type {answer_type.__name__}")
+    return value
+
+
+def _start_error(failed: StartFailed) -> Exception:
+    if failed.kind == "pdserve":
+        return error_from_engine(failed.error)
+    kinds = {"value": ValueError, "os": OSError}
+    return kinds[failed.kind](failed.error.message)
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by {signal.Signals(-status).name}"

@@ -1,0 +1,303 @@
+"""What crosses between a worker and its engine process, and its encoding.
+
+A frame is a header (bytes of the body, type of the message, what it refers to) and the message
+in msgpack. It is decoded into exactly the type the header names. Both ends are one build on one
+machine: types are numbered by their place in MESSAGES, and time.monotonic() means the same.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import msgspec
+
+from pdserve_common.engine_client import EngineState
+from pdserve_common.engine_types import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    EngineInfo,
+    PauseMode,
+    SchedulerStats,
+)
+from pdserve_common.kv_types import (
+    BlocksReady,
+    CancelRequest,
+    KVLinkHeartbeat,
+    KVLinkHello,
+    KVLinkWelcome,
+    PrefillDone,
+    Release,
+    ReleaseAck,
+    SessionEnded,
+)
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.kv_transfer.base import KVIdentity
+
+# Far above what a step of the largest batch with all its logprobs takes.
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+_HEADER = struct.Struct("!IHQ")
+
+
+class ProtocolError(Exception):
+    """The other end sent, or is to be sent, what no correct end sends."""
+
+
+# ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadEngine:
+    """The first message: what to load."""
+
+    config: EngineConfig
+    role: Role
+    engine_id: str
+    log_level: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterClient:
+    """A new front end."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnregisterClient:
+    """A front end is gone, and its requests with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """End requests of a front end."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Stop the engine and exit."""
+
+
+# Calls: they refer to a call id, and are answered under it.
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    level: int
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GetMetrics:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCall:
+    """Nobody waits for the call's answer any more."""
+
+
+# ---- from the engine process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """Sent after every step, before every answer to a call and at least every HEARTBEAT_S."""
+
+    step_seq: int
+    stats: SchedulerStats
+    state: EngineState
+    is_alive: bool
+    problem: str | None
+    # Requests whose terminal output follows.
+    finished_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """The engine is loaded. `kv_identity` is None without a connector."""
+
+    info: EngineInfo
+    kv_identity: KVIdentity | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFailed:
+    """The engine cannot be loaded: which kind of exception says so, and what it says."""
+
+    kind: Literal["value", "os", "pdserve"]
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call's result."""
+
+    value: int | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call's PdserveError."""
+
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    name: str
+    documentation: str
+    type: str
+    samples: tuple[MetricSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """The answer to GetMetrics."""
+
+    families: tuple[MetricFamily, ...]
+
+
+# ---- KvLinks, both ways; refers to the number the service's side gave the link
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """D: P has welcomed us."""
+
+    engine_id: str
+    welcome: KVLinkWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailed:
+    """D: no link can be had."""
+
+    engine_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The link's stream has ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTick:
+    """TICK_S has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DialLink:
+    """The connector wants a link; answered by LinkUp or LinkFailed."""
+
+    engine_id: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """The connector ends the link's stream."""
+
+    reason: str
+
+
+Call = Pause | Resume | Sleep | WakeUp | ResetPrefixCache | Profile | Drain | GetMetrics
+CallAnswer = Answer | Refusal | MetricsSnapshot
+LinkMessage = (
+    KVLinkHello | CancelRequest | Release | KVLinkHeartbeat
+    | KVLinkWelcome | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
+    | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
+)  # fmt: skip
+Message = (
+    LoadEngine | RegisterClient | UnregisterClient | EngineCoreRequest | AbortRequests | Close
+    | Call | CancelCall
+    | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer
+    | LinkMessage
+)  # fmt: skip
+
+MESSAGES: tuple[type, ...] = get_args(Message)
+
+_TYPE_IDS = {cls: number for number, cls in enumerate(MESSAGES)}
+_DECODERS = [msgspec.msgpack.Decoder[Message](cls) for cls in MESSAGES]
+_encode_body = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message, ref: int = 0) -> bytes:
+    """Return the frame. Raises ProtocolError for one that is too large."""
+    body = _encode_body(message)
+    if len(body) > MAX_FRAME_BYTES:
+        name = type(message).__name__
+        raise ProtocolError(f"{name} has {len(body)} bytes, at most {MAX_FRAME_BYTES} fit")
+    return _HEADER.pack(len(body), _TYPE_IDS[type(message)], ref) + body
+
+
+class FrameReader:
+    """Turns a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[Message, int]]:
+        """Yield what is complete: messages and what they refer to. Raises ProtocolError."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            size, type_id, ref = _HEADER.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES or type_id >= len(MESSAGES):
+                raise ProtocolError(f"a frame of type {type_id} with {size} bytes")
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                return
+            message = self._decode(type_id, end)
+            del self._buffer[:end]
+            yield message, ref
+
+    def _decode(self, type_id: int, end: int) -> Message:
+        with memoryview(self._buffer) as buffer, buffer[_HEADER.size : end] as body:
+            try:
+                return _DECODERS[type_id].decode(body)
+            except msgspec.DecodeError as error:
+                raise ProtocolError(f"{MESSAGES[type_id].__name__}: {error}") from error

@@ -1,0 +1,505 @@
+"""Pause, sleep, wake-up, cache reset and profile of an engine on its thread, with a real model."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_client import EngineState
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+)
+from pdserve_common.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    FailedPreconditionError,
+    InvalidRequestError,
+)
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine import control_client
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core import control
+from pdserve_engine.profiler import StepProfiler
+
+KV_MIB = 8
+PROMPT = tuple(range(2, 70))
+LONG = 1500
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def load(model: Path, **fields: Any) -> InprocEngineClient:
+    settings: dict[str, Any] = {
+        "num_threads": 1,
+        "kv_connector": "none",
+        "kv_cache_memory_mib": KV_MIB,
+        "max_num_seqs": 2,
+    }
+    return await InprocEngineClient.load(
+        EngineConfig(model=str(model), **settings | fields),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(make_model: Callable[..., Path]) -> AsyncIterator[InprocEngineClient]:
+    engine = await load(make_model())
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: InprocEngineClient) -> AsyncIterator[InprocEngineClient]:
+    """The shared engine, awake and empty before and after."""
+    yield shared
+    if shared.state().sleep_level is not None:
+        await shared.wake_up(())
+    elif shared.state().is_paused:
+        await shared.resume()
+    await until(lambda: shared.stats().num_free_blocks == shared.stats().num_total_blocks)
+
+
+class Client:
+    """One front end and what it was told."""
+
+    def __init__(self, engine: InprocEngineClient) -> None:
+        self.engine = engine
+        self.outputs: list[EngineCoreOutput] = []
+        self.index = engine.register_client(self._take)
+
+    def _take(self, message: EngineCoreOutputs) -> None:
+        self.outputs.extend(message.outputs)
+
+    def add(self, request_id: str, max_tokens: int = 4, deadline: float | None = None) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=PROMPT,
+                sampling_params=params,
+                client_index=self.index,
+                deadline=deadline,
+            )
+        )
+
+    def tokens(self, request_id: str) -> list[int]:
+        mine = [output for output in self.outputs if output.request_id == request_id]
+        return [token for output in mine for token in output.new_token_ids]
+
+    def ends(self, request_id: str) -> list[EngineCoreOutput]:
+        return [o for o in self.outputs if o.request_id == request_id and o.finished]
+
+    async def end_of(self, request_id: str) -> EngineCoreOutput:
+        await until(lambda: self.ends(request_id))
+        (end,) = self.ends(request_id)
+        return end
+
+    async def run(self, request_id: str, max_tokens: int = 8) -> list[int]:
+        self.add(request_id, max_tokens)
+        assert (await self.end_of(request_id)).finish_reason is FinishReason.LENGTH
+        return self.tokens(request_id)
+
+    async def start(self, request_id: str, max_tokens: int = LONG) -> None:
+        self.add(request_id, max_tokens)
+        await until(lambda: self.tokens(request_id))
+
+    def abort(self, *request_ids: str) -> None:
+        self.engine.abort_requests(self.index, request_ids)
+
+
+@pytest.fixture
+def client(engine: InprocEngineClient) -> Client:
+    return Client(engine)
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.005)
+
+
+async def settle() -> None:
+    """Time for a few steps, if there were any."""
+    await asyncio.sleep(0.1)
+
+
+# ---- pause and resume
+
+
+async def test_abort_ends_everything_and_what_comes_later_waits(client: Client) -> None:
+    await client.start("running")
+    await client.engine.pause(PauseMode.ABORT, clear_cache=False)
+    assert (await client.end_of("running")).finish_reason is FinishReason.ABORT
+    client.add("later")
+    await settle()
+    assert client.tokens("later") == []
+    await client.engine.resume()
+    assert (await client.end_of("later")).finish_reason is FinishReason.LENGTH
+
+
+async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: Client) -> None:
+    await client.start("a", 200)
+    await client.start("b", 200)
+    client.add("waits")
+    await client.engine.pause(PauseMode.WAIT, clear_cache=False)
+    assert client.ends("a")
+    assert client.ends("b")
+    await settle()
+    assert client.tokens("waits") == []
+    assert client.engine.stats().num_waiting_reqs == 1
+    await client.engine.resume()
+    assert (await client.end_of("waits")).finish_reason is FinishReason.LENGTH
+
+
+async def test_keep_freezes_requests_which_go_on_with_the_same_tokens(client: Client) -> None:
+    expected = await client.run("whole", 300)
+    await client.start("frozen", 300)
+    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    await settle()
+    count = len(client.tokens("frozen"))
+    assert 0 < count < 300
+    await settle()
+    assert len(client.tokens("frozen")) == count
+    await client.engine.resume()
+    await client.end_of("frozen")
+    assert client.tokens("frozen") == expected
+
+
+async def test_deadlines_expire_while_paused(client: Client) -> None:
+    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    client.add("late", deadline=time.monotonic() + 0.1)
+    error = (await client.end_of("late")).error
+    assert error is not None
+    assert error.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+async def test_requests_can_be_aborted_while_paused(client: Client) -> None:
+    await client.start("frozen")
+    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    client.abort("frozen")
+    assert (await client.end_of("frozen")).finish_reason is FinishReason.ABORT
+
+
+async def test_resume_without_a_pause_is_refused(engine: InprocEngineClient) -> None:
+    with pytest.raises(FailedPreconditionError, match="not paused"):
+        await engine.resume()
+
+
+async def test_a_pause_may_change_its_mode(client: Client) -> None:
+    await client.start("a")
+    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    await client.engine.pause(PauseMode.ABORT, clear_cache=False)
+    assert (await client.end_of("a")).finish_reason is FinishReason.ABORT
+
+
+async def test_one_verb_at_a_time_and_a_cancelled_one_is_undone(client: Client) -> None:
+    engine = client.engine
+    await client.start("a")
+    pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+    await until(lambda: engine.state().is_paused)
+    with pytest.raises(FailedPreconditionError, match="cannot resume: pause is under way"):
+        await engine.resume()
+    pause.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await pause
+    assert engine.state() == EngineState()
+    assert await client.run("b")
+    client.abort("a")
+
+
+async def test_a_pause_that_takes_too_long_is_undone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "CONTROL_TIMEOUT_S", 0.1)
+    await client.start("a")
+    with pytest.raises(DeadlineExceededError, match=r"pause was not done within 0.1 s"):
+        await client.engine.pause(PauseMode.WAIT, clear_cache=False)
+    monkeypatch.undo()
+    assert client.engine.state() == EngineState()
+    client.abort("a")
+
+
+# ---- the prefix cache
+
+
+async def test_reset_forgets_cached_blocks_and_counts_them(client: Client) -> None:
+    await client.engine.reset_prefix_cache()
+    await client.run("a", 4)
+    await until(lambda: client.engine.stats().num_cached_blocks)
+    assert await client.engine.reset_prefix_cache() == len(PROMPT) // 16
+    assert await client.engine.reset_prefix_cache() == 0
+
+
+async def test_reset_is_refused_with_numbers_while_blocks_are_held(client: Client) -> None:
+    await client.start("a")
+    refusal = r"cannot reset the prefix cache: \d+ KV blocks are held, 1 requests are running, 0 KV"
+    with pytest.raises(FailedPreconditionError, match=refusal):
+        await client.engine.reset_prefix_cache()
+    with pytest.raises(FailedPreconditionError, match=refusal):
+        await client.engine.pause(PauseMode.KEEP, clear_cache=True)
+    assert client.engine.state() == EngineState(), "a pause that fails is undone"
+    await client.engine.pause(PauseMode.ABORT, clear_cache=True)
+    assert client.engine.state() == EngineState(is_paused=True)
+
+
+# ---- sleep and wake-up
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_an_engine_that_slept_computes_what_it_did_before(client: Client, level: int) -> None:
+    engine = client.engine
+    expected = await client.run("before")
+    freed = await engine.sleep(level, PauseMode.WAIT)
+    assert engine.state() == EngineState(is_paused=True, sleep_level=level)
+    assert freed >= (0.9 * (KV_MIB << 20) if level else 0)
+    client.add("asleep", 8)
+    await settle()
+    assert client.tokens("asleep") == []
+    await engine.wake_up(())
+    assert engine.state() == EngineState()
+    await client.end_of("asleep")
+    assert client.tokens("asleep") == expected
+
+
+async def test_memory_wakes_before_scheduling_and_each_tag_on_its_own(client: Client) -> None:
+    engine = client.engine
+    await engine.sleep(2, PauseMode.ABORT)
+    with pytest.raises(FailedPreconditionError, match="scheduling needs kv_cache and weights"):
+        await engine.wake_up(("scheduling",))
+    await engine.wake_up(("weights",))
+    await engine.wake_up(("weights",))
+    with pytest.raises(FailedPreconditionError, match="scheduling needs kv_cache"):
+        await engine.wake_up(("scheduling",))
+    await engine.wake_up(("kv_cache",))
+    assert engine.state().sleep_level == 2
+    await engine.wake_up(("scheduling",))
+    assert await client.run("a")
+
+
+async def test_what_the_state_does_not_allow_is_refused(engine: InprocEngineClient) -> None:
+    with pytest.raises(FailedPreconditionError, match="not asleep"):
+        await engine.wake_up(())
+    with pytest.raises(InvalidRequestError, match="tags has 'wings', known tags are weights"):
+        await engine.wake_up(("wings",))
+    with pytest.raises(InvalidRequestError, match="level is 3, must be 0 to 2"):
+        await engine.sleep(3, PauseMode.WAIT)
+    await engine.sleep(1, PauseMode.WAIT)
+    for verb in (
+        lambda: engine.sleep(1, PauseMode.WAIT),
+        lambda: engine.pause(PauseMode.WAIT, clear_cache=False),
+        engine.resume,
+    ):
+        with pytest.raises(FailedPreconditionError, match="asleep at level 1"):
+            await verb()
+    assert engine.state().sleep_level == 1
+
+
+async def test_requests_that_hold_blocks_are_not_slept_over(client: Client) -> None:
+    await client.start("a")
+    with pytest.raises(FailedPreconditionError, match=r"cannot sleep: .* 1 requests are running"):
+        await client.engine.sleep(1, PauseMode.KEEP)
+    assert client.engine.state() == EngineState()
+    count = len(client.tokens("a"))
+    await until(lambda: len(client.tokens("a")) > count)
+    client.abort("a")
+
+
+async def test_a_wake_up_without_memory_can_be_repeated(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = client.engine
+    expected = await client.run("before")
+    await engine.sleep(2, PauseMode.WAIT)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("2 GiB wanted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._loaded.kv_cache, "restore", fail)
+        with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted"):
+            await engine.wake_up(())
+    assert engine.state().sleep_level == 2
+    assert engine.problem() is None
+    await engine.wake_up(())
+    assert await client.run("after") == expected
+
+
+async def test_weights_that_changed_on_disk_do_not_wake_up(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(make_model(), model)
+    engine = await load(model)
+    try:
+        client = Client(engine)
+        expected = await client.run("before")
+        await engine.sleep(2, PauseMode.WAIT)
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text(config + " ")
+        with pytest.raises(FailedPreconditionError, match="has changed since the start"):
+            await engine.wake_up(())
+        assert engine.state().sleep_level == 2
+        assert engine.problem() is None
+        (model / "config.json").write_text(config)
+        await engine.wake_up(())
+        assert await client.run("after") == expected
+    finally:
+        await engine.close()
+
+
+# ---- profiles
+
+
+async def test_a_profile_shows_the_models_operations(
+    client: Client, tmp_path: Path, make_model: Callable[..., Path]
+) -> None:
+    engine = await load(make_model(), profile_dir=str(tmp_path / "new"))
+    try:
+        with pytest.raises(FailedPreconditionError, match="no profile is running"):
+            await engine.profile(start=False)
+        assert await engine.profile(start=True) == ""
+        with pytest.raises(FailedPreconditionError, match="a profile is running already"):
+            await engine.profile(start=True)
+        await Client(engine).run("a")
+        path = Path(await engine.profile(start=False))
+        assert path.parent == tmp_path / "new"
+        with gzip.open(path) as file:
+            names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+        assert "aten::embedding" in names
+    finally:
+        await engine.close()
+
+
+async def test_a_profile_ends_after_some_steps_and_is_kept_until_it_is_asked_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = client.engine
+    monkeypatch.setattr(control, "MAX_PROFILE_STEPS", 3)
+    with caplog.at_level(logging.INFO, logger=control.__name__):
+        await engine.profile(start=True)
+        await client.run("a", 10)
+        await until(lambda: "profiled 3 steps" in caplog.text)
+    path = Path(await engine.profile(start=False))
+    with gzip.open(path) as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert 3 <= names.count("aten::embedding") <= 5
+    with pytest.raises(FailedPreconditionError, match="no profile is running"):
+        await engine.profile(start=False)
+
+
+async def test_a_profile_that_cannot_be_written_is_not_started(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    engine = await load(make_model(), profile_dir=str(tmp_path / "file" / "below"))
+    with pytest.raises(FailedPreconditionError, match=r"cannot start a profile: .*Not a directory"):
+        await engine.profile(start=True)
+    assert await Client(engine).run("a")
+    await engine.close()
+
+
+async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
+    profiler = StepProfiler(str(tmp_path), name="../rack 1/d:0")
+    profiler.start()
+    path = Path(profiler.stop())
+    assert path.parent == tmp_path
+    assert path.name.startswith(".._rack_1_d_0-")
+
+
+# ---- the end
+
+
+async def test_a_drain_ends_a_pause_and_refuses_verbs(make_model: Callable[..., Path]) -> None:
+    engine = await load(make_model())
+    client = Client(engine)
+    await client.start("frozen", 100)
+    await engine.pause(PauseMode.KEEP, clear_cache=False)
+    client.add("waits")
+    drained = await asyncio.gather(engine.drain(10.0), engine.drain(10.0))
+    assert drained == [True, True]
+    for request_id in ("frozen", "waits"):
+        assert (await client.end_of(request_id)).finish_reason is FinishReason.LENGTH
+    with pytest.raises(FailedPreconditionError, match="the worker is draining"):
+        await engine.pause(PauseMode.WAIT, clear_cache=False)
+    await engine.close()
+
+
+async def test_a_drain_overtakes_a_pause_that_waits(make_model: Callable[..., Path]) -> None:
+    engine = await load(make_model())
+    client = Client(engine)
+    await client.start("a", 400)
+    client.add("b")
+    pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+    await until(lambda: engine.state().is_paused)
+    assert await engine.drain(10.0)
+    with pytest.raises(FailedPreconditionError, match="the worker is draining"):
+        await pause
+    assert (await client.end_of("b")).finish_reason is FinishReason.LENGTH
+    await engine.close()
+
+
+async def test_a_drain_aborts_what_waits_for_a_sleeping_engine(
+    make_model: Callable[..., Path],
+) -> None:
+    engine = await load(make_model())
+    client = Client(engine)
+    await engine.sleep(2, PauseMode.WAIT)
+    client.add("waits")
+    started = time.monotonic()
+    assert await engine.drain(10.0)
+    assert (await client.end_of("waits")).finish_reason is FinishReason.ABORT
+    assert time.monotonic() - started < 5.0
+    await engine.close()
+
+
+async def test_a_verb_under_way_when_the_engine_dies_says_so(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no more")
+
+    engine = await load(make_model())
+    client = Client(engine)
+    await client.start("a")
+    pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+    await until(lambda: engine.state().is_paused)
+    monkeypatch.setattr(engine._core, "step", fail)
+    with pytest.raises(EngineDeadError, match="no more"):
+        await pause
+    with pytest.raises(EngineDeadError, match="no more"):
+        await engine.resume()
+    await engine.close()
+
+
+async def test_steps_are_logged_on_request(
+    make_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await load(make_model(), log_iterations=True)
+    with caplog.at_level(logging.INFO, logger="pdserve_engine.client"):
+        await Client(engine).run("a", 3)
+    await engine.close()
+    steps = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]
+    assert len(steps) == 3
+    assert f"{len(PROMPT)} tokens in " in steps[0]
+    assert "KV usage" in steps[0]

@@ -1,0 +1,507 @@
+"""What every EngineClient promises, with a real model, in this process and in one of its own."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pdserve_common.engine_client import EngineState
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+)
+from pdserve_common.errors import (
+    DrainingError,
+    EngineDeadError,
+    FailedPreconditionError,
+    InvalidRequestError,
+)
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.launch import WorkerEngine, launch_engine
+from pdserve_engine.subprocess_client.client import SubprocessEngineClient
+
+PROMPT = (5, 6, 7)
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 4
+KINDS = ("inproc", pytest.param("subprocess", marks=pytest.mark.slow))
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def start(make_model: Callable[..., Path]) -> Callable[..., Any]:
+    """start(kind) -> an async context manager with a loaded engine."""
+
+    @contextlib.asynccontextmanager
+    async def start(
+        kind: str, registry: CollectorRegistry | None = None
+    ) -> AsyncIterator[WorkerEngine]:
+        config = EngineConfig(
+            model=str(make_model(max_position_embeddings=MAX_MODEL_LEN)),
+            dtype="float32",
+            num_threads=1,
+            kv_connector="none",
+            kv_cache_memory_mib=8,
+            max_num_seqs=MAX_NUM_SEQS,
+            engine_process=kind,  # type: ignore[arg-type]
+        )
+        engine = await launch_engine(
+            config, role="decode", engine_id="d", registry=registry or CollectorRegistry()
+        )
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    return start
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def registry(kind: str) -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    kind: str, registry: CollectorRegistry, start: Callable[..., Any]
+) -> AsyncIterator[WorkerEngine]:
+    """One engine for all tests that leave it as it was."""
+    async with start(kind, registry) as engine:
+        yield engine
+
+
+class Client:
+    """One front end and what it was told."""
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self.engine = engine
+        self.messages: list[EngineCoreOutputs] = []
+        self.index = engine.register_client(self.messages.append)
+
+    def add(self, request_id: str, max_tokens: int = 4, **fields: Any) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=fields.pop("prompt", PROMPT),
+                sampling_params=params,
+                client_index=self.index,
+                **fields,
+            )
+        )
+
+    def outputs(self, request_id: str | None = None) -> list[EngineCoreOutput]:
+        outputs = [output for message in self.messages for output in message.outputs]
+        return [o for o in outputs if request_id in (None, o.request_id)]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs(request_id) for t in output.new_token_ids]
+
+    def ended(self) -> list[str]:
+        """In the order in which they ended."""
+        return [output.request_id for output in self.outputs() if output.finished]
+
+    async def end_of(self, request_id: str) -> EngineCoreOutput:
+        await until(lambda: request_id in self.ended())
+        (end,) = [output for output in self.outputs(request_id) if output.finished]
+        return end
+
+    async def finish_reason(self, request_id: str) -> FinishReason | None:
+        return (await self.end_of(request_id)).finish_reason
+
+
+@pytest.fixture
+def client(engine: WorkerEngine) -> Iterator[Client]:
+    client = Client(engine)
+    yield client
+    engine.unregister_client(client.index)
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.005)
+
+
+async def until_idle(engine: WorkerEngine) -> None:
+    await until(lambda: engine.stats().num_free_blocks == engine.stats().num_total_blocks)
+    assert engine.stats().num_running_reqs == engine.stats().num_waiting_reqs == 0
+
+
+async def kill(engine: WorkerEngine) -> str:
+    """Make the engine die and return a piece of what is to be said of it."""
+    if isinstance(engine, SubprocessEngineClient):
+        engine._process.kill()
+        return "SIGKILL"
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    engine._core.executor.execute_model = fail  # type: ignore[method-assign, assignment]
+    return "no more"
+
+
+# ---- requests
+
+
+async def test_the_info_tells_what_is_served(engine: WorkerEngine) -> None:
+    info = engine.info
+    assert info.engine_id == "d"
+    assert info.max_model_len == MAX_MODEL_LEN
+    assert info.max_num_seqs == MAX_NUM_SEQS
+    assert info.num_blocks == engine.stats().num_total_blocks > 0
+    assert engine.is_alive()
+    assert engine.problem() is None
+
+
+async def test_a_request_gets_the_tokens_of_transformers_and_one_end(
+    engine: WorkerEngine,
+    client: Client,
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+) -> None:
+    model = make_model(max_position_embeddings=MAX_MODEL_LEN)
+    client.add("a", max_tokens=12)
+    assert engine.owner_of("a") == client.index
+    assert await client.finish_reason("a") == FinishReason.LENGTH
+    assert client.tokens("a") == hf_greedy(model, list(PROMPT), 12)
+    indexes = [output.first_token_index for output in client.outputs("a")]
+    lengths = [len(output.new_token_ids) for output in client.outputs("a")]
+    assert indexes == [sum(lengths[:i]) for i in range(len(lengths))]
+    assert engine.owner_of("a") is None
+    await until_idle(engine)
+
+
+async def test_requests_of_a_front_end_are_served_in_order(client: Client) -> None:
+    names = [f"fifo-{number}" for number in range(5 * MAX_NUM_SEQS)]
+    for name in names:
+        client.add(name, max_tokens=1)
+    await until(lambda: len(client.ended()) == len(names))
+    assert client.ended() == names
+
+
+async def test_each_front_end_gets_its_own_outputs(engine: WorkerEngine) -> None:
+    clients = [Client(engine) for _ in range(3)]
+    for number, client in enumerate(clients):
+        client.add(f"own-{number}")
+    for number, client in enumerate(clients):
+        assert await client.finish_reason(f"own-{number}") == FinishReason.LENGTH
+        assert {output.request_id for output in client.outputs()} == {f"own-{number}"}
+        engine.unregister_client(client.index)
+
+
+async def test_an_id_in_use_is_refused(engine: WorkerEngine, client: Client) -> None:
+    client.add("twice", max_tokens=50)
+    with pytest.raises(InvalidRequestError, match="twice"):
+        client.add("twice")
+    assert await client.finish_reason("twice") == FinishReason.LENGTH
+    assert len(client.tokens("twice")) == 50
+
+
+async def test_a_deadline_ends_a_request(engine: WorkerEngine, client: Client) -> None:
+    client.add("late", max_tokens=2000, deadline=time.monotonic() + 0.2)
+    end = await client.end_of("late")
+    assert end.finish_reason == FinishReason.ERROR
+    assert end.error is not None
+    assert end.error.code == ErrorCode.DEADLINE_EXCEEDED
+    await until_idle(engine)
+
+
+async def test_a_huge_deadline_does_not_end_the_engine(
+    engine: WorkerEngine, client: Client
+) -> None:
+    client.add("patient", max_tokens=2, deadline=time.monotonic() + 1e10)
+    assert await client.finish_reason("patient") == FinishReason.LENGTH
+    assert engine.problem() is None
+
+
+# ---- aborts
+
+
+async def test_running_and_queued_requests_can_be_aborted(
+    engine: WorkerEngine, client: Client
+) -> None:
+    running = [f"running-{number}" for number in range(MAX_NUM_SEQS)]
+    for name in [*running, "queued"]:
+        client.add(name, max_tokens=2000)
+    await until(lambda: all(client.tokens(name) for name in running))
+    engine.abort_requests(client.index, ["queued", running[0], "unknown"])
+    for name in ("queued", running[0]):
+        assert await client.finish_reason(name) == FinishReason.ABORT
+    assert client.tokens("queued") == []
+    assert all(engine.owner_of(name) == client.index for name in running[1:])
+    engine.abort_requests(client.index, running)
+    await until(lambda: sorted(client.ended()) == sorted([*running, "queued"]))
+    await until_idle(engine)
+
+
+async def test_a_front_end_cannot_abort_anothers_request(
+    engine: WorkerEngine, client: Client
+) -> None:
+    other = Client(engine)
+    client.add("mine", max_tokens=40)
+    engine.abort_requests(other.index, ["mine"])
+    assert await client.finish_reason("mine") == FinishReason.LENGTH
+    engine.unregister_client(other.index)
+
+
+async def test_an_id_can_be_used_again_after_an_abort_that_came_too_late(
+    engine: WorkerEngine, client: Client
+) -> None:
+    for _ in range(20):
+        client.messages.clear()
+        client.add("again", max_tokens=1)
+        await client.end_of("again")
+        engine.abort_requests(client.index, ["again"])
+        client.messages.clear()
+        client.add("again", max_tokens=3)
+        assert await client.finish_reason("again") == FinishReason.LENGTH
+
+
+async def test_a_front_end_that_leaves_takes_its_requests_along(engine: WorkerEngine) -> None:
+    client = Client(engine)
+    client.add("left", max_tokens=2000)
+    await until(lambda: client.messages)
+    engine.unregister_client(client.index)
+    num_messages = len(client.messages)
+    await until(lambda: engine.owner_of("left") is None)
+    assert len(client.messages) == num_messages
+    await until_idle(engine)
+
+
+# ---- what is told of the engine
+
+
+async def test_steps_and_stats_grow(engine: WorkerEngine, client: Client) -> None:
+    seen = [(engine.step_seq(), engine.stats().prefix_cache_queries)]
+    for number in range(3):
+        client.add(f"count-{number}", max_tokens=5)
+        await client.end_of(f"count-{number}")
+        seen.append((engine.step_seq(), engine.stats().prefix_cache_queries))
+    for (step, queries), (later_step, later_queries) in itertools.pairwise(seen):
+        assert later_step >= step + 5
+        assert later_queries > queries
+
+
+async def test_the_load_is_seen_while_requests_run(engine: WorkerEngine, client: Client) -> None:
+    for number in range(MAX_NUM_SEQS + 2):
+        client.add(f"load-{number}", max_tokens=2000)
+    await until(lambda: engine.stats().num_running_reqs == MAX_NUM_SEQS)
+    assert engine.stats().num_waiting_reqs == 2
+    assert engine.stats().num_free_blocks < engine.stats().num_total_blocks
+    engine.abort_requests(client.index, [f"load-{n}" for n in range(MAX_NUM_SEQS + 2)])
+    await until_idle(engine)
+
+
+async def scrape(registry: CollectorRegistry) -> dict[str, float]:
+    """As the metrics server does, on another thread."""
+    text = (await asyncio.to_thread(generate_latest, registry)).decode()
+    samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+async def test_metrics_are_those_of_the_engine(
+    engine: WorkerEngine, client: Client, registry: CollectorRegistry
+) -> None:
+    before = await scrape(registry)
+    client.add("measured", max_tokens=5)
+    await client.end_of("measured")
+    after = await scrape(registry)
+    name = 'pdserve_engine_requests_total{outcome="length"}'
+    assert after[name] == before.get(name, 0) + 1
+    name = "pdserve_engine_step_tokens_sum"
+    assert after[name] == before[name] + len(PROMPT) + 4
+    assert after["pdserve_kv_links"] == 0
+    families = {metric.name for metric in await asyncio.to_thread(lambda: [*registry.collect()])}
+    assert {"pdserve_kv_transfer_duration_seconds", "pdserve_kv_blocks"} <= families
+
+
+# ---- control verbs
+
+
+async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client: Client) -> None:
+    client.add("frozen", max_tokens=400)
+    await until(lambda: client.tokens("frozen"))
+    await engine.pause(PauseMode.KEEP, clear_cache=False)
+    assert engine.state() == EngineState(is_paused=True)
+    await asyncio.sleep(0.1)
+    num_tokens = len(client.tokens("frozen"))
+    await asyncio.sleep(0.1)
+    assert len(client.tokens("frozen")) == num_tokens < 400
+    await engine.resume()
+    assert engine.state() == EngineState()
+    assert await client.finish_reason("frozen") == FinishReason.LENGTH
+
+
+async def test_a_verb_that_does_not_suit_the_state_is_a_typed_error(engine: WorkerEngine) -> None:
+    with pytest.raises(FailedPreconditionError):
+        await engine.resume()
+    with pytest.raises(FailedPreconditionError):
+        await engine.wake_up([])
+    with pytest.raises(FailedPreconditionError):
+        await engine.profile(False)
+    with pytest.raises(InvalidRequestError):
+        await engine.sleep(9, PauseMode.WAIT)
+    assert engine.state() == EngineState()
+
+
+async def test_a_verb_whose_caller_gives_up_is_undone(engine: WorkerEngine, client: Client) -> None:
+    client.add("long", max_tokens=2000)
+    await until(lambda: client.tokens("long"))  # a pause does not wait for requests that wait
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(engine.pause(PauseMode.WAIT, clear_cache=False), 0.2)
+    await until(lambda: engine.state() == EngineState())
+    engine.abort_requests(client.index, ["long"])
+    assert await client.finish_reason("long") == FinishReason.ABORT
+    client.add("after")
+    assert await client.finish_reason("after") == FinishReason.LENGTH
+
+
+async def test_sleep_gives_memory_back_and_wake_up_serves_again(
+    engine: WorkerEngine, client: Client
+) -> None:
+    client.add("before", max_tokens=8)
+    await client.end_of("before")
+    assert await engine.sleep(1, PauseMode.WAIT) > 0
+    assert engine.state() == EngineState(is_paused=True, sleep_level=1)
+    client.add("asleep", max_tokens=8)
+    await engine.wake_up([])
+    assert engine.state() == EngineState()
+    assert await client.finish_reason("asleep") == FinishReason.LENGTH
+    assert client.tokens("asleep") == client.tokens("before")
+
+
+async def test_the_prefix_cache_can_be_forgotten(engine: WorkerEngine, client: Client) -> None:
+    prompt = tuple(range(3, 43))
+    client.add("cached", prompt=prompt)
+    await client.end_of("cached")
+    assert await engine.reset_prefix_cache() >= 2
+    assert await engine.reset_prefix_cache() == 0
+    client.add("anew", prompt=prompt)
+    await client.end_of("anew")
+    assert client.tokens("anew") == client.tokens("cached")
+
+
+# ---- the end
+
+
+async def test_draining_lets_what_runs_finish_and_takes_nothing_new(
+    kind: str, start: Callable[..., Any]
+) -> None:
+    async with start(kind) as engine:
+        client = Client(engine)
+        names = [f"drained-{number}" for number in range(2 * MAX_NUM_SEQS)]
+        for name in names:
+            client.add(name, max_tokens=50)
+        drains = [asyncio.create_task(engine.drain(10.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(DrainingError):
+            client.add("new")
+        assert await asyncio.gather(*drains) == [True, True]
+        assert client.ended() == names
+        assert all(len(client.tokens(name)) == 50 for name in names)
+        assert await engine.drain(1.0)
+
+
+async def test_a_drain_that_takes_too_long_aborts_the_rest(
+    kind: str, start: Callable[..., Any]
+) -> None:
+    async with start(kind) as engine:
+        client = Client(engine)
+        for number in range(MAX_NUM_SEQS + 1):
+            client.add(f"rest-{number}", max_tokens=2000)
+        assert not await engine.drain(0.2)
+        await until(lambda: len(client.ended()) == MAX_NUM_SEQS + 1)
+        assert {o.finish_reason for o in client.outputs() if o.finished} == {FinishReason.ABORT}
+
+
+async def test_a_dead_engine_tells_every_front_end_and_takes_nothing_more(
+    kind: str, start: Callable[..., Any]
+) -> None:
+    async with start(kind) as engine:
+        one, two = Client(engine), Client(engine)
+        one.add("a", max_tokens=2000)
+        await until(lambda: one.tokens("a"))
+        told = await kill(engine)
+        for client in (one, two):
+            await until(lambda client=client: client.messages and client.messages[-1].engine_dead)
+            assert [bool(m.engine_dead) for m in client.messages].count(True) == 1
+            error = client.messages[-1].engine_dead
+            assert error is not None
+            assert error.code == ErrorCode.ENGINE_DEAD
+            assert told in error.message
+        assert told in (engine.problem() or "")
+        assert not engine.is_alive()
+        assert engine.owner_of("a") is None
+        with pytest.raises(EngineDeadError):
+            one.add("b")
+        with pytest.raises(EngineDeadError):
+            await engine.resume()
+        assert await engine.drain(5.0)
+
+
+def held() -> tuple[int, list[str], int]:
+    """File descriptors, threads but those of asyncio's pool, child processes."""
+    threads = [t.name for t in threading.enumerate() if not t.name.startswith("asyncio_")]
+    return len(os.listdir("/proc/self/fd")), sorted(threads), len(psutil.Process().children())
+
+
+async def test_closing_gives_everything_back_and_may_be_repeated(
+    kind: str, start: Callable[..., Any]
+) -> None:
+    await asyncio.to_thread(int)
+    before = held()
+    async with start(kind) as engine:
+        client = Client(engine)
+        client.add("a", max_tokens=2000)
+        await until(lambda: client.tokens("a"))
+        assert held() != before
+        await engine.close()
+        assert not engine.is_alive()
+    await until(lambda: held() == before)
+
+
+async def test_a_killed_engine_leaves_nothing_behind(kind: str, start: Callable[..., Any]) -> None:
+    before = held()
+    async with start(kind) as engine:
+        client = Client(engine)
+        client.add("a", max_tokens=2000)
+        await kill(engine)
+        await until(engine.problem)
+    await until(lambda: held() == before)
+
+
+async def test_a_model_that_is_not_there_is_a_value_error(kind: str, tmp_path: Path) -> None:
+    before = held()
+    config = EngineConfig(model=str(tmp_path / "nothing"), engine_process=kind)  # type: ignore[arg-type]
+    with pytest.raises((ValueError, OSError), match="nothing"):
+        await launch_engine(config, role="decode", engine_id="d", registry=CollectorRegistry())
+    await until(lambda: held() == before)
+
+
+async def test_the_variants_are_what_the_names_say() -> None:
+    assert not EngineConfig().has_engine_process
+    assert EngineConfig(device="cuda").has_engine_process
+    assert InprocEngineClient is not SubprocessEngineClient

@@ -1,0 +1,201 @@
+"""The EXACT level: a request's tokens depend on the weights, its own tokens and its parameters.
+
+Greedy and sampled, bf16 and fp32, each way of running a request must give the very same tokens as
+running it alone, in one step after the other, with its prompt whole.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.loading import LoadedEngine, load_engine
+
+pytestmark = pytest.mark.slow
+
+MAX_MODEL_LEN = 192
+NUM_BLOCKS = 96
+VOCAB_SIZE = 512
+NUM_OUTPUT = 12
+SEED = 2**64 - 2  # so that derived seeds wrap
+PROMPT_LENS = (1, 16, 17, 70, 100)
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01),
+    "penalized": SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias={3: 2.0, 5: -3.0},
+        min_tokens=4,
+    ),
+}
+# Name of the way, and what is different from the baseline.
+WAYS: dict[str, dict[str, object]] = {
+    "in a batch": {},
+    "async": {"async_scheduling": True},
+    "v0": {"scheduling_mode": "v0"},
+    "v0 async": {"scheduling_mode": "v0", "async_scheduling": True},
+    "chunks of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    "chunks of 33": {"max_num_batched_tokens": 33},
+    "long prompts in pieces of 16": {
+        "long_prefill_token_threshold": 16,
+        "max_num_partial_prefills": 4,
+    },
+    "without prefix cache": {"enable_prefix_caching": False},
+    "preempted": {"num_blocks": 12},
+    "preempted, async": {
+        "num_blocks": 12,
+        "async_scheduling": True,
+        "enable_prefix_caching": False,
+    },
+    "blocks of 4": {"block_size": 4, "num_blocks": 4 * NUM_BLOCKS},
+}
+
+
+class Runner:
+    """One engine over the model."""
+
+    def __init__(self, model_dir: Path, dtype: str, **overrides: object) -> None:
+        settings: dict[str, object] = {
+            "num_blocks": NUM_BLOCKS,
+            "max_num_batched_tokens": MAX_MODEL_LEN,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 8,
+            "async_scheduling": False,
+            **overrides,
+        }
+        config = EngineConfig(
+            model=str(model_dir),
+            dtype=dtype,  # type: ignore[arg-type]
+            kv_connector="none",
+            **settings,  # type: ignore[arg-type]
+        )
+        self.engine: LoadedEngine = load_engine(
+            config,
+            role="decode",
+            engine_id="exact",
+            metrics=KVTransferMetrics(CollectorRegistry()),
+        )
+        self.core = self.engine.core
+
+    def add(
+        self, name: str, prompt: tuple[int, ...], params: SamplingParams, **fields: str
+    ) -> None:
+        self.core.add_request(
+            EngineCoreRequest(
+                request_id=name, prompt_token_ids=prompt, sampling_params=params, **fields
+            )
+        )
+
+    def run(self) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        while self.core.has_work():
+            for outputs in self.core.step().outputs.values():
+                for output in outputs:
+                    assert output.error is None, output.error
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        return tokens
+
+    def close(self) -> None:
+        self.core.close()
+        self.engine.close()
+
+
+def make_prompt(length: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist())
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return dataclasses.replace(params, seed=seed % 2**64, max_tokens=NUM_OUTPUT, ignore_eos=True)
+
+
+def requests() -> Iterator[tuple[str, tuple[int, ...], SamplingParams]]:
+    for length in PROMPT_LENS:
+        for kind, params in PARAMS.items():
+            yield f"{length}-{kind}", make_prompt(length), with_seed(params, SEED + length)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def start(
+    dtype: str, make_model: Callable[..., Path], request: pytest.FixtureRequest
+) -> Callable[..., Runner]:
+    model_dir = make_model(
+        "Qwen3ForCausalLM",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        intermediate_size=208,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    return functools.partial(Runner, model_dir, dtype)
+
+
+@pytest.fixture(scope="module")
+def alone(start: Callable[..., Runner]) -> dict[str, list[int]]:
+    """Every request on its own, on an engine that has forgotten the ones before."""
+    runner = start(enable_prefix_caching=False)
+    tokens: dict[str, list[int]] = {}
+    for name, prompt, params in requests():
+        runner.add(name, prompt, params)
+        tokens |= runner.run()
+    runner.close()
+    assert all(len(ids) == NUM_OUTPUT for ids in tokens.values())
+    assert tokens["70-greedy"] != tokens["70-sampled"] != tokens["70-penalized"]
+    return tokens
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_bit_identical(
+    way: str, start: Callable[..., Runner], alone: dict[str, list[int]]
+) -> None:
+    runner = start(**WAYS[way])
+    for name, prompt, params in requests():
+        runner.add(name, prompt, params)
+    assert runner.run() == alone
+    # Again, in other company; prompts are cached now, where there is a cache.
+    for name, prompt, params in reversed(list(requests())):
+        runner.add(name, prompt, params)
+    assert runner.run() == alone
+    is_tight = "preempted" in way
+    assert (runner.core.scheduler.num_preemptions > 0) == is_tight
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_branches_are_requests_with_the_derived_seeds(
+    kind: str, enable_prefix_caching: bool, start: Callable[..., Runner]
+) -> None:
+    prompt = make_prompt(70)
+    branches = [with_seed(PARAMS[kind], SEED + index) for index in range(4)]
+    runner = start(enable_prefix_caching=enable_prefix_caching, async_scheduling=True)
+    for index, params in enumerate(branches):
+        fields = {"fork_of": "0"} if index else {}
+        runner.add(str(index), prompt, params, **fields)
+    forked = runner.run()
+    separate: dict[str, list[int]] = {}
+    for index, params in enumerate(branches):
+        runner.add(str(index), prompt, params)
+        separate |= runner.run()
+    assert forked == separate
+    assert len({tuple(ids) for ids in forked.values()}) == (1 if kind == "greedy" else 4)
+    runner.close()

@@ -1,0 +1,146 @@
+"""Loading an engine: sizes that fit, lengths that are lowered to what fits, and clear refusals."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine import kv_sizing
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.models.llama import LlamaModel
+
+# 3 layers, 2 KV heads of 16 elements, fp32, 16 tokens.
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 4 * 16
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Path]) -> Path:
+    return make_model()
+
+
+@contextmanager
+def loaded(model: Path, **fields: Any) -> Iterator[LoadedEngine]:
+    settings: dict[str, Any] = {"num_threads": 1, "kv_connector": "none", "num_blocks": 128}
+    engine = load_engine(
+        EngineConfig(model=str(model), **settings | fields),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+    yield engine
+    engine.close()
+
+
+def test_the_models_length_is_served_where_it_fits(model: Path) -> None:
+    with loaded(model) as engine:
+        assert engine.info.max_model_len == 2048
+        assert engine.info.num_blocks == 128
+        assert engine.kv_cache.num_bytes == 128 * BLOCK_BYTES
+        assert engine.core.step_seq == 0
+        assert not engine.core.has_work()
+
+
+def test_a_length_that_nobody_asked_for_is_lowered_to_what_fits(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), loaded(model, num_blocks=10) as engine:
+        assert engine.info.max_model_len == 160
+    assert (
+        "a request of max_model_len (2048) may take 128 KV blocks, the pool has 10 of 16 tokens: "
+        "160 tokens fit, so max_model_len is 160"
+    ) in caplog.text
+
+
+def test_a_length_that_was_asked_for_is_refused_if_it_does_not_fit(model: Path) -> None:
+    refusal = r"max_model_len \(161\) may take 11 KV blocks, the pool has 10 .* 160 tokens fit"
+    with pytest.raises(ValueError, match=refusal), loaded(model, num_blocks=10, max_model_len=161):
+        pass
+
+
+def test_a_pool_larger_than_memory_is_refused_with_the_numbers(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: 512 << 20)
+    refusal = r"KV pool of 600.0 MiB does not fit: \d+.\d MiB are left"
+    with (
+        pytest.raises(ValueError, match=refusal),
+        loaded(model, num_blocks=None, kv_cache_memory_mib=600),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "expected_bytes"),
+    [(4096, kv_sizing.MIN_AUTO_CPU_BYTES), (64, 16 << 20), (1 << 20, 256 << 20)],
+)
+def test_an_unsized_pool_takes_what_is_sensible(
+    model: Path, monkeypatch: pytest.MonkeyPatch, room_mib: int, expected_bytes: int
+) -> None:
+    monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: room_mib << 20)
+    monkeypatch.setattr(kv_sizing, "measure_largest_step", lambda *args: 0)
+    monkeypatch.setattr("pdserve_engine.loading.measure_largest_step", lambda *args: 0)
+    with loaded(model, num_blocks=None) as engine:
+        assert engine.kv_cache.num_bytes == expected_bytes // BLOCK_BYTES * BLOCK_BYTES
+
+
+def test_the_largest_step_fills_token_budget_and_batch(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    execute = kv_sizing.ModelRunner.execute_model
+
+    def record(self: Any, scheduled: Any) -> Any:
+        steps.append((scheduled.total_num_scheduled_tokens, len(scheduled.num_scheduled_tokens)))
+        return execute(self, scheduled)
+
+    monkeypatch.setattr(kv_sizing.ModelRunner, "execute_model", record)
+    with loaded(model, max_num_batched_tokens=512, max_num_seqs=9):
+        pass
+    assert steps[0] == (512, 9)
+    assert (9, 9) in steps, "and the largest decode step"
+
+
+def test_a_model_that_cannot_be_computed_is_not_served(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the engine would blame the only request of the step."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(LlamaModel, "forward", fail)
+    with pytest.raises(RuntimeError, match="no kernel"), loaded(model, max_num_seqs=1):
+        pass
+
+
+def test_memory_that_is_used_up_is_refused_with_numbers_that_make_sense(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: 0)
+    for fields in ({"num_blocks": None}, {"num_blocks": 1}):
+        refusal = r"KV pool of 0\.0 MiB does not fit: 0\.0 MiB are left .* lower --kv-cache"
+        with pytest.raises(ValueError, match=refusal), loaded(model, **fields):
+            pass
+
+
+def test_requests_get_rows_of_the_length_that_fits(model: Path) -> None:
+    with loaded(model, num_blocks=10) as engine:
+        runner: Any = engine.core.executor
+        assert runner._batch.token_ids.shape[1] == 160 + 1
+
+
+@pytest.mark.parametrize("block_size", [0, 3, 128])
+def test_block_sizes_that_kernels_cannot_do_are_refused_at_once(block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"block_size is {block_size}, must be one of 1, 2, 4"):
+        EngineConfig(block_size=block_size)
+
+
+def test_a_prompt_budget_below_the_batch_size_still_warms_up(model: Path) -> None:
+    with loaded(model, max_num_batched_tokens=4, max_num_seqs=64) as engine:
+        assert engine.info.max_num_seqs == 64

@@ -1,0 +1,403 @@
+"""The socket between a worker and its engine process: encoding, limits, and who notices what."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from pdserve_common.engine_types import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    KVTransferParams,
+    LogprobsLists,
+    PauseMode,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.subprocess_client import channel as channel_module
+from pdserve_engine.subprocess_client import child as child_module
+from pdserve_engine.subprocess_client import client as client_module
+from pdserve_engine.subprocess_client.channel import Channel
+from pdserve_engine.subprocess_client.client import SubprocessEngineClient
+from pdserve_engine.subprocess_client.messages import (
+    MESSAGES,
+    Answer,
+    FrameReader,
+    LoadEngine,
+    Message,
+    Pause,
+    ProtocolError,
+    Refusal,
+    StartFailed,
+    encode,
+)
+from pdserve_engine.subprocess_client.metrics import EngineProcessCollector, take_snapshot
+
+ERROR = EngineError(code=ErrorCode.OVERLOADED, message="full", is_retryable=True, retry_after_ms=5)
+SESSION = KVSessionId(p_epoch="p", d_epoch="d", link=1, seq=2**40)
+SAMPLES: list[Message] = [
+    LoadEngine(config=EngineConfig(num_blocks=9), role="decode", engine_id="d", log_level="info"),
+    EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2),
+        sampling_params=SamplingParams(
+            seed=2**64 - 1,
+            temperature=0.5,
+            stop=("a",),
+            logit_bias={3: -1.5},
+            structured_outputs=StructuredOutputsParams(choice=("x", "y")),
+        ),
+        trace_headers={"traceparent": "00"},
+        deadline=1e9,
+        kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="p"),
+    ),
+    EngineCoreOutputs(
+        outputs=(
+            EngineCoreOutput(
+                request_id="r",
+                new_token_ids=(5,),
+                new_logprobs=LogprobsLists(
+                    logprob_token_ids=((5, 6),),
+                    logprobs=((-0.25, -float("inf")),),
+                    sampled_token_ranks=(1,),
+                ),
+                finish_reason=FinishReason.STOP,
+                stop_reason="</s>",
+                events=(EngineCoreEvent(EngineCoreEventType.QUEUED, 1.5),),
+                error=ERROR,
+            ),
+        ),
+        finished_requests=frozenset({"r"}),
+        engine_dead=ERROR,
+    ),
+    BlocksReady(
+        session=SESSION,
+        request_id="r",
+        attempt=0,
+        first_block=0,
+        block_ids=((1, 2), ()),
+        num_tokens=20,
+    ),
+    SessionEnded(session=None, request_id="r", attempt=1, reason="aborted"),
+    Pause(PauseMode.WAIT, True),
+    Answer(None),
+    Answer(False),
+    Answer(2**40),
+    Answer("path"),
+    Refusal(ERROR),
+    StartFailed(kind="os", error=ERROR),
+]
+
+
+# ---- encoding
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_way(message: Message) -> None:
+    ((decoded, ref),) = FrameReader().feed(encode(message, 2**33))
+    assert decoded == message
+    assert type(decoded) is type(message)
+    assert ref == 2**33
+
+
+def test_every_type_is_there_once_and_frozen() -> None:
+    assert len(set(MESSAGES)) == len(MESSAGES)
+    for cls in MESSAGES:
+        assert cls.__dataclass_params__.frozen, cls  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.sampled_from(SAMPLES), max_size=6), st.integers(1, 50))
+def test_frames_may_come_in_pieces(messages: list[Message], size: int) -> None:
+    data = b"".join(encode(message, number) for number, message in enumerate(messages))
+    reader = FrameReader()
+    found = [m for i in range(0, len(data), size) for m in reader.feed(data[i : i + size])]
+    assert found == [(message, number) for number, message in enumerate(messages)]
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_protocol_error_or_an_incomplete_frame(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        list(FrameReader().feed(data))
+
+
+def test_a_field_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"Answer: Expected .* got `float` - at `\$.value`"):
+        list(FrameReader().feed(encode(Answer(1.5))))  # type: ignore[arg-type]
+
+
+def test_the_size_of_a_frame_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[encode.__module__]
+    frame = encode(Answer("x" * 200))
+    monkeypatch.setattr(module, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(ProtocolError, match="Answer has"):
+        encode(Answer("x" * 200))
+    with pytest.raises(ProtocolError, match="a frame of type"):
+        list(FrameReader().feed(frame))
+
+
+# ---- the channel
+
+
+class End:
+    """One end of a connection and what it was told."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Message, int]] = []
+        self.lost: list[str] = []
+        self.channel = Channel(lambda *message: self.messages.append(message), self.lost.append)
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[End, End]]:
+    ends = (End(), End())
+    for end, sock in zip(ends, socket.socketpair(), strict=True):
+        await asyncio.get_running_loop().create_unix_connection(
+            lambda end=end: end.channel, sock=sock
+        )
+    yield ends
+    for end in ends:
+        end.channel.abort("over")
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.005)
+
+
+async def test_messages_of_several_threads_arrive_in_the_order_of_each(
+    ends: tuple[End, End],
+) -> None:
+    left, right = ends
+
+    def send(thread: int) -> None:
+        for number in range(500):
+            left.channel.send(Answer(number), thread)
+
+    await asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(4)))
+    await until(lambda: len(right.messages) == 2000)
+    for thread in range(4):
+        mine = [message for message, ref in right.messages if ref == thread]
+        assert mine == [Answer(number) for number in range(500)]
+
+
+async def test_what_was_sent_before_close_arrives(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.channel.send(Answer("x" * 4_000_000))
+    left.channel.close()
+    left.channel.send(Answer("late"))
+    await until(lambda: right.lost)
+    assert right.messages == [(Answer("x" * 4_000_000), 0)]
+    assert len(left.lost) == len(right.lost) == 1
+
+
+async def test_an_end_that_does_not_read_is_given_up(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 0.2)
+    left, right = ends
+    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    left.channel.send(Answer("x" * 4_000_000))
+    await until(lambda: left.lost)
+    assert "has read nothing for 0.2 s" in left.lost[0]
+
+
+async def test_a_slow_end_that_reads_on_is_not(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 0.3)
+    left, right = ends
+    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    left.channel.send(Answer("x" * 4_000_000))
+    await asyncio.sleep(0.1)
+    right.channel._transport.resume_reading()  # type: ignore[attr-defined]
+    await until(lambda: right.messages)
+    await asyncio.sleep(0.4)
+    assert not left.lost
+
+
+async def test_what_waits_for_an_end_that_does_not_read_is_bounded(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 1_000_000)
+    left, right = ends
+    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    left.channel.send(Answer("x" * 4_000_000))
+    await until(lambda: left.lost)
+    assert "bytes behind" in left.lost[0]
+
+
+async def test_garbage_ends_the_connection(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.channel._transport.write(b"\xff" * 100)
+    await until(lambda: right.lost and left.lost)
+    assert "a frame of type" in right.lost[0]
+
+
+# ---- metrics
+
+
+async def test_the_collector_shows_what_the_registry_over_there_holds() -> None:
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    counter = Counter("things_total", "Things", ["kind"], registry=theirs)
+    Histogram("sizes", "Sizes", buckets=(1, 2), registry=theirs).observe(1.5)
+
+    async def fetch() -> Any:
+        return take_snapshot(theirs)
+
+    ours.register(EngineProcessCollector(await fetch(), fetch))
+    counter.labels("a").inc(3)
+    assert await asyncio.to_thread(generate_latest, ours) == generate_latest(theirs)
+
+
+async def test_a_scrape_does_not_wait_for_an_engine_that_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[take_snapshot.__module__], "FETCH_TIMEOUT_S", 0.1)
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    Counter("things_total", "Things", registry=theirs).inc(3)
+    ours.register(EngineProcessCollector(take_snapshot(theirs), lambda: asyncio.sleep(60)))  # type: ignore[arg-type]
+    text = await asyncio.to_thread(generate_latest, ours)
+    assert b"things_total 3.0" in text
+
+
+# ---- processes
+
+
+async def test_a_failed_callback_ends_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was to send is lost: requests would wait for it for ever."""
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    loop = asyncio.get_running_loop()
+    process = child_module._EngineProcess()
+    ours, theirs = socket.socketpair()
+    await loop.create_unix_connection(lambda: process.channel, sock=theirs)
+    monkeypatch.setattr(loop, "call_exception_handler", lambda c: process.on_exception(loop, c))
+    loop.call_soon(lambda: process.channel.send(Answer(object())))  # type: ignore[arg-type]
+    await until(lambda: exits)
+    ours.close()
+    assert exits == [child_module.EXIT_LOST]
+
+
+@pytest.fixture
+def config(make_model: Callable[..., Path]) -> EngineConfig:
+    return EngineConfig(
+        model=str(make_model()), num_threads=1, kv_connector="none", kv_cache_memory_mib=8
+    )
+
+
+async def load(config: EngineConfig) -> SubprocessEngineClient:
+    return await SubprocessEngineClient.load(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+
+
+@pytest.mark.slow
+async def test_a_process_that_dies_while_loading_is_a_typed_error(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    loading = asyncio.create_task(load(config))
+    me = psutil.Process()
+    await until(me.children)
+    me.children()[0].kill()
+    with pytest.raises(Exception, match="was ended by SIGKILL"):
+        await loading
+    assert not me.children()
+
+
+@pytest.mark.slow
+async def test_giving_loading_up_ends_the_process(config: EngineConfig) -> None:
+    loading = asyncio.create_task(load(config))
+    await until(psutil.Process().children)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not psutil.Process().children()
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_is_a_problem_until_it_goes_on(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_S", 2)
+    engine = await load(config)
+    child = psutil.Process(engine._process.pid)
+    child.suspend()
+    await until(engine.problem)
+    assert "has said nothing for" in (engine.problem() or "")
+    child.resume()
+    await until(lambda: engine.problem() is None)
+    await engine.close()
+
+
+@pytest.mark.slow
+async def test_a_process_that_does_not_close_is_killed(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CLOSE_TIMEOUT_S", 0.5)
+    engine = await load(config)
+    os.kill(engine._process.pid, signal.SIGSTOP)
+    await engine.close()
+    assert engine._process.returncode == -signal.SIGKILL
+
+
+PARENT = """
+import asyncio, json, sys
+from prometheus_client import CollectorRegistry
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.subprocess_client.client import SubprocessEngineClient
+
+async def main():
+    config = EngineConfig(**json.loads(sys.argv[1]))
+    engine = await SubprocessEngineClient.load(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+    print(engine._process.pid, "torch" in sys.modules, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_ends_with_its_parent(config: EngineConfig, signum: int) -> None:
+    command = [sys.executable, "-c", PARENT, json.dumps(dataclasses.asdict(config))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
+        assert parent.stdout is not None
+        pid, has_torch = parent.stdout.readline().split()
+        child = psutil.Process(int(pid))
+        parent.send_signal(signum)
+        child.wait(5)
+    assert has_torch == b"False"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process() -> Iterator[None]:
+    yield
+    assert not psutil.Process().children()
