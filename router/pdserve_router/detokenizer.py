@@ -71,21 +71,33 @@ class StopChecker:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that may go out, and the stop string that ended it."""
+        num_held = len(self._held)
         text = self._held + text
-        # The earliest; of those that begin together the first listed.
-        found = [(at, i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
+        # The earliest; of those that begin together the first listed. Each ends in the new text.
+        found = [
+            (at, i)
+            for i, stop in enumerate(self._stops)
+            if (at := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+        ]
         if found:
             at, index = min(found)
             stop = self._stops[index]
             self._held = ""
             return text[: at + len(stop) if self._include else at], stop
-        border = len(text) - self._num_held(text)
-        self._held = text[border:]
-        return text[:border], None
+        return self._release(text), None
+
+    def skip(self, text: str) -> str:
+        """`push` for text in which no stop string may end; one may begin."""
+        return self._release(self._held + text)
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
+
+    def _release(self, text: str) -> str:
+        border = len(text) - self._num_held(text)
+        self._held = text[border:]
+        return text[:border]
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
@@ -137,7 +149,7 @@ class Detokenizer:
         if self._checker is None or not text:
             return text
         if self.num_tokens <= self._min_tokens:
-            # As in vLLM: what the first min_tokens tokens say is not searched.
-            return text
+            # As in vLLM: no stop string ends in what the first min_tokens tokens say.
+            return self._checker.skip(text)
         released, self.stop_string = self._checker.push(text)
         return released

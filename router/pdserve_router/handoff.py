@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from types import TracebackType
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -17,69 +15,61 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     PrefillStats,
 )
-from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
+from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import Ending, RequestOutput, RequestState, Usage
-from pdserve_router.request_metrics import RequestMetrics, measure
+from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_client import OutputCallback, WorkerClient
 from pdserve_router.worker_pool import Route
 
 logger = logging.getLogger(__name__)
 
 
-class Handoff:
-    """One accepted request. Both legs get it at once: P computes the prompt and the first token, D
-    pulls the KV blocks and goes on. Use it as a context manager: leaving ends the request.
+class Handoff(LiveRequest):
+    """A request for one completion. Both legs get it at once: P computes the prompt and the first
+    token, D pulls the KV blocks and goes on.
     """
 
     def __init__(
         self,
-        state: RequestState,
+        request: EngineCoreRequest,
         route: Route,
         *,
+        tokenizer: Tokenizer,
+        timeline: Timeline,
         metrics: RouterMetrics,
-        on_tokens: Callable[[int, int], None],
-        on_end: Callable[["Handoff"], None],
+        on_tokens: OnTokens,
+        on_end: OnEnd,
+        index: int = 0,
+        wake: asyncio.Event | None = None,
     ) -> None:
-        self.state = state
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        self.state = RequestState(
+            request,
+            tokenizer=tokenizer,
+            timeline=timeline,
+            metrics=metrics,
+            index=index,
+            wake=wake,
+        )
         self.route = route
         self._metrics = metrics
-        self._on_tokens = on_tokens
-        self._on_end = on_end
         self._running: set[WorkerClient] = set()
+        # Of D, until P has said what only P knows.
+        self._early: list[EngineCoreOutput] = []
         self._prefill_stats: PrefillStats | None = None
         self._transfer_stats: KVTransferStats | None = None
-        self._deadline_timer: asyncio.TimerHandle | None = None
-        self._is_read = False
-
-    def __enter__(self) -> "Handoff":
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.abort()
 
     @property
-    def request(self) -> EngineCoreRequest:
-        return self.state.request
+    def ending(self) -> Ending | None:
+        return self.state.ending
 
-    def __aiter__(self) -> "Handoff":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        """Return what is new; exactly one output is `finished`, the last. One reader."""
-        if self._is_read:
-            raise StopAsyncIteration
-        output = await self.state.collector.get()
-        self._is_read = output.finished
-        return output
+    async def _next_output(self) -> RequestOutput:
+        return await self.state.collector.get()
 
     def start(self) -> None:
-        """Send the legs. Raises NoWorkerError if a worker is gone."""
         prefill, decode = self.route.prefill, self.route.decode
         if prefill is None:
             self._send(decode, self.request, self._on_decode_output)
@@ -91,32 +81,16 @@ class Handoff:
             self._send(prefill, prefill_leg, self._on_prefill_output)
             self._send(decode, decode_leg, self._on_decode_output)
         self.state.timeline.dispatched_ns = time.monotonic_ns()
-        if self.request.deadline is not None:
-            self._deadline_timer = asyncio.get_running_loop().call_later(
-                max(0.0, self.request.deadline - time.monotonic()), self._on_deadline
-            )
+        self._watch_deadline()
 
-    def abort(self) -> None:
-        """The client is gone: end the request on every worker. Does nothing after the end."""
-        error = RequestAbortedError("the client cancelled the request").to_engine_error()
-        self._end(FinishReason.ABORT, error=error, outcome="aborted")
-
-    def fail(self, error: PdserveError) -> None:
-        """End the request with an error. Does nothing after the end."""
-        self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome="aborted")
+    def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
+        self._end(finish_reason, error=error, outcome="aborted")
 
     def _send(
         self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
     ) -> None:
         worker.add_request(request, on_output, self._on_defect)
         self._running.add(worker)
-
-    def _on_defect(self) -> None:
-        self.fail(PdserveError("internal error of the router, see its log"))
-
-    def _on_deadline(self) -> None:
-        age = time.monotonic() - self.request.arrival_time
-        self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
 
     def _on_prefill_output(self, output: EngineCoreOutput) -> None:
         assert self.route.prefill is not None
@@ -129,8 +103,16 @@ class Handoff:
             # The first token was the last: D's ticket is void.
             self._running.discard(self.route.prefill)
             self._end_as(output, outcome="ended_at_prefill")
+        else:
+            early, self._early = self._early, []
+            for held in early:
+                if self.ending is None:
+                    self._on_decode_output(held)
 
     def _on_decode_output(self, output: EngineCoreOutput) -> None:
+        if self._is_early(output):
+            self._early.append(output)
+            return
         if self.route.prefill is None:
             self._prefill_stats = output.prefill_stats or self._prefill_stats
         self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
@@ -144,6 +126,11 @@ class Handoff:
             # D is done, so P has nothing left to do either.
             self._running.clear()
             self._end_as(output, outcome="completed")
+
+    def _is_early(self, output: EngineCoreOutput) -> bool:
+        """Only P has the logprobs of the prompt and of the first token, which D repeats."""
+        is_first = bool(output.new_token_ids) and not self.state.token_ids
+        return is_first and self.route.prefill in self._running and self.state.wants_logprobs
 
     def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
         """D heard from P that the request ends there; P's own word of it is still on its way."""
@@ -161,7 +148,7 @@ class Handoff:
             return False
         num_new = len(self.state.token_ids) - num_before
         if num_new:
-            self._on_tokens(num_before, num_new)
+            self._on_tokens(self, num_new)
         if stop_string is not None:
             self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")
         return stop_string is None
@@ -190,8 +177,7 @@ class Handoff:
     ) -> None:
         if self.state.ending is not None:
             return
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
+        self._stop_deadline()
         # P stays in `running` after it handed the request off: it may still hold the blocks.
         for worker in self._running:
             worker.abort(self.request.request_id)
@@ -203,7 +189,7 @@ class Handoff:
                 stop_reason=stop_reason,
                 error=error,
                 usage=self._usage(),
-                metrics=self._measure(),
+                metrics=self.measure(self.state.timeline),
             )
         )
         if self.route.prefill is not None:
@@ -218,16 +204,17 @@ class Handoff:
             num_output_tokens=len(self.state.token_ids),
         )
 
-    def _measure(self) -> RequestMetrics:
+    def measure(self, timeline: Timeline) -> RequestMetrics:
+        """Return the metrics of a request whose prompt was this one's, on its own timeline."""
         prefill, decode = self.route.prefill, self.route.decode
         return measure(
-            self.state.timeline,
+            timeline,
             num_tokens=len(self.state.token_ids),
             prefill=self._prefill_stats,
             transfer=self._transfer_stats,
             path=self.route.path,
-            prefill_engine_id=_engine_id(prefill) if prefill is not None else "",
-            decode_engine_id=_engine_id(decode),
+            prefill_engine_id=prefill.engine_id if prefill is not None else "",
+            decode_engine_id=decode.engine_id,
         )
 
 
@@ -239,9 +226,5 @@ def _has_failed(output: EngineCoreOutput) -> bool:
 def _remote(worker: WorkerClient) -> KVTransferParams:
     host, _, port = worker.address.rpartition(":")
     return KVTransferParams(
-        remote_engine_id=_engine_id(worker), remote_host=host, remote_port=int(port)
+        remote_engine_id=worker.engine_id, remote_host=host, remote_port=int(port)
     )
-
-
-def _engine_id(worker: WorkerClient) -> str:
-    return worker.info.engine_id if worker.info is not None else ""

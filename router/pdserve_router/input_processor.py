@@ -6,15 +6,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.validation import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_PROMPT_LOGPROB_ENTRIES,
     PRIORITY_LIMIT,
     validate_prompt,
+    validate_prompt_logprobs,
     validate_request_id,
     validate_sampling_params,
     validate_token_ids,
 )
+from pdserve_router.parent_request import is_ranked
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
 
@@ -48,6 +52,8 @@ class GenerationRequest:
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     # time.monotonic() after which the answer is worthless.
     deadline: float | None = None
+    # gRPC's messages are: what has to fit into one is refused above MAX_PROMPT_LOGPROB_ENTRIES.
+    has_bounded_messages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +94,29 @@ class InputProcessor:
         validate_request_id(request.request_id)
         _check_request(request)
         # Before tokenizing, which is the expensive part.
-        validate_sampling_params(request.sampling_params, vocab_size=limits.vocab_size)
+        validate_sampling_params(
+            request.sampling_params,
+            vocab_size=limits.vocab_size,
+            logits_processors=limits.logits_processors,
+        )
         tokenize_start_ns = time.monotonic_ns()
         token_ids = await self.tokenize(
             text=request.text, messages=request.messages, token_ids=request.token_ids
         )
         tokenize_end_ns = time.monotonic_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        validate_prompt_logprobs(request.sampling_params, len(token_ids))
+        params = _complete(request.sampling_params, len(token_ids), limits)
+        if request.has_bounded_messages:
+            _check_message(params, len(token_ids))
         arrival_time = request.arrival_ns / 1e9
         engine_request = EngineCoreRequest(
             request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
             external_req_id=request.request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling_params=_complete(request.sampling_params, len(token_ids), limits),
+            sampling_params=dataclasses.replace(
+                params, bad_words_token_ids=await self._bad_words_token_ids(params.bad_words)
+            ),
             eos_token_id=limits.eos_token_ids[0] if limits.eos_token_ids else None,
             arrival_time=arrival_time,
             cache_salt=request.cache_salt,
@@ -142,6 +158,24 @@ class InputProcessor:
         validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
         return await self._tokenizer.decode_any(token_ids)
 
+    async def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each word's tokens at the beginning of a text and behind a space, which many
+        vocabularies have as part of the token.
+        """
+        if not words:
+            return ()
+        bare = [word.lstrip() or word for word in words]
+        forms = await self._tokenizer.encode_words([*bare, *(f" {word}" for word in bare)])
+        for token_ids in forms:
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"bad_words has a word of {len(token_ids)} tokens, at most "
+                    f"{MAX_BAD_WORD_TOKENS}",
+                    field="bad_words",
+                )
+        # A word may have one form only, or be nothing to the tokenizer.
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in forms if token_ids))
+
     def _deadline(self, wanted: float | None, arrival_time: float) -> float:
         if wanted is None:
             return arrival_time + self._default_deadline_s
@@ -171,10 +205,10 @@ def _check_request(request: GenerationRequest) -> None:
             field="cache_salt",
         )
     params = request.sampling_params
-    if not params.spaces_between_special_tokens:
+    if params.bad_words_token_ids:
         raise InvalidRequestError(
-            "spaces_between_special_tokens is false: not served yet, leave it unset",
-            field="spaces_between_special_tokens",
+            "bad_words_token_ids is set: the router makes them of bad_words",
+            field="bad_words_token_ids",
         )
 
 
@@ -201,3 +235,23 @@ def _complete(
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
     )
+
+
+def _check_message(params: SamplingParams, num_prompt_tokens: int) -> None:
+    """Refuse logprobs of a whole answer, and of its prompt, that may not fit into one message."""
+    is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
+        params.use_beam_search or is_ranked(params)
+    )
+    if params.logprobs is None or is_streamed:
+        return
+    assert params.max_tokens is not None, "_complete sets it"
+    num_entries = (1 + params.logprobs) * params.max_tokens * params.n
+    if params.prompt_logprobs is not None:
+        num_entries += (1 + params.prompt_logprobs) * num_prompt_tokens
+    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
+            f"one message may get {num_entries} log-probabilities, at most "
+            f"{MAX_PROMPT_LOGPROB_ENTRIES}",
+            field="logprobs",
+        )

@@ -1,14 +1,23 @@
 """OpenAI's answers as JSON: whole ones, chunks of a stream, and errors."""
 
 import dataclasses
-import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from pdserve_common.engine_types import ErrorCode, FinishReason
+from pydantic_core import to_json
+
+from pdserve_common.engine_types import ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.errors import InvalidRequestError, ModelNotFoundError, PdserveError
+from pdserve_router.openai_logprobs import (
+    CompletionLogprobs,
+    chat_logprobs,
+    prompt_logprobs_object,
+)
 from pdserve_router.output_processor import CompletionOutput, RequestOutput, Usage
+from pdserve_router.tokenizer import Tokenizer
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -30,6 +39,7 @@ _STATUS = {
     ErrorCode.ENGINE_DEAD: 503,
     ErrorCode.DRAINING: 503,
     ErrorCode.CLIENT_TOO_SLOW: 408,
+    ErrorCode.FAILED_PRECONDITION: 409,
 }
 
 _ERROR_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
@@ -92,6 +102,16 @@ def error_event(error: PdserveError) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EchoedPrompt:
+    """A prompt that an answer begins with."""
+
+    text: str
+    token_ids: Sequence[int]
+    # One position per token, the first one empty; None if not asked for.
+    logprobs: LogprobsLists | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
     """Writes the answers of one request, for one of the two endpoints."""
 
@@ -99,54 +119,116 @@ class AnswerFormat:
     model: str
     created: int
     is_chat: bool
+    tokenizer: Tokenizer
+    num_choices: int = 1
     include_usage: bool = False
+    skip_special_tokens: bool = True
+    shows_prompt_logprobs: bool = False
+    # The prompt is echoed and nothing else is shown.
+    is_prompt_only: bool = False
+    # By choice.
+    _completion_logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
 
-    def answer(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer of a finished request."""
-        completion = output.completion
-        content: dict[str, Any] = {"text": completion.text}
-        if self.is_chat:
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
-            content = {"message": message}
+    def answer(self, output: RequestOutput, prompt: EchoedPrompt | None = None) -> dict[str, Any]:
+        """Return the whole answer of a finished request, behind its prompt if that is given."""
         name = "chat.completion" if self.is_chat else "text_completion"
-        answer = self._frame(name, [self._choice(completion, content)])
-        return {**answer, "usage": usage_object(output.usage)}
+        completions = [self._shown(completion) for completion in output.outputs]
+        choices = [self._whole_choice(completion, prompt) for completion in completions]
+        answer = {**self._frame(name, choices), "usage": self._usage(output)}
+        if self.shows_prompt_logprobs and output.prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs_object(output.prompt_logprobs, self.tokenizer)
+            # As in vLLM: of a chat once, of a completion in each choice.
+            for place in (answer,) if self.is_chat else choices:
+                place["prompt_logprobs"] = prompt_logprobs
+        return answer
 
-    def first_events(self) -> bytes:
-        """Return what comes before the first text: of a chat, who speaks."""
-        if not self.is_chat:
+    def first_events(self, prompt: EchoedPrompt | None = None) -> bytes:
+        """Return what comes before the first text: of a chat, who speaks; of a completion the
+        prompt, if that is given.
+        """
+        content: dict[str, Any]
+        if self.is_chat:
+            content = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+        elif prompt is not None:
+            content = {"text": prompt.text}
+        else:
             return b""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(self._choice(CompletionOutput(), {"delta": delta}))
+        completions = [CompletionOutput(index=index) for index in range(self.num_choices)]
+        return b"".join(
+            self._chunk(self._choice(item, content, self._logprobs(item, prompt)))
+            for item in completions
+        )
 
     def events(self, output: RequestOutput) -> bytes:
-        """Return the events of an output that brought text or the end."""
-        completion = output.completion
-        events = b""
-        if completion.text or output.finished:
-            events = self._chunk(self._choice(completion, self._delta(completion)))
+        """Return the events of an output that brought text or an end."""
+        events = b"".join(map(self._event_of, output.outputs))
         if output.finished:
             if self.include_usage:
                 frame = self._frame(self._chunk_name, [])
-                events += _event({**frame, "usage": usage_object(output.usage)})
+                events += _event({**frame, "usage": self._usage(output)})
             events += DONE_EVENT
         return events
 
     def text_events(self, output: RequestOutput) -> bytes:
         """Return the text of an output that an error event will follow."""
-        completion = dataclasses.replace(output.completion, finish_reason=None)
-        if not completion.text:
+        return b"".join(
+            self._event_of(
+                item if item.error is None else dataclasses.replace(item, finish_reason=None)
+            )
+            for item in output.outputs
+        )
+
+    def _event_of(self, completion: CompletionOutput) -> bytes:
+        completion = self._shown(completion)
+        is_silent = not completion.text and completion.logprobs is None
+        if is_silent and completion.finish_reason is None:
             return b""
-        return self._chunk(self._choice(completion, self._delta(completion)))
+        content: dict[str, Any] = {"text": completion.text}
+        if self.is_chat:
+            content = {"delta": {"content": completion.text} if completion.text else {}}
+        return self._chunk(self._choice(completion, content, self._logprobs(completion)))
+
+    def _shown(self, completion: CompletionOutput) -> CompletionOutput:
+        if not self.is_prompt_only:
+            return completion
+        is_ended = completion.finish_reason is not None
+        return CompletionOutput(
+            index=completion.index, finish_reason=FinishReason.LENGTH if is_ended else None
+        )
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any] | None:
+        usage = output.usage
+        if usage is not None and self.is_prompt_only:
+            usage = dataclasses.replace(usage, num_output_tokens=0)
+        return usage_object(usage)
+
+    def _logprobs(
+        self, completion: CompletionOutput, prompt: EchoedPrompt | None = None
+    ) -> dict[str, Any] | None:
+        """Return the logprobs of the prompt, if that is given, and of the completion."""
+        if self.is_chat:
+            if completion.logprobs is None:
+                return None
+            return chat_logprobs(completion.logprobs, self.tokenizer)
+        if completion.index not in self._completion_logprobs:
+            self._completion_logprobs[completion.index] = CompletionLogprobs(self.tokenizer)
+        writer = self._completion_logprobs[completion.index]
+        special = self.tokenizer.special_token_ids
+        parts = []
+        if prompt is not None and prompt.logprobs is not None:
+            # The tokenizer adds some to a text.
+            added = {i for i in special if self.tokenizer.token_text(i) not in prompt.text}
+            parts.append(writer.write(prompt.token_ids, prompt.logprobs, silent=added))
+        if completion.logprobs is not None:
+            silent = special if self.skip_special_tokens else frozenset()
+            parts.append(writer.write(completion.token_ids, completion.logprobs, silent=silent))
+        if not parts:
+            return None
+        return {name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
 
     @property
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _delta(self, completion: CompletionOutput) -> dict[str, Any]:
-        if not self.is_chat:
-            return {"text": completion.text}
-        return {"delta": {"content": completion.text} if completion.text else {}}
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         frame = self._frame(self._chunk_name, [choice])
@@ -164,15 +246,32 @@ class AnswerFormat:
             "choices": choices,
         }
 
-    def _choice(self, completion: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
+    def _whole_choice(
+        self, completion: CompletionOutput, prompt: EchoedPrompt | None
+    ) -> dict[str, Any]:
+        text = completion.text if prompt is None else prompt.text + completion.text
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return self._choice(completion, content, self._logprobs(completion, prompt))
+
+    def _choice(
+        self,
+        completion: CompletionOutput,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+    ) -> dict[str, Any]:
         reason = completion.finish_reason
         choice = {
             "index": completion.index,
             **content,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH_REASONS[reason],
         }
-        if reason is not None:
+        if reason is FinishReason.REPETITION:
+            # OpenAI's clients know no reason of this kind.
+            choice["stop_reason"] = str(reason)
+        elif reason is not None:
             choice["stop_reason"] = completion.stop_reason
         return choice
 
@@ -190,5 +289,4 @@ def usage_object(usage: Usage | None) -> dict[str, Any] | None:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + to_json(value) + b"\n\n"

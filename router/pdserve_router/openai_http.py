@@ -6,7 +6,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -14,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import (
     ClientTooSlowError,
     InvalidRequestError,
@@ -22,11 +25,13 @@ from pdserve_common.errors import (
     error_from_engine,
 )
 from pdserve_common.validation import validate_request_id
-from pdserve_router.handoff import Handoff
 from pdserve_router.input_processor import GenerationRequest
+from pdserve_router.live_request import LiveRequest
+from pdserve_router.offload import write_off_loop
 from pdserve_router.openai_format import (
     AnswerFormat,
     BodyTooLargeError,
+    EchoedPrompt,
     error_event,
     error_headers,
     error_object,
@@ -35,6 +40,7 @@ from pdserve_router.openai_format import (
 )
 from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, parse_body
 from pdserve_router.output_processor import RequestOutput
+from pdserve_router.parent_request import is_ranked
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
 
@@ -46,6 +52,8 @@ CutConnection = Callable[[Scope], None]
 # The server reports a connection that was cut within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0
 
+Body = CompletionBody | ChatCompletionBody
+
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -54,7 +62,7 @@ def build_app(
 ) -> Starlette:
     """Return the ASGI application."""
 
-    def endpoint(body: type[CompletionBody] | type[ChatCompletionBody]) -> GenerationEndpoint:
+    def endpoint(body: type[Body]) -> GenerationEndpoint:
         return GenerationEndpoint(
             router,
             body,
@@ -117,7 +125,7 @@ class GenerationEndpoint:
     def __init__(
         self,
         router: Router,
-        body: type[CompletionBody] | type[ChatCompletionBody],
+        body: type[Body],
         *,
         client_stall_timeout_s: float,
         max_body_bytes: int,
@@ -131,11 +139,35 @@ class GenerationEndpoint:
         self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, request = await self._read(Request(scope, receive))
+        form = self._form(body, request)
+        with await self._router.submit(request) as live:
+            async with _abort_on_disconnect(live, receive) as disconnected:
+                # An error before the first token still becomes a status.
+                first = await anext(live)
+                _raise_error(first)
+                prompt = await self._echoed(first, request) if body.echoes_prompt else None
+                try:
+                    with StallGuard(self._client_stall_timeout_s) as guard:
+                        if body.stream:
+                            await _stream(first, live, form, send, guard, prompt)
+                        else:
+                            answer = await write_off_loop(
+                                first, partial(_answer, first, form, prompt)
+                            )
+                            await guard.write(answer(scope, receive, send))
+                except ClientTooSlowError as error:
+                    live.fail(error)
+                    self._cut(scope)
+                    await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+
+    async def _read(self, http: Request) -> tuple[Body, GenerationRequest]:
         arrival_ns = time.monotonic_ns()
-        http = Request(scope, receive)
         request_id = http.headers.get("x-request-id") or secrets.token_hex(12)
         validate_request_id(request_id)
         body = parse_body(self._body, await _read_body(http, self._max_body_bytes))
+        if not body.model:
+            raise InvalidRequestError("model is empty", field="model")
         request = GenerationRequest(
             request_id=request_id,
             model=body.model,
@@ -145,41 +177,51 @@ class GenerationEndpoint:
             arrival_ns=arrival_ns,
             **body.prompt_input(),
         )
-        if not body.model:
-            raise InvalidRequestError("model is empty", field="model")
-        form = AnswerFormat(
-            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}",
+        if body.stream:
+            _check_streamable(request.sampling_params)
+        return body, request
+
+    def _form(self, body: Body, request: GenerationRequest) -> AnswerFormat:
+        return AnswerFormat(
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.request_id}",
             model=self._router.model_name,
             created=int(time.time()),
             is_chat=self._is_chat,
+            num_choices=request.sampling_params.n,
             include_usage=body.include_usage,
+            tokenizer=self._router.tokenizer,
+            skip_special_tokens=request.sampling_params.skip_special_tokens,
+            shows_prompt_logprobs=body.prompt_logprobs is not None,
+            is_prompt_only=body.is_prompt_only,
         )
-        with await self._router.submit(request) as handoff:
-            async with _abort_on_disconnect(handoff, receive) as disconnected:
-                # An error before the first token still becomes a status.
-                first = await anext(handoff)
-                _raise_error(first)
-                try:
-                    with StallGuard(self._client_stall_timeout_s) as guard:
-                        if body.stream:
-                            await _stream(first, handoff, form, send, guard)
-                        else:
-                            await guard.write(_answer(first, form)(scope, receive, send))
-                except ClientTooSlowError as error:
-                    handoff.fail(error)
-                    self._cut(scope)
-                    await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+
+    async def _echoed(self, first: RequestOutput, request: GenerationRequest) -> EchoedPrompt:
+        text = request.text
+        if text is None:
+            text = await self._router.tokenizer.decode_any(first.prompt_token_ids)
+        wants_logprobs = request.sampling_params.logprobs is not None
+        return EchoedPrompt(
+            text=text,
+            token_ids=first.prompt_token_ids,
+            logprobs=first.prompt_logprobs if wants_logprobs else None,
+        )
 
 
 async def _stream(
-    first: RequestOutput, handoff: Handoff, form: AnswerFormat, send: Send, guard: StallGuard
+    first: RequestOutput,
+    live: LiveRequest,
+    form: AnswerFormat,
+    send: Send,
+    guard: StallGuard,
+    prompt: EchoedPrompt | None,
 ) -> None:
     headers = {**_STREAM_HEADERS, "x-request-id": first.request_id}
     await guard.write(send(_start_message(headers)))
-    await guard.write(send(_body_message(form.first_events() + form.events(first))))
-    async for output in handoff:
-        if (error := output.completion.error) is None:
-            data = form.events(output)
+    data = await write_off_loop(first, lambda: form.first_events(prompt) + form.events(first))
+    await guard.write(send(_body_message(data)))
+    async for output in live:
+        if (error := output.error) is None:
+            data = await write_off_loop(output, partial(form.events, output))
         else:  # merged outputs may hold text besides their error
             data = form.text_events(output) + error_event(error_from_engine(error))
         if data:
@@ -187,23 +229,34 @@ async def _stream(
     await guard.write(send({"type": "http.response.body", "body": b""}))
 
 
-def _answer(output: RequestOutput, form: AnswerFormat) -> Response:
+def _answer(output: RequestOutput, form: AnswerFormat, prompt: EchoedPrompt | None) -> Response:
     assert output.metrics is not None, "the only output of a FINAL_ONLY request is its last"
     headers = {
         **dict(output.metrics.trailers()),
         "pdserve-seed": str(output.seed),
         "x-request-id": output.request_id,
     }
-    return JSONResponse(form.answer(output), headers=headers)
+    # An answer with logprobs may have megabytes: this is several times as fast as json.
+    body = to_json(form.answer(output, prompt))
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _check_streamable(params: SamplingParams) -> None:
+    if params.use_beam_search or is_ranked(params):
+        reason = "use_beam_search" if params.use_beam_search else "best_of above n"
+        raise InvalidRequestError(
+            f"stream is true, must be false with {reason}: the answer is not known before its end",
+            field="stream",
+        )
 
 
 def _raise_error(output: RequestOutput) -> None:
-    if output.completion.error is not None:
-        raise error_from_engine(output.completion.error)
+    if output.error is not None:
+        raise error_from_engine(output.error)
 
 
 @asynccontextmanager
-async def _abort_on_disconnect(handoff: Handoff, receive: Receive) -> AsyncIterator[asyncio.Event]:
+async def _abort_on_disconnect(live: LiveRequest, receive: Receive) -> AsyncIterator[asyncio.Event]:
     """End the request when its client disconnects; the event says that it did."""
     disconnected = asyncio.Event()
 
@@ -211,7 +264,7 @@ async def _abort_on_disconnect(handoff: Handoff, receive: Receive) -> AsyncItera
         while (await receive())["type"] != "http.disconnect":
             pass
         disconnected.set()
-        handoff.abort()
+        live.abort()
 
     task = asyncio.create_task(watch())
     try:

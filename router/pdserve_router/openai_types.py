@@ -1,27 +1,35 @@
 """The bodies of OpenAI's completion requests: which fields are taken, and which are refused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from pdserve_common.engine_types import RequestOutputKind, SamplingParams
+from pdserve_common.engine_types import (
+    EarlyStopping,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.input_processor import ChatMessage
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
 
+_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
+    False: EarlyStopping.FALSE,
+    True: EarlyStopping.TRUE,
+    "never": EarlyStopping.NEVER,
+}
+
 # Known to OpenAI's clients and not served yet: the values that ask for nothing.
 _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False, 0),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
     "moderation": (None,),
@@ -35,7 +43,6 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "tool_choice": (None, "none"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -47,6 +54,16 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+
+
+class RepetitionDetectionBody(BaseModel):
+    """End an answer whose last tokens repeat a pattern."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
 
 
 class GenerationBody(BaseModel):
@@ -65,15 +82,27 @@ class GenerationBody(BaseModel):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     user: str | None = None  # for abuse reports, which we make none of
     safety_identifier: str | None = None  # likewise
     # Not OpenAI's; named as in vLLM.
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: list[str] | None = None  # names of registered ones
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -86,42 +115,107 @@ class GenerationBody(BaseModel):
     def output_token_limit(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def echoes_prompt(self) -> bool:
+        """The answer begins with the prompt."""
+        return False
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """The prompt back, usually with its logprobs, and no answer: how prompts are scored."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the answer."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the prompt."""
+        return self.prompt_logprobs
+
     def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError for what SamplingParams cannot say."""
         values: dict[str, Any] = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
+        for name in _SEQUENCE_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                values[name] = tuple(value)
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            values["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            values["logit_bias"] = {_token_id(k): bias for k, bias in self.logit_bias.items()}
+        if self.early_stopping is not None:
+            values["early_stopping"] = _EARLY_STOPPING[self.early_stopping]
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = RepetitionDetectionParams(
+                **self.repetition_detection.model_dump()
+            )
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams(max_tokens=self.output_token_limit, output_kind=kind, **values)
+        return SamplingParams(
+            max_tokens=self.output_token_limit,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            output_kind=kind,
+            **values,
+        )
 
 
 _SAMPLING_FIELDS = (
     "n",
+    "best_of",
     "temperature",
     "top_p",
     "seed",
     "presence_penalty",
     "frequency_penalty",
+    "repetition_penalty",
     "top_k",
     "min_p",
+    "use_beam_search",
+    "length_penalty",
     "min_tokens",
     "ignore_eos",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
     "include_stop_str_in_output",
 )
+_SEQUENCE_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors")
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.echoes_prompt and self.max_tokens == 0
 
     @property
     def output_token_limit(self) -> int | None:
+        if self.is_prompt_only:
+            # Engines generate at least one token; it is not shown.
+            return 1
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        # The prompt is part of an echoed answer.
+        is_default = self.echoes_prompt and self.prompt_logprobs is None
+        return self.logprobs if is_default else self.prompt_logprobs
 
     def prompt_input(self) -> dict[str, Any]:
         """Return the prompt as fields of a GenerationRequest."""
@@ -163,6 +257,19 @@ class ChatCompletionBody(GenerationBody):
 
     messages: list[ChatMessageBody]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs is {top}, must be 0 to {MAX_LOGPROBS}", field="top_logprobs"
+            )
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+        return top if self.logprobs else None
 
     @property
     def output_token_limit(self) -> int | None:
@@ -204,6 +311,11 @@ def parse_body(cls: type[Body], raw: bytes) -> Body:
         raise _invalid(error.errors(include_url=False)[0]) from error
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is set with stream: true, chunks have no place for it",
+            field="prompt_logprobs",
+        )
     return body
 
 
@@ -213,13 +325,16 @@ def _check_unserved(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
 
 
+_BRANCHES = ("str", "list[str]", "bool", "literal['never']")
+
+
 def _invalid(details: ErrorDetails) -> InvalidRequestError:
     path = ""
     for part in details["loc"]:
         # Branches of a union come as the name of a type.
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("str", "list[str]"):
+        elif part not in _BRANCHES:
             path += f".{part}" if path else part
     path = path[:256]
     if details["type"] == "extra_forbidden":
@@ -229,6 +344,16 @@ def _invalid(details: ErrorDetails) -> InvalidRequestError:
     else:
         message = f"{path}: {details['msg'][:1].lower()}{details['msg'][1:]}"
     return InvalidRequestError(message, field=path)
+
+
+def _token_id(key: str) -> int:
+    """Read a key of logit_bias; JSON's keys are strings."""
+    # So many digits are out of every vocabulary already.
+    if not (key.isascii() and key.isdigit() and len(key) <= 20):
+        raise InvalidRequestError(
+            f"logit_bias has key {key[:64]!r}, must be a token id", field="logit_bias"
+        )
+    return int(key)
 
 
 def _content(content: object, index: int) -> str:

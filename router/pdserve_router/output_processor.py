@@ -3,14 +3,17 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import TypeVar
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
     FinishReason,
+    LogprobsLists,
     RequestOutputKind,
     SamplingParams,
 )
@@ -20,6 +23,11 @@ from pdserve_router.detokenizer import Detokenizer
 from pdserve_router.request_metrics import RequestMetrics, Timeline
 from pdserve_router.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+# Nothing precedes a prompt's first token.
+_NO_POSITION = LogprobsLists(logprob_token_ids=((),), logprobs=((),), sampled_token_ranks=(0,))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
@@ -28,6 +36,10 @@ class CompletionOutput:
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    # One position per token in token_ids, if asked for.
+    logprobs: LogprobsLists | None = None
+    # Sum over all tokens so far, if logprobs were asked for.
+    cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: EngineError | None = None
@@ -44,15 +56,34 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What a request has brought. Usage and metrics are on the last one."""
+    """What a request has brought: the completions with news. Exactly one output is `finished`, the
+    last; usage and metrics are on it.
+    """
 
     request_id: str
-    completion: CompletionOutput
+    outputs: tuple[CompletionOutput, ...]
     seed: int
+    # These two on the first output. The logprobs, if asked for, have one position per prompt
+    # token; nothing precedes the first token, so its position is empty.
     prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: LogprobsLists | None = None
     finished: bool = False
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+
+    @property
+    def error(self) -> EngineError | None:
+        """What ended the request, if it failed; one completion's failure is the request's."""
+        return next((output.error for output in self.outputs if output.error is not None), None)
+
+    @property
+    def num_logprob_positions(self) -> int:
+        """Of the prompt and of all completions."""
+        count = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs)
+        for output in self.outputs:
+            if output.logprobs is not None:
+                count += len(output.logprobs)
+        return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,62 +98,135 @@ class Ending:
 
 
 class RequestOutputCollector:
-    """What one stream has not been given yet. Deltas merge while its reader is slow, so it never
-    holds more than one answer. One reader; all on the event loop's thread.
+    """What one stream has not been given yet of completion `index`. Deltas merge while its reader
+    is slow, so it never holds more than one answer. One reader, who may share `wake` among several
+    collectors; all on the event loop's thread.
     """
 
-    __slots__ = ("_ending", "_is_first", "_kind", "_request", "_text", "_token_ids", "_wake")
+    __slots__ = (
+        "_cumulative_logprob",
+        "_ending",
+        "_index",
+        "_is_first",
+        "_kind",
+        "_logprobs",
+        "_prompt_logprobs",
+        "_request",
+        "_text",
+        "_token_ids",
+        "_wake",
+        "has_news",
+    )
 
-    def __init__(self, request: EngineCoreRequest, kind: RequestOutputKind) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        kind: RequestOutputKind,
+        *,
+        index: int = 0,
+        wake: asyncio.Event | None = None,
+    ) -> None:
         self._request = request
         self._kind = kind
+        self._index = index
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[LogprobsLists] = []
+        self._cumulative_logprob: float | None = None
+        self._prompt_logprobs: LogprobsLists | None = None
         self._ending: Ending | None = None
         self._is_first = True
-        self._wake = asyncio.Event()
+        self._wake = wake or asyncio.Event()
+        self.has_news = False
 
-    def put(self, text: str, token_ids: Sequence[int]) -> None:
+    def put_prompt_logprobs(self, logprobs: LogprobsLists) -> None:
+        """Take the prompt's logprobs; the first output will have them."""
+        self._prompt_logprobs = logprobs
+
+    def put(
+        self, text: str, token_ids: Sequence[int], logprobs: LogprobsLists | None = None
+    ) -> None:
         self._text.append(text)
         self._token_ids.extend(token_ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+            # As everywhere in a position, the chosen token is first.
+            total = sum(values[0] for values in logprobs.logprobs)
+            self._cumulative_logprob = (self._cumulative_logprob or 0.0) + total
         if self._kind is not RequestOutputKind.FINAL_ONLY:
-            self._wake.set()
+            self._notify()
 
     def finish(self, ending: Ending) -> None:
         self._ending = ending
-        self._wake.set()
+        self._notify()
 
     async def get(self) -> RequestOutput:
         """Wait for news and return all of it; the last one is `finished`."""
         await self._wake.wait()
         self._wake.clear()
+        return self.take()
+
+    def take(self) -> RequestOutput:
+        """Return all that is new; the last one is `finished`."""
+        self.has_news = False
         text = "".join(self._text)
-        completion = CompletionOutput(text=text, token_ids=tuple(self._token_ids))
+        logprobs = _joined(self._logprobs)
+        completion = CompletionOutput(
+            index=self._index,
+            text=text,
+            token_ids=tuple(self._token_ids),
+            logprobs=logprobs,
+            cumulative_logprob=self._cumulative_logprob,
+        )
         output = RequestOutput(
             request_id=self._request.external_req_id or self._request.request_id,
-            completion=completion,
+            outputs=(completion,),
             seed=_seed(self._request),
             prompt_token_ids=self._request.prompt_token_ids if self._is_first else (),
+            prompt_logprobs=self._prompt_logprobs,
         )
         self._is_first = False
+        self._prompt_logprobs = None
         if self._kind is RequestOutputKind.DELTA:
             self._text.clear()
             self._token_ids.clear()
+            self._logprobs.clear()
         else:
             self._text = [text]
+            self._logprobs = [logprobs] if logprobs is not None else []
         return output if self._ending is None else _finished(output, self._ending)
+
+    def _notify(self) -> None:
+        self.has_news = True
+        self._wake.set()
+
+
+def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
+    """One list of many; adding them up one by one would be quadratic."""
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    return LogprobsLists(
+        logprob_token_ids=_chained(part.logprob_token_ids for part in parts),
+        logprobs=_chained(part.logprobs for part in parts),
+        sampled_token_ranks=_chained(part.sampled_token_ranks for part in parts),
+    )
+
+
+def _chained(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+    return tuple(chain.from_iterable(parts))
 
 
 def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
+    (completion,) = output.outputs
     completion = dataclasses.replace(
-        output.completion,
+        completion,
         finish_reason=ending.finish_reason,
         stop_reason=ending.stop_reason,
         error=ending.error,
     )
     return dataclasses.replace(
         output,
-        completion=completion,
+        outputs=(completion,),
         finished=True,
         usage=ending.usage,
         metrics=ending.metrics,
@@ -136,6 +240,7 @@ class RequestState:
         "_detokenizer",
         "_metrics",
         "_params",
+        "_prompt_logprobs",
         "attempt",
         "collector",
         "ending",
@@ -151,6 +256,8 @@ class RequestState:
         tokenizer: Tokenizer,
         timeline: Timeline,
         metrics: RouterMetrics,
+        index: int = 0,
+        wake: asyncio.Event | None = None,
     ) -> None:
         self.request = request
         self.timeline = timeline
@@ -161,26 +268,39 @@ class RequestState:
         params = request.sampling_params or SamplingParams()
         self._params = params
         self._metrics = metrics
+        # Slices of them, until the first token.
+        self._prompt_logprobs: list[LogprobsLists] = []
         self._detokenizer = _detokenizer(tokenizer, params)
-        self.collector = RequestOutputCollector(request, params.output_kind)
+        self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Some of them exist only where the prompt is computed."""
+        return self._params.logprobs is not None or self._params.prompt_logprobs is not None
 
     def accept(self, output: EngineCoreOutput) -> str | None:
         """Take the new tokens of an output of the current attempt, by rule K7, and pass their text
-        on. Returns the stop string if one ended the request. Raises PdserveError if tokens are
-        missing or contradict those already delivered.
+        on. Returns the stop string if one ended the request. Raises PdserveError if tokens or
+        logprobs are missing or tokens contradict those already delivered.
         """
         if output.attempt != self.attempt:
             return None
+        if output.new_prompt_logprobs is not None and not self.token_ids:
+            _check_positions(output.new_prompt_logprobs)
+            self._prompt_logprobs.append(output.new_prompt_logprobs)
         new = self._fresh(output.new_token_ids, output.first_token_index)
         if not new:
             return None
+        logprobs = self._logprobs_of(new, output)
+        if not self.token_ids and self._params.prompt_logprobs is not None:
+            self.collector.put_prompt_logprobs(self._all_prompt_logprobs())
         self.timeline.on_tokens(
             time.monotonic_ns(), num_before=len(self.token_ids), num_new=len(new)
         )
         # EOS and stop tokens count as tokens and are no text.
         is_stopped = output.finish_reason is FinishReason.STOP
         is_cut = is_stopped and not self._params.include_stop_str_in_output
-        return self._deliver(new, num_silent=1 if is_cut else 0)
+        return self._deliver(new, logprobs, num_silent=1 if is_cut else 0)
 
     def finish(self, ending: Ending) -> None:
         """Pass on what is held back, and the end. Later outputs must not come."""
@@ -206,10 +326,40 @@ class RequestState:
             )
         return token_ids[len(known) :]
 
-    def _deliver(self, token_ids: Sequence[int], *, num_silent: int) -> str | None:
+    def _logprobs_of(
+        self, token_ids: Sequence[int], output: EngineCoreOutput
+    ) -> LogprobsLists | None:
+        """Return the logprobs of an output's last tokens, the new ones. For the token of P that it
+        repeats D has none, or an empty position.
+        """
+        if self._params.logprobs is None:
+            return None
+        logprobs = output.new_logprobs
+        num_missing = len(token_ids) - (len(logprobs) if logprobs is not None else 0)
+        if logprobs is None or num_missing > 0:
+            raise PdserveError(f"a worker sent {num_missing} tokens without their logprobs")
+        logprobs = logprobs[len(logprobs) - len(token_ids) :]
+        _check_positions(logprobs)
+        return logprobs
+
+    def _all_prompt_logprobs(self) -> LogprobsLists:
+        logprobs = _joined([_NO_POSITION, *self._prompt_logprobs])
+        assert logprobs is not None
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        if len(logprobs) != num_prompt_tokens:
+            raise PdserveError(
+                f"a worker sent logprobs of {len(logprobs) - 1} prompt tokens, the prompt has "
+                f"{num_prompt_tokens - 1} besides its first"
+            )
+        self._prompt_logprobs.clear()
+        return logprobs
+
+    def _deliver(
+        self, token_ids: Sequence[int], logprobs: LogprobsLists | None, *, num_silent: int
+    ) -> str | None:
         if self._detokenizer is None:
             self.token_ids.extend(token_ids)
-            self.collector.put("", token_ids)
+            self.collector.put("", token_ids, logprobs)
             return None
         texts = []
         num_spoken = len(token_ids) - num_silent
@@ -221,8 +371,19 @@ class RequestState:
                 num_taken = i + 1
                 break
         self.token_ids.extend(token_ids[:num_taken])
-        self.collector.put("".join(texts), token_ids[:num_taken])
+        if logprobs is not None:
+            logprobs = logprobs[:num_taken]
+        self.collector.put("".join(texts), token_ids[:num_taken], logprobs)
         return self._detokenizer.stop_string
+
+
+def _check_positions(logprobs: LogprobsLists) -> None:
+    """The chosen token at least, and a value for each."""
+    for token_ids, values in zip(logprobs.logprob_token_ids, logprobs.logprobs, strict=True):
+        if not 1 <= len(token_ids) == len(values):
+            raise PdserveError(
+                f"a worker sent a position of {len(token_ids)} tokens and {len(values)} logprobs"
+            )
 
 
 def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer | None:

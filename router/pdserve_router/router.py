@@ -3,12 +3,15 @@
 import asyncio
 import logging
 
+from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import DrainingError, OverloadedError, PdserveError
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.beam_search_request import BeamSearchRequest
 from pdserve_router.handoff import Handoff
 from pdserve_router.input_processor import GenerationRequest, InputProcessor, ProcessedInput
-from pdserve_router.output_processor import RequestState
+from pdserve_router.live_request import LiveRequest
+from pdserve_router.parent_request import ParentRequest
 from pdserve_router.request_metrics import Timeline, observe
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import WorkerPool
@@ -41,8 +44,10 @@ class Router:
         self._max_num_queued_requests = max_num_queued_requests
         self._enable_disaggregation = enable_disaggregation
         self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
-        self._num_queued = 0
-        self._live: set[Handoff] = set()
+        # Requests without a token: those not sent yet, and those that were.
+        self._num_arriving = 0
+        self._waiting: set[LiveRequest] = set()
+        self._live: set[LiveRequest] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -55,7 +60,12 @@ class Router:
     def num_in_flight(self) -> int:
         return len(self._live)
 
-    async def submit(self, request: GenerationRequest) -> Handoff:
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for their first token."""
+        return self._num_arriving + len(self._waiting)
+
+    async def submit(self, request: GenerationRequest) -> LiveRequest:
         """Check, tokenize and dispatch. Raises a PdserveError if the request cannot be taken; once
         taken it ends with exactly one finished output.
         """
@@ -65,19 +75,15 @@ class Router:
         except PdserveError:
             self._count("rejected")
             raise
-        self._num_queued += 1
-        is_dispatched = False
+        self._num_arriving += 1
         try:
             processed = await self.input_processor.process(request, self.pool.model_limits())
-            handoff = self._dispatch(request, processed)
-            is_dispatched = True
+            return self._dispatch(request, processed)
         except PdserveError:
             self._count("rejected")
             raise
         finally:
-            if not is_dispatched:
-                self._num_queued -= 1
-        return handoff
+            self._num_arriving -= 1
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what runs finish, and end the rest at the timeout."""
@@ -87,25 +93,26 @@ class Router:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         except asyncio.TimeoutError:
             logger.warning("drain timeout, %d requests are cut", self.num_in_flight)
-        for handoff in list(self._live):
-            handoff.fail(DrainingError("the router shut down before the answer was complete"))
+        for live in list(self._live):
+            live.fail(DrainingError("the router shut down before the answer was complete"))
 
     def _admit(self) -> None:
         if self.is_draining:
             raise DrainingError("the router is shutting down", retry_after_ms=1000)
-        if self._num_queued >= self._max_num_queued_requests:
+        if self.num_queued >= self._max_num_queued_requests:
             raise OverloadedError(
-                f"{self._num_queued} requests wait for their first token, "
+                f"{self.num_queued} requests wait for their first token, "
                 f"at most {self._max_num_queued_requests} may",
                 retry_after_ms=OVERLOADED_RETRY_AFTER_MS,
             )
 
-    def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> Handoff:
+    def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> LiveRequest:
         route = self.pool.route(
             processed.request, enable_disaggregation=self._enable_disaggregation
         )
-        state = RequestState(
+        live = _kind(request.sampling_params)(
             processed.request,
+            route,
             tokenizer=self.tokenizer,
             timeline=Timeline(
                 arrival_ns=request.arrival_ns,
@@ -113,39 +120,40 @@ class Router:
                 tokenize_end_ns=processed.tokenize_end_ns,
             ),
             metrics=self._metrics,
-        )
-        handoff = Handoff(
-            state,
-            route,
-            metrics=self._metrics,
             on_tokens=self._on_tokens,
             on_end=self._on_end,
         )
-        handoff.start()
-        self._live.add(handoff)
+        live.start()
+        self._live.add(live)
+        self._waiting.add(live)
         self._is_idle.clear()
         self._metrics.requests_in_flight.inc()
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
         num_prompt_tokens = len(processed.request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
-        return handoff
+        return live
 
-    def _on_tokens(self, num_before: int, num_new: int) -> None:
-        if num_before == 0:
-            self._num_queued -= 1
+    def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
+        self._waiting.discard(live)
         self._generation_tokens.inc(num_new)
 
-    def _on_end(self, handoff: Handoff) -> None:
-        self._live.discard(handoff)
+    def _on_end(self, live: LiveRequest) -> None:
+        self._waiting.discard(live)
+        self._live.discard(live)
         if not self._live:
             self._is_idle.set()
-        if not handoff.state.token_ids:
-            self._num_queued -= 1
-        ending = handoff.state.ending
-        assert ending is not None
+        assert live.ending is not None
         self._metrics.requests_in_flight.dec()
-        self._count(str(ending.finish_reason))
-        observe(self._metrics, ending.metrics, model=self.model_name)
+        self._count(str(live.ending.finish_reason))
+        observe(self._metrics, live.ending.metrics, model=self.model_name)
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
+
+
+def _kind(
+    params: SamplingParams,
+) -> type[Handoff] | type[ParentRequest] | type[BeamSearchRequest]:
+    if params.use_beam_search:
+        return BeamSearchRequest
+    return Handoff if params.n == 1 and params.best_of is None else ParentRequest

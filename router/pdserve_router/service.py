@@ -3,8 +3,9 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 
 import grpc
 
@@ -14,13 +15,16 @@ from pdserve_common import wire
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import rpc_errors, status_of
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
-from pdserve_router.handoff import Handoff
 from pdserve_router.input_processor import ChatMessage, GenerationRequest
+from pdserve_router.live_request import LiveRequest
+from pdserve_router.offload import write_off_loop
 from pdserve_router.output_processor import CompletionOutput, RequestOutput
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+TokenText = Callable[[int], str]
 
 # How long a cut client has to take its status, which waits behind the data it does not read.
 _ABORT_TIMEOUT_S = 0.5
@@ -40,21 +44,27 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
         self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         async with rpc_errors(context):
-            handoff = await self._router.submit(_generation_request(request, context))
+            generation = _generation_request(request, context)
+            # Without detokenization tokens stay numbers, also those of logprobs.
+            has_text = generation.sampling_params.detokenize
+            token_text = self._router.tokenizer.token_text if has_text else None
+            live = await self._router.submit(generation)
             # Also when the call is cancelled: leaving ends the request on every worker.
-            with handoff:
+            with live:
                 try:
-                    await self._stream(handoff, context)
+                    await self._stream(live, context, token_text)
                 except ClientTooSlowError as error:
-                    handoff.fail(error)
+                    live.fail(error)
                     await _cut(context, error)
 
-    async def _stream(self, handoff: Handoff, context: grpc.aio.ServicerContext) -> None:
+    async def _stream(
+        self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
+    ) -> None:
         with StallGuard(self._client_stall_timeout_s) as guard:
-            async for output in handoff:
+            async for output in live:
                 if output.finished:
                     context.set_trailing_metadata(_trailers(output))
-                message = pb2.GenerateResponse(output=_request_output_to_proto(output))
+                message = await write_off_loop(output, partial(_response, output, token_text))
                 await guard.write(context.write(message))
 
     async def Tokenize(
@@ -117,6 +127,7 @@ def _generation_request(
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         arrival_ns=arrival_ns,
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
+        has_bounded_messages=True,
     )
 
 
@@ -133,14 +144,24 @@ def _trailers(output: RequestOutput) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _request_output_to_proto(output: RequestOutput) -> pb2.RequestOutput:
+def _response(output: RequestOutput, token_text: TokenText | None) -> pb2.GenerateResponse:
+    return pb2.GenerateResponse(output=_request_output_to_proto(output, token_text))
+
+
+def _request_output_to_proto(
+    output: RequestOutput, token_text: TokenText | None
+) -> pb2.RequestOutput:
     message = pb2.RequestOutput(
         request_id=output.request_id,
         prompt_token_ids=output.prompt_token_ids,
-        outputs=[_completion_to_proto(output.completion)],
+        outputs=[_completion_to_proto(completion, token_text) for completion in output.outputs],
         finished=output.finished,
         seed=output.seed,
     )
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(
+            wire.logprobs_to_proto(output.prompt_logprobs, token_text=token_text)
+        )
     if output.usage is not None:
         message.usage.CopyFrom(pb2.Usage(**asdict(output.usage)))
     if output.metrics is not None:
@@ -148,10 +169,18 @@ def _request_output_to_proto(output: RequestOutput) -> pb2.RequestOutput:
     return message
 
 
-def _completion_to_proto(completion: CompletionOutput) -> pb2.CompletionOutput:
+def _completion_to_proto(
+    completion: CompletionOutput, token_text: TokenText | None
+) -> pb2.CompletionOutput:
     message = pb2.CompletionOutput(
         index=completion.index, text=completion.text, token_ids=completion.token_ids
     )
+    if completion.logprobs is not None:
+        message.logprobs.CopyFrom(
+            wire.logprobs_to_proto(completion.logprobs, token_text=token_text)
+        )
+    if completion.cumulative_logprob is not None:
+        message.cumulative_logprob = completion.cumulative_logprob
     if completion.finish_reason is not None:
         message.finish_reason = int(completion.finish_reason)  # type: ignore[assignment]
     if isinstance(completion.stop_reason, str):

@@ -1,6 +1,9 @@
 """The model's tokenizer and chat template, safe to use beside the event loop."""
 
 import asyncio
+import functools
+import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -16,6 +19,10 @@ from pdserve_common.errors import InvalidRequestError
 INLINE_CHARS = 4096
 # What the template adds to a message, in time if not in text.
 CHARS_PER_MESSAGE = 32
+# Tokens whose bytes are kept; a vocabulary's frequent ones are far fewer.
+TOKEN_CACHE_SIZE = 2**16
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,6 +43,13 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+        self._added_tokens = {i: token.content for i, token in added.items()}
+        self._decode_piece = _piece_decoder(self.backend)
+        # The bytes one token stands for, and its text, in which a part of a character is a
+        # replacement character: characters may be spread over several tokens. Ids the tokenizer
+        # does not know (of an embedding padded in size) have none.
+        self.token_bytes = functools.lru_cache(TOKEN_CACHE_SIZE)(self._token_bytes)
+        self.token_text = functools.lru_cache(TOKEN_CACHE_SIZE)(self._token_text)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -56,6 +70,12 @@ class Tokenizer:
             return self._encode_chat(messages)
         return await self._in_thread(self._encode_chat, messages)
 
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, without special tokens around it."""
+        if sum(map(len, words)) <= INLINE_CHARS:
+            return self._encode_words(words)
+        return await self._in_thread(self._encode_words, words)
+
     async def decode_any(self, token_ids: Sequence[int]) -> str:
         """`decode` for token ids of any number."""
         if len(token_ids) <= INLINE_CHARS:
@@ -69,6 +89,20 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special tokens included."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def _token_text(self, token_id: int) -> str:
+        return self._token_bytes(token_id).decode(errors="replace")
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        added = self._added_tokens.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self.backend.id_to_token(token_id)
+        return b"" if piece is None else self._decode_piece(piece)
+
+    def _encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        encodings = self.backend.encode_batch_fast(list(words), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         # Of a batch, since only that releases the GIL.
@@ -91,3 +125,38 @@ class Tokenizer:
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
         return self._encode(text, add_special_tokens=False)
+
+
+def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """Return how the vocabulary's entries are read: as bytes in disguise (byte-level BPE) or as
+    text with byte tokens beside it (SentencePiece).
+    """
+    if backend.decoder is None:
+        return str.encode
+    # The decoder's description, in JSON; the library has no other way to ask for it.
+    description = json.loads(backend.decoder.__getstate__())
+    parts = description.get("decoders", [description])
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return functools.partial(_byte_level_bytes, table=_byte_level_table())
+    return _sentencepiece_bytes
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable ones are themselves, the others follow from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level_bytes(piece: str, *, table: dict[str, int]) -> bytes:
+    try:
+        return bytes(table[character] for character in piece)
+    except KeyError:
+        # As the tokenizer's own decoder does with entries that are no bytes in disguise.
+        return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(piece)
+    return piece.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])

@@ -38,6 +38,8 @@ class WorkerState(enum.Enum):
 
     CONNECTING = "connecting"
     READY = "ready"
+    # Its operator has paused it: requests would wait. It may become ready again.
+    PAUSED = "paused"
     DRAINING = "draining"
     DOWN = "down"
 
@@ -96,6 +98,11 @@ class WorkerClient:
         return self.state is WorkerState.READY
 
     @property
+    def engine_id(self) -> str:
+        """The worker's name for itself; empty until it was attached once."""
+        return self.info.engine_id if self.info is not None else ""
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._listeners)
 
@@ -117,10 +124,10 @@ class WorkerClient:
         on_defect: Callable[[], None] = lambda: None,
     ) -> None:
         """Send a request. `on_output` gets its outputs, the last one has a finish_reason, also when
-        the worker is lost; `on_defect` is called instead once `on_output` has raised. Raises
-        NoWorkerError if the worker is not ready.
+        the worker is lost; `on_defect` is called instead once `on_output` has raised. A paused
+        worker keeps it until it goes on. Raises NoWorkerError if the worker takes nothing.
         """
-        if not self.is_ready:
+        if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.engine_core_request_to_proto(request)
         self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
@@ -132,7 +139,7 @@ class WorkerClient:
         """
         self._listeners.pop(request_id, None)
         # A lost stream has aborted its requests already.
-        if self.state in (WorkerState.READY, WorkerState.DRAINING):
+        if self.state not in (WorkerState.CONNECTING, WorkerState.DOWN):
             abort = service_pb2.AbortRequests(request_ids=[request_id])
             self._outbox.put_nowait(service_pb2.AttachRequest(abort_requests=abort))
 
@@ -197,8 +204,8 @@ class WorkerClient:
             kind = response.WhichOneof("message")
             if kind == "outputs":
                 self._on_outputs(wire.engine_core_outputs_from_proto(response.outputs))
-            elif kind == "heartbeat" and response.heartbeat.draining:
-                self._on_draining()
+            elif kind == "heartbeat":
+                self._on_heartbeat(response.heartbeat)
             elif kind == "welcome":
                 self._on_welcome(wire.engine_info_from_proto(response.welcome.info))
 
@@ -271,10 +278,20 @@ class WorkerClient:
                 self._listeners.pop(output.request_id, None)
                 listener.on_defect()
 
+    def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
+        if heartbeat.draining:
+            self._on_draining()
+        elif self.state in (WorkerState.READY, WorkerState.PAUSED):
+            self._set_state(WorkerState.PAUSED if heartbeat.paused else WorkerState.READY)
+
     def _on_draining(self) -> None:
-        if self.state is WorkerState.READY:
-            logger.info("worker %s is draining", self.address)
-            self.state = WorkerState.DRAINING
+        if self.state in (WorkerState.READY, WorkerState.PAUSED):
+            self._set_state(WorkerState.DRAINING)
+
+    def _set_state(self, state: WorkerState) -> None:
+        if state is not self.state:
+            logger.info("worker %s is %s", self.address, state.value)
+            self.state = state
             self._on_change()
 
     def _lost(self, reason: str) -> None:

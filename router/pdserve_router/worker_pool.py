@@ -22,6 +22,8 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    # Names of logits processors that all of them have.
+    logits_processors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class WorkerPool:
     def route(self, request: EngineCoreRequest, *, enable_disaggregation: bool) -> Route:
         """Choose the workers of a request. Raises NoWorkerError if no decode worker is ready."""
         params = request.sampling_params
+        if params is not None and params.use_beam_search:
+            return self._local(request, "beam_search")
         if params is not None and params.max_tokens == 1:
             return self._local(request, "max_tokens_1")
         if not enable_disaggregation:
@@ -168,6 +172,11 @@ def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
         max_model_len=min(info.max_model_len for info in infos),
         vocab_size=min(info.vocab_size for info in infos),
         eos_token_ids=infos[0].eos_token_ids,
+        logits_processors=tuple(
+            name
+            for name in infos[0].logits_processors
+            if all(name in info.logits_processors for info in infos)
+        ),
     )
 
 

@@ -85,7 +85,7 @@ class Stack:
         await until(lambda: self.server.router.num_in_flight == 0)
         await until(lambda: all(worker.num_running == 0 for worker in self.workers))
         assert self.metric("pdserve_requests_in_flight") == 0
-        assert self.server.router._num_queued == 0
+        assert self.server.router.num_queued == 0
         for client in (*self.server.pool.prefill, *self.server.pool.decode):
             assert client.num_in_flight == 0
 

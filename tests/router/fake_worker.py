@@ -18,6 +18,7 @@ from pdserve_common.engine_types import (
     EngineInfo,
     FinishReason,
     KVTransferStats,
+    LogprobsLists,
     PrefillStats,
     SchedulerStats,
     WorkerRole,
@@ -62,6 +63,18 @@ def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> Engi
     return dataclasses.replace(info, **changes)
 
 
+def logprobs_of(token_ids: Sequence[int], num_top: int) -> LogprobsLists:
+    """What the fake says of chosen tokens: the logprob of token t is -t / 64, and its rank t; the
+    top ones are tokens 4, 5, ... with -1, -2, ...
+    """
+    top = range(4, 4 + num_top)
+    return LogprobsLists(
+        logprob_token_ids=tuple((token_id, *top) for token_id in token_ids),
+        logprobs=tuple((-t / 64, *(-1.0 - i for i in range(num_top))) for t in token_ids),
+        sampled_token_ranks=tuple(token_ids),
+    )
+
+
 class Link:
     """One attached router; outputs that pile up leave as one message, like an engine step's."""
 
@@ -96,9 +109,21 @@ class Running:
         self.request = request
         self._link = link
 
-    def emit(self, *token_ids: int, at: int, finish: FinishReason | None = None, **more) -> None:
-        """Send tokens, the first of which has index `at`."""
+    def emit(
+        self,
+        *token_ids: int,
+        at: int,
+        finish: FinishReason | None = None,
+        num_repeated: int = 0,
+        **more,
+    ) -> None:
+        """Send tokens, the first of which has index `at`. The first `num_repeated` have no
+        logprobs.
+        """
         more.setdefault("attempt", self.request.attempt)
+        num_top = self.request.sampling_params.logprobs
+        if num_top is not None and token_ids:
+            more.setdefault("new_logprobs", logprobs_of(token_ids[num_repeated:], num_top))
         self._link.emit(
             EngineCoreOutput(
                 request_id=self.request.request_id,
@@ -108,6 +133,15 @@ class Running:
                 **more,
             )
         )
+
+    def emit_prompt_logprobs(self, *, chunk: int = 2) -> None:
+        """Send them in slices, as a prompt computed in chunks brings them."""
+        num_top = self.request.sampling_params.prompt_logprobs
+        if num_top is None:
+            return
+        known = logprobs_of(self.request.prompt_token_ids[1:], num_top)
+        for start in range(0, len(known), chunk):
+            self.emit(at=0, new_prompt_logprobs=known[start : start + chunk])
 
     def answer(self) -> tuple[Sequence[int], FinishReason]:
         """The worker's scripted answer, cut at max_tokens."""
@@ -123,6 +157,7 @@ async def prefill(running: Running) -> None:
     tokens, finish = running.answer()
     if running.worker.step_s:
         await asyncio.sleep(running.worker.step_s)
+    running.emit_prompt_logprobs()
     params = running.request.kv_transfer_params
     if len(tokens) == 1:
         params = None
@@ -143,6 +178,8 @@ async def decode(running: Running) -> None:
         await asyncio.Event().wait()  # P ends it; the router aborts this leg
     await asyncio.sleep(2 * step_s if is_remote else step_s)
     start = 2 if is_remote else 1
+    if not is_remote:
+        running.emit_prompt_logprobs()
     for end in range(start, len(tokens) + 1):
         is_first, is_last = end == start, end == len(tokens)
         running.emit(
@@ -151,6 +188,8 @@ async def decode(running: Running) -> None:
             finish=finish if is_last else None,
             prefill_stats=PREFILL_STATS if is_first else None,
             kv_transfer_stats=KV_STATS if is_first and is_remote else None,
+            # Only P knows how likely its token was.
+            num_repeated=1 if is_first and is_remote else 0,
         )
         await asyncio.sleep(step_s)
 
@@ -167,6 +206,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.behave: Behaviour = prefill if role is WorkerRole.PREFILL else decode
         self.heartbeat_s: float | None = 0.1
         self.is_draining = False
+        self.is_paused = False
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.hellos: list[pb2.AttachHello] = []
@@ -272,5 +312,5 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.heartbeat_s or 3600)
             if self.heartbeat_s is not None:
                 async with lock:
-                    heartbeat = pb2.Heartbeat(draining=self.is_draining)
+                    heartbeat = pb2.Heartbeat(draining=self.is_draining, paused=self.is_paused)
                     await context.write(pb2.AttachResponse(heartbeat=heartbeat))

@@ -133,6 +133,24 @@ def test_min_tokens_are_not_searched_for_stop_strings(tokenizer) -> None:
     assert detokenize(tokenizer, token_ids, stops=["b"], min_tokens=3)[0] == "abca"
 
 
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "expected"),
+    [
+        # "bc" begins in the skipped tokens and ends behind them.
+        (["bc"], 2, "a"),
+        (["bc"], 3, "abca"),
+        # "c" ends in the skipped tokens, where it is not looked for, although it is held back
+        # there as the beginning of "cab!".
+        (["c", "cab!"], 3, "abcab"),
+    ],
+)
+def test_a_stop_string_counts_if_it_ends_behind_min_tokens(
+    tokenizer, stops, min_tokens, expected
+) -> None:
+    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "abcabc"]
+    assert detokenize(tokenizer, token_ids, stops=stops, min_tokens=min_tokens)[0] == expected
+
+
 def test_bytes_that_end_in_no_character_do_not_end_the_stream() -> None:
     """The library raises where byte tokens that began a character are followed by a word."""
     vocab = {"<unk>": 0, "▁a": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}

@@ -388,3 +388,19 @@ async def test_workers_of_one_name_get_no_handoffs(start_stack) -> None:
         await until(lambda: all(worker.is_ready for worker in stack.server.pool.prefill))
         outputs = await generate(stack)
         assert outputs[-1].metrics.path == "local"
+
+
+async def test_logprobs_wait_for_prefills_word_when_decode_is_first(stack) -> None:
+    """Only P has those of the first token; D repeats the token without them."""
+
+    async def late(running) -> None:
+        await until(lambda: stack.decode.num_running == 0 and stack.decode.requests)
+        await asyncio.sleep(0.05)
+        await prefill(running)
+
+    stack.prefill.behave = late
+    outputs = await generate(stack, params={"logprobs": 1, "prompt_logprobs": 1})
+    assert text_of(outputs) == ANSWER_TEXT
+    positions = [item for output in outputs for item in output.outputs[0].logprobs.positions]
+    assert len(positions) == outputs[-1].usage.num_output_tokens
+    assert len(outputs[0].prompt_logprobs.positions) == outputs[-1].usage.num_prompt_tokens

@@ -1,7 +1,9 @@
 import asyncio
+import dataclasses
 import time
 
 import pytest
+from tokenizers import processors
 
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
@@ -91,16 +93,61 @@ async def test_deadlines_are_defaulted_and_bounded(processor) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"params": {"min_tokens": 99}}, "min_tokens"),
-        ({"params": {"spaces_between_special_tokens": False}}, "spaces_between_special_tokens"),
+        ({"params": {"bad_words_token_ids": ((5,),)}}, "bad_words_token_ids"),
+        ({"params": {"bad_words": ("𐍈" * 256,)}}, "bad_words"),
+        ({"params": {"logit_bias": {320: 1.0}}}, "logit_bias"),
+        ({"params": {"logits_processors": ("x",)}}, "logits_processors"),
         ({"params": {"top_p": 0.0}}, "top_p"),
         ({"params": {"n": 0}}, "n"),
-        ({"params": {"logprobs": 1}}, "logprobs"),
+        ({"params": {"logprobs": 21}}, "logprobs"),
     ],
 )
 async def test_a_bad_field_is_named(processor, fields, field) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await process(processor, **fields)
     assert caught.value.field == field
+
+
+async def test_too_many_prompt_logprobs_are_refused(processor) -> None:
+    limits = dataclasses.replace(LIMITS, max_model_len=100_000)
+    wanted = request(token_ids=[5] * 20_000, params={"prompt_logprobs": 20})
+    with pytest.raises(InvalidRequestError, match="20 for a prompt of 20000 tokens: 420000 log-"):
+        await processor.process(wanted, limits)
+
+
+async def test_bad_words_become_every_form_of_their_tokens(processor, tokenizer) -> None:
+    result = await process(processor, params={"bad_words": ("the", " world", "é")})
+    forms = result.sampling_params.bad_words_token_ids
+    assert [tokenizer.decode(form) for form in forms] == [
+        "the",
+        "world",
+        "é",
+        " the",
+        " world",
+        " é",
+    ]
+    # In the middle of a text "the" is other tokens than at its beginning, and more of them.
+    assert (len(forms[0]), len(forms[3])) == (1, 2)
+
+
+async def test_a_bad_word_of_spaces_only_is_banned_as_it_is(processor, tokenizer) -> None:
+    result = await process(processor, params={"bad_words": (" ",)})
+    texts = [tokenizer.decode(form) for form in result.sampling_params.bad_words_token_ids]
+    assert texts[0] == " "
+
+
+async def test_bad_words_have_no_special_tokens_around_them(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(
+        tokenizer.backend,
+        "post_processor",
+        processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]),
+    )
+    processor = InputProcessor(
+        tokenizer, model_name="tiny", default_deadline_s=60, max_deadline_s=90
+    )
+    result = await process(processor, text="hello", params={"bad_words": ("hello",)})
+    assert result.prompt_token_ids[0] == 0
+    assert all(0 not in form for form in result.sampling_params.bad_words_token_ids)
 
 
 async def test_an_unknown_model_is_not_found(processor) -> None:

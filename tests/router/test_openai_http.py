@@ -2,12 +2,20 @@
 
 import asyncio
 import json
+import math
 
 import httpx
 import pytest
+from fake_worker import EOS
 
 from conftest import ANSWER_TEXT, until
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_common.engine_types import (
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    LogprobsLists,
+    RepetitionDetectionParams,
+)
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 100}
@@ -99,15 +107,27 @@ async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
         "temperature": 0,
         "top_p": 0.5,
         "n": 1,
+        "best_of": 1,
         "stop": ["a", "b"],
         "seed": 5,
         "user": "u",
-        "logprobs": False,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
+        "logprobs": True,
+        "top_logprobs": 3,
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"5": -100, "6": 1.5},
         "response_format": {"type": "text"},
         "tools": None,
+        "repetition_penalty": 1.25,
+        "prompt_logprobs": 2,
+        "bad_words": ["the"],
+        "allowed_token_ids": [5, 6, 7],
+        "logits_processors": [],
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "early_stopping": False,
+        "repetition_detection": {"max_pattern_size": 8, "min_count": 3},
+        "spaces_between_special_tokens": False,
         "top_k": 10**12,
         "min_p": 0.1,
         "min_tokens": 2,
@@ -127,6 +147,13 @@ async def test_every_served_parameter_reaches_the_engine(http, stack) -> None:
     assert (params.ignore_eos, params.stop_token_ids) == (True, (7,))
     assert (params.skip_special_tokens, params.include_stop_str_in_output) == (False, True)
     assert params.top_k == stack.decode.info.vocab_size
+    assert (params.logprobs, params.prompt_logprobs) == (3, 2)
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    assert penalties == (1.0, -0.5, 1.25)
+    assert (params.logit_bias, params.allowed_token_ids) == ({5: -100.0, 6: 1.5}, (5, 6, 7))
+    assert (params.bad_words, len(params.bad_words_token_ids)) == (("the",), 2)
+    assert params.repetition_detection == RepetitionDetectionParams(max_pattern_size=8, min_count=3)
+    assert not params.spaces_between_special_tokens
     assert (request.priority, request.cache_salt) == (4, "salt")
 
 
@@ -149,6 +176,112 @@ async def test_the_forms_of_a_message(http, stack, tokenizer) -> None:
     assert "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>" in text
 
 
+PROMPT = "the café"
+
+
+async def test_an_echo_begins_with_the_prompt(http, tokenizer) -> None:
+    for prompt in (PROMPT, tokenizer.backend.encode(PROMPT).ids):
+        for stream in (False, True):
+            body = {**COMPLETION, "prompt": prompt, "echo": True, "stream": stream}
+            response = await http.post("/v1/completions", json=body)
+            answers = events_of(response.text) if stream else [response.json()]
+            choices = [answer["choices"][0] for answer in answers]
+            assert "".join(choice["text"] for choice in choices) == PROMPT + ANSWER_TEXT
+            assert all(choice["logprobs"] is None for choice in choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_with_logprobs_has_those_of_the_prompt(http, tokenizer, stream) -> None:
+    body = {**COMPLETION, "prompt": PROMPT, "echo": True, "logprobs": 1, "stream": stream}
+    response = await http.post("/v1/completions", json=body)
+    answers = events_of(response.text) if stream else [response.json()]
+    choices = [answer["choices"][0] for answer in answers]
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    joined = {name: [item for part in parts for item in part[name]] for name in parts[0]}
+    text = "".join(choice["text"] for choice in choices)
+    prompt_ids = tokenizer.backend.encode(PROMPT).ids
+    token_ids = [*prompt_ids, *tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+    assert joined["tokens"] == list(map(tokenizer.token_text, token_ids))
+    assert joined["token_logprobs"] == [None, *(-i / 64 for i in token_ids[1:])]
+    assert joined["top_logprobs"][0] is None
+    top = tokenizer.token_text(4)
+    assert joined["top_logprobs"][-1] == {"<|eos|>": -EOS / 64, top: -1.0}
+    # Each token stands in the text where its offset says; EOS stands behind it.
+    for offset, token in zip(joined["text_offset"][:-1], joined["tokens"][:-1], strict=True):
+        assert text[offset:].startswith(token)
+    assert joined["text_offset"][-1] == len(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_without_an_answer(http, stack, tokenizer, stream) -> None:
+    body = {
+        **COMPLETION,
+        "prompt": PROMPT,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 0,
+        "stream": stream,
+    }
+    response = await http.post("/v1/completions", json=body)
+    answers = events_of(response.text) if stream else [response.json()]
+    assert "".join(answer["choices"][0]["text"] for answer in answers) == PROMPT
+    prompt_ids = tokenizer.backend.encode(PROMPT).ids
+    logprobs = answers[0]["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *(-i / 64 for i in prompt_ids[1:])]
+    assert len(logprobs["top_logprobs"][1]) == 3
+    assert answers[-1]["choices"][0]["finish_reason"] == "length"
+    assert stack.decode.requests[0].sampling_params.max_tokens == 1
+    if not stream:
+        assert answers[0]["usage"]["completion_tokens"] == 0
+
+
+async def test_prompt_logprobs_are_alternatives_by_token_id(http, tokenizer) -> None:
+    prompt_ids = tokenizer.backend.encode(PROMPT).ids
+    body = {**COMPLETION, "prompt": PROMPT, "prompt_logprobs": 2}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    first, second, *_ = positions = answer["choices"][0]["prompt_logprobs"]
+    assert (len(positions), first) == (len(prompt_ids), None)
+    token_id = prompt_ids[1]
+    assert second == {
+        str(token_id): {
+            "logprob": -token_id / 64,
+            "rank": token_id,
+            "decoded_token": tokenizer.token_text(token_id),
+        },
+        "4": {"logprob": -1.0, "rank": 1, "decoded_token": tokenizer.token_text(4)},
+        "5": {"logprob": -2.0, "rank": 2, "decoded_token": tokenizer.token_text(5)},
+    }
+    assert answer["choices"][0]["logprobs"] is None
+    answer = (await http.post("/v1/chat/completions", json={**CHAT, "prompt_logprobs": 0})).json()
+    assert answer["prompt_logprobs"][0] is None
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+async def test_a_loop_is_a_stop_with_its_own_reason(http, stack) -> None:
+    async def loop(running) -> None:
+        running.emit(5, at=0, finish=FinishReason.REPETITION)
+
+    stack.decode.behave = loop
+    answer = (await http.post("/v1/completions", json={**COMPLETION, "max_tokens": 1})).json()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition")
+
+
+async def test_impossible_tokens_have_a_finite_logprob(http, stack) -> None:
+    """JSON has no infinity."""
+
+    async def certain(running) -> None:
+        logprobs = LogprobsLists(
+            logprob_token_ids=((5, 6),), logprobs=((-math.inf, 0.0),), sampled_token_ranks=(2,)
+        )
+        running.emit(5, at=0, finish=FinishReason.LENGTH, new_logprobs=logprobs)
+
+    stack.decode.behave = certain
+    body = {**COMPLETION, "max_tokens": 1, "logprobs": 1}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+
+
 BAD_COMPLETIONS = [
     ({"prompt": ""}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
@@ -163,7 +296,7 @@ BAD_COMPLETIONS = [
     ({"model": ""}, 400, "model"),
     ({"model": 5}, 400, "model"),
     ({"n": 0}, 400, "n"),
-    ({"n": 2}, 400, "n"),
+    ({"n": 65}, 400, "n"),
     ({"temperature": -0.1}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"temperature": 10**400}, 400, "temperature"),
@@ -180,14 +313,34 @@ BAD_COMPLETIONS = [
     ({"stop": ["x"] * 17}, 400, "stop"),
     ({"stop": 5}, 400, "stop"),
     ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
-    ({"presence_penalty": 1}, 400, "presence_penalty"),
+    ({"presence_penalty": 3}, 400, "presence_penalty"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+    ({"bad_words": [""]}, 400, "bad_words"),
+    ({"bad_words": "x"}, 400, "bad_words"),
+    ({"allowed_token_ids": [10**9]}, 400, "allowed_token_ids"),
+    ({"logits_processors": ["x"]}, 400, "logits_processors"),
+    ({"use_beam_search": 1}, 400, "use_beam_search"),
+    ({"length_penalty": 2}, 400, "length_penalty"),
+    ({"early_stopping": "always"}, 400, "early_stopping"),
+    ({"early_stopping": True}, 400, "early_stopping"),
+    ({"repetition_detection": {}}, 400, "repetition_detection.max_pattern_size"),
+    ({"repetition_detection": {"max_pattern_size": 0}}, 400, "repetition_detection"),
     ({"priority": 2**31}, 400, "priority"),
     ({"cache_salt": ""}, 400, "cache_salt"),
-    ({"logprobs": 1}, 400, "logprobs"),
-    ({"echo": True}, 400, "echo"),
-    ({"best_of": 2}, 400, "best_of"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"top_logprobs": 1}, 400, "top_logprobs"),
+    ({"echo": 1}, 400, "echo"),
+    ({"best_of": 2, "n": 3}, 400, "best_of"),
     ({"suffix": "s"}, 400, "suffix"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias[5]"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, 400, "logit_bias.5"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     ({"temprature": 1}, 400, "temprature"),
@@ -208,8 +361,10 @@ BAD_CHATS = [
     ),
     ({"messages": [{"role": "user", "content": "forbidden"}]}, 400, "messages"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
-    ({"logprobs": True}, 400, "logprobs"),
+    ({"logprobs": 1}, 400, "logprobs"),
     ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    ({"echo": True}, 400, "echo"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"prompt": "x"}, 400, "prompt"),

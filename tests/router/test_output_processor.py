@@ -1,12 +1,14 @@
 """Rule K7, text and the collector."""
 
 import pytest
+from fake_worker import logprobs_of
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    LogprobsLists,
     RequestOutputKind,
     SamplingParams,
 )
@@ -17,13 +19,13 @@ from pdserve_router.request_metrics import RequestMetrics, Timeline
 
 
 class Harness:
-    def __init__(self, tokenizer, *, attempt=0, **params) -> None:
+    def __init__(self, tokenizer, *, attempt=0, prompt=(5, 6), **params) -> None:
         self.registry = CollectorRegistry()
         self.state = RequestState(
             EngineCoreRequest(
                 request_id="internal",
                 external_req_id="client's",
-                prompt_token_ids=(5, 6),
+                prompt_token_ids=prompt,
                 sampling_params=SamplingParams(seed=7, **params),
                 attempt=attempt,
             ),
@@ -32,7 +34,7 @@ class Harness:
             metrics=RouterMetrics(self.registry),
         )
 
-    def accept(self, *token_ids, at, attempt=0, finish=None) -> str | None:
+    def accept(self, *token_ids, at, attempt=0, finish=None, **more) -> str | None:
         return self.state.accept(
             EngineCoreOutput(
                 request_id="internal",
@@ -40,8 +42,16 @@ class Harness:
                 first_token_index=at,
                 attempt=attempt,
                 finish_reason=finish,
+                **more,
             )
         )
+
+    def accept_with_logprobs(self, *token_ids, at, num_repeated=0, **more) -> str | None:
+        logprobs = logprobs_of(token_ids[num_repeated:], 1)
+        return self.accept(*token_ids, at=at, new_logprobs=logprobs, **more)
+
+    async def completion(self):
+        return (await self.state.collector.get()).outputs[0]
 
     def finish(self, reason=FinishReason.LENGTH) -> None:
         usage = Usage(num_prompt_tokens=2, num_cached_tokens=0, num_output_tokens=3)
@@ -110,8 +120,8 @@ async def test_eos_counts_as_a_token_and_is_no_text(make, tokenizer) -> None:
     harness.accept(*tokenizer.backend.encode("hi").ids, 1, at=0, finish=FinishReason.STOP)
     harness.finish(FinishReason.STOP)
     output = await harness.state.collector.get()
-    assert output.completion.text == "hi"
-    assert output.completion.token_ids[-1] == 1
+    assert output.outputs[0].text == "hi"
+    assert output.outputs[0].token_ids[-1] == 1
 
 
 async def test_tokens_behind_a_stop_string_are_dropped(make, tokenizer) -> None:
@@ -120,15 +130,15 @@ async def test_tokens_behind_a_stop_string_are_dropped(make, tokenizer) -> None:
     assert harness.accept(*token_ids, at=0) == "lo"
     harness.finish(FinishReason.STOP)
     output = await harness.state.collector.get()
-    assert output.completion.text == "hel"
-    assert output.completion.token_ids == tuple(token_ids[:5])
+    assert output.outputs[0].text == "hel"
+    assert output.outputs[0].token_ids == tuple(token_ids[:5])
 
 
 async def test_without_detokenize_there_are_only_tokens(make) -> None:
     harness = make(detokenize=False)
     harness.accept(10, 11, at=0)
     output = await harness.state.collector.get()
-    assert (output.completion.text, output.completion.token_ids) == ("", (10, 11))
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", (10, 11))
 
 
 async def test_deltas_merge_while_nobody_reads(make, tokenizer) -> None:
@@ -138,8 +148,8 @@ async def test_deltas_merge_while_nobody_reads(make, tokenizer) -> None:
         harness.accept(token_id, at=at)
     harness.finish()
     output = await harness.state.collector.get()
-    assert output.completion.text == "hello world"
-    assert output.completion.token_ids == tuple(token_ids)
+    assert output.outputs[0].text == "hello world"
+    assert output.outputs[0].token_ids == tuple(token_ids)
     assert output.finished
     assert output.usage is not None
     assert output.metrics is not None
@@ -153,7 +163,7 @@ async def test_every_delta_is_given_once(make, tokenizer) -> None:
         output = await harness.state.collector.get()
         assert output.prompt_token_ids == ((5, 6) if at == 0 else ())
         assert (output.request_id, output.seed) == ("client's", 7)
-        texts.append(output.completion.text)
+        texts.append(output.outputs[0].text)
     assert "".join(texts) == "hello world"
     assert len(texts) > 1
 
@@ -164,8 +174,8 @@ async def test_cumulative_outputs_repeat_everything(make, tokenizer) -> None:
     for at, token_id in enumerate(tokenizer.backend.encode("hello world").ids):
         harness.accept(token_id, at=at)
         output = await harness.state.collector.get()
-        assert len(output.completion.token_ids) == at + 1
-        texts.append(output.completion.text)
+        assert len(output.outputs[0].token_ids) == at + 1
+        texts.append(output.outputs[0].text)
     assert texts[-1] == "hello world"
     assert all("hello world".startswith(text) for text in texts)
 
@@ -177,4 +187,154 @@ async def test_final_only_is_silent_until_the_end(make) -> None:
     assert not harness.state.collector._wake.is_set()
     harness.finish()
     output = await harness.state.collector.get()
-    assert output.completion.token_ids == (10, 11)
+    assert output.outputs[0].token_ids == (10, 11)
+
+
+async def test_logprobs_come_with_their_tokens_and_add_up(make) -> None:
+    harness = make(logprobs=1)
+    harness.accept_with_logprobs(10, at=0)
+    first = await harness.completion()
+    harness.accept_with_logprobs(11, 12, at=1)
+    second = await harness.completion()
+    assert (first.logprobs, second.logprobs) == (logprobs_of([10], 1), logprobs_of([11, 12], 1))
+    assert first.cumulative_logprob == -10 / 64
+    assert second.cumulative_logprob == -(10 + 11 + 12) / 64
+
+
+NOTHING = LogprobsLists(logprob_token_ids=((),), logprobs=((),), sampled_token_ranks=(0,))
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [logprobs_of([10, 11, 12], 1), logprobs_of([11, 12], 1), NOTHING + logprobs_of([11, 12], 1)],
+)
+async def test_a_repeated_token_takes_its_logprobs_along(make, logprobs) -> None:
+    """Whether the worker knows the repeated token's logprobs or, as D, does not."""
+    harness = make(logprobs=1)
+    harness.accept_with_logprobs(10, at=0)
+    harness.accept(10, 11, 12, at=0, new_logprobs=logprobs)
+    completion = await harness.completion()
+    assert completion.token_ids == (10, 11, 12)
+    assert completion.logprobs == logprobs_of([10, 11, 12], 1)
+    assert completion.cumulative_logprob == -(10 + 11 + 12) / 64
+
+
+async def test_tokens_behind_a_stop_string_take_their_logprobs_along(make, tokenizer) -> None:
+    harness = make(logprobs=1, stop=("lo",))
+    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "hello you"]
+    assert harness.accept_with_logprobs(*token_ids, at=0) == "lo"
+    completion = await harness.completion()
+    assert completion.logprobs == logprobs_of(token_ids[:5], 1)
+    assert completion.cumulative_logprob == -sum(token_ids[:5]) / 64
+
+
+async def test_cumulative_outputs_repeat_all_logprobs(make) -> None:
+    for kind, expected in (
+        (RequestOutputKind.CUMULATIVE, [(10,), (10, 11), (10, 11, 12)]),
+        (RequestOutputKind.FINAL_ONLY, [(10, 11, 12)]),
+    ):
+        harness = make(logprobs=1, output_kind=kind)
+        seen = []
+        for at, token_id in enumerate((10, 11, 12)):
+            harness.accept_with_logprobs(token_id, at=at)
+            if kind is RequestOutputKind.CUMULATIVE:
+                seen.append(await harness.completion())
+        if kind is RequestOutputKind.FINAL_ONLY:
+            harness.finish()
+            seen.append(await harness.completion())
+        assert [completion.token_ids for completion in seen] == expected
+        assert [completion.logprobs for completion in seen] == [
+            logprobs_of(token_ids, 1) for token_ids in expected
+        ]
+
+
+async def test_an_output_without_tokens_has_no_logprobs(make) -> None:
+    harness = make(logprobs=0)
+    harness.accept_with_logprobs(10, at=0)
+    await harness.completion()
+    harness.finish()
+    completion = await harness.completion()
+    assert (completion.token_ids, completion.logprobs) == ((), None)
+    assert completion.cumulative_logprob == -10 / 64
+
+
+async def test_logprobs_nobody_asked_for_are_not_passed_on(make) -> None:
+    harness = make()
+    harness.accept_with_logprobs(10, at=0, new_prompt_logprobs=logprobs_of([6], 1))
+    output = await harness.state.collector.get()
+    assert (output.prompt_logprobs, output.outputs[0].logprobs) == (None, None)
+    assert output.outputs[0].cumulative_logprob is None
+
+
+async def test_missing_logprobs_are_an_error(make) -> None:
+    harness = make(logprobs=1)
+    with pytest.raises(PdserveError, match="sent 1 tokens without their logprobs"):
+        harness.accept(10, at=0)
+    with pytest.raises(PdserveError, match="sent 1 tokens without their logprobs"):
+        harness.accept_with_logprobs(10, 11, at=0, num_repeated=1)
+
+
+@pytest.mark.parametrize(("token_ids", "values"), [((), ()), ((10, 11), (-1.0,))])
+async def test_malformed_positions_are_an_error(make, token_ids, values) -> None:
+    logprobs = LogprobsLists(
+        logprob_token_ids=(token_ids,), logprobs=(values,), sampled_token_ranks=(1,)
+    )
+    for params, more in (
+        ({"logprobs": 1}, {"new_logprobs": logprobs}),
+        ({"prompt_logprobs": 1}, {"new_prompt_logprobs": logprobs}),
+    ):
+        with pytest.raises(PdserveError, match=f"{len(token_ids)} tokens and {len(values)} logpr"):
+            make(**params).accept(10, at=0, **more)
+
+
+async def test_slices_of_prompt_logprobs_are_whole_on_the_first_output(make) -> None:
+    harness = make(prompt_logprobs=1, prompt=(5, 6, 7, 8))
+    harness.accept(at=0, new_prompt_logprobs=logprobs_of([6, 7], 1))
+    assert not harness.state.collector.has_news
+    harness.accept(10, at=0, new_prompt_logprobs=logprobs_of([8], 1))
+    output = await harness.state.collector.get()
+    assert output.prompt_logprobs == NOTHING + logprobs_of([6, 7, 8], 1)
+    assert output.outputs[0].token_ids == (10,)
+    # A worker that computes the prompt again, after it was preempted, adds nothing.
+    harness.accept(11, at=1, new_prompt_logprobs=logprobs_of([6, 7, 8], 1))
+    assert (await harness.state.collector.get()).prompt_logprobs is None
+
+
+async def test_missing_prompt_logprobs_are_an_error(make) -> None:
+    harness = make(prompt_logprobs=1, prompt=(5, 6, 7, 8))
+    harness.accept(at=0, new_prompt_logprobs=logprobs_of([6, 7], 1))
+    with pytest.raises(PdserveError, match="of 2 prompt tokens, the prompt has 3 besides"):
+        harness.accept(10, at=0)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("outputs", [[1, 2, 6], [1, 8], [9]])
+async def test_a_stop_string_may_span_the_first_token_and_those_of_decode(
+    make, tokenizer, include, outputs
+) -> None:
+    """However the answer is cut into messages."""
+    harness = make(stop=("hel",), include_stop_str_in_output=include)
+    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "hello you"]
+    at = 0
+    stop = None
+    for size in outputs:
+        stop = harness.accept(*token_ids[at : at + size], at=at)
+        at += size
+        if stop is not None:
+            break
+    assert stop == "hel"
+    harness.finish(FinishReason.STOP)
+    completion = await harness.completion()
+    assert completion.text == ("hel" if include else "")
+    assert completion.token_ids == tuple(token_ids[:3])
+
+
+async def test_a_stop_string_within_min_tokens_does_not_end_a_merged_output(
+    make, tokenizer
+) -> None:
+    harness = make(stop=("l",), min_tokens=3)
+    token_ids = [tokenizer.backend.encode(c).ids[0] for c in "hello you"]
+    assert harness.accept(*token_ids, at=0) == "l"
+    harness.finish(FinishReason.STOP)
+    completion = await harness.completion()
+    assert (completion.text, len(completion.token_ids)) == ("hel", 4)

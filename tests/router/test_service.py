@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from fake_worker import EOS
+from fake_worker import EOS, prefill
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
@@ -50,6 +50,76 @@ async def test_the_output_kinds(stack) -> None:
         assert count is None or len(outputs) == count
 
 
+def positions_of(logprobs) -> list:
+    return [
+        (list(position.token_ids), list(position.logprobs), list(position.decoded_tokens))
+        for position in logprobs.positions
+    ]
+
+
+async def test_logprobs_come_with_the_text_of_their_tokens(stack, tokenizer) -> None:
+    request = pb2.GenerateRequest(
+        text="hello", sampling_params=params(logprobs=1, prompt_logprobs=0)
+    )
+    outputs, _ = await collect(stack, request)
+    texts = tokenizer.token_text
+    prompt_ids = outputs[0].prompt_token_ids
+    assert positions_of(outputs[0].prompt_logprobs) == [
+        ([], [], []),
+        *(([i], [-i / 64], [texts(i)]) for i in prompt_ids[1:]),
+    ]
+    assert [p.sampled_token_rank for p in outputs[0].prompt_logprobs.positions[1:]] == list(
+        prompt_ids[1:]
+    )
+    completions = [output.outputs[0] for output in outputs]
+    token_ids = [token_id for completion in completions for token_id in completion.token_ids]
+    assert len(token_ids) > 3
+    assert [row for each in completions for row in positions_of(each.logprobs)] == [
+        ([i, 4], [-i / 64, -1.0], [texts(i), texts(4)]) for i in token_ids
+    ]
+    assert completions[-1].cumulative_logprob == -sum(token_ids) / 64
+    assert not any(output.HasField("prompt_logprobs") for output in outputs[1:])
+
+
+async def test_without_detokenize_the_tokens_of_logprobs_have_no_text(stack) -> None:
+    request = pb2.GenerateRequest(
+        text="hello", sampling_params=params(logprobs=1, prompt_logprobs=1, detokenize=False)
+    )
+    outputs, _ = await collect(stack, request)
+    parts = [outputs[0].prompt_logprobs, *(output.outputs[0].logprobs for output in outputs)]
+    positions = [position for part in parts for position in part.positions]
+    assert any(position.token_ids for position in positions)
+    assert not any(position.decoded_tokens for position in positions)
+
+
+async def test_without_logprobs_there_is_no_trace_of_them(stack) -> None:
+    outputs, _ = await collect(stack, pb2.GenerateRequest(text="hello"))
+    for output in outputs:
+        assert not output.HasField("prompt_logprobs")
+        assert not output.outputs[0].HasField("logprobs")
+        assert not output.outputs[0].HasField("cumulative_logprob")
+
+
+async def test_logprobs_are_whole_although_decode_is_faster_than_prefill(stack) -> None:
+    """P's messages are late: D's tokens wait for the logprobs that only P has."""
+
+    async def late(running) -> None:
+        await until(lambda: stack.decode.num_running == 0)
+        await prefill(running)
+
+    stack.prefill.behave = late
+    request = pb2.GenerateRequest(
+        text="hello", sampling_params=params(logprobs=0, prompt_logprobs=0)
+    )
+    outputs, _ = await collect(stack, request)
+    assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
+    prompt_logprobs = outputs[0].prompt_logprobs
+    assert len(prompt_logprobs.positions) == len(outputs[0].prompt_token_ids)
+    for output in outputs:
+        assert len(output.outputs[0].logprobs.positions) == len(output.outputs[0].token_ids)
+    assert outputs[-1].finished
+
+
 async def test_trailers_carry_the_timing_the_path_and_the_seed(stack) -> None:
     request = pb2.GenerateRequest(text="hello", sampling_params=params(seed=42))
     outputs, trailers = await collect(stack, request)
@@ -91,7 +161,7 @@ BAD_REQUESTS = {
     "no messages": ({"chat": pb2.ChatPrompt()}, INVALID, "messages is empty"),
     "unknown model": ({"text": "a", "model": "x"}, grpc.StatusCode.NOT_FOUND, "model 'x'"),
     "n is 0": ({"text": "a", "sampling_params": params(n=0)}, INVALID, "n is 0"),
-    "n is 2": ({"text": "a", "sampling_params": params(n=2)}, INVALID, "not served yet"),
+    "n is 65": ({"text": "a", "sampling_params": params(n=65)}, INVALID, "n is 65, must be 1 to"),
     "temperature": (
         {"text": "a", "sampling_params": params(temperature=-1)},
         INVALID,
@@ -106,9 +176,9 @@ BAD_REQUESTS = {
     "top_k": ({"text": "a", "sampling_params": params(top_k=-2)}, INVALID, "top_k is -2"),
     "max_tokens": ({"text": "a", "sampling_params": params(max_tokens=0)}, INVALID, "max_tokens"),
     "logprobs": (
-        {"text": "a", "sampling_params": params(logprobs=1)},
+        {"text": "a", "sampling_params": params(logprobs=21)},
         INVALID,
-        "logprobs is 1: not served yet",
+        "logprobs is 21, must be 0 to 20",
     ),
     "lora": ({"text": "a", "lora_name": "l"}, INVALID, "lora_name is set: not served yet"),
     "request id": ({"text": "a", "request_id": "ä"}, INVALID, "request_id must be printable"),

@@ -46,10 +46,10 @@ async def slow_stack(start_stack):
         await stack.assert_idle()
 
 
-def grpc_request() -> pb2.GenerateRequest:
+def grpc_request(n: int = 1) -> pb2.GenerateRequest:
     # Cumulative, so that messages grow and fill the windows quickly.
     return pb2.GenerateRequest(
-        text="hello", sampling_params=core.SamplingParams(output_kind=CUMULATIVE)
+        text="hello", sampling_params=core.SamplingParams(output_kind=CUMULATIVE, n=n)
     )
 
 
@@ -58,10 +58,10 @@ async def read_to_end(call) -> None:
         pass
 
 
-async def open_sse(stack):
+async def open_sse(stack, n: int = 1):
     """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
     body = json.dumps(
-        {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True}
+        {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True, "n": n}
     ).encode()
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -78,11 +78,12 @@ def shrink_send_buffers(stack) -> None:
     stack.server._http._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
-async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     endless(slow_stack.decode)
-    call = slow_stack.stub.Generate(grpc_request())
+    call = slow_stack.stub.Generate(grpc_request(n))
     await call.read()
-    await until(lambda: len(slow_stack.decode.aborted) == 1, timeout_s=10)
+    await until(lambda: len(slow_stack.decode.aborted) == n, timeout_s=10)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_to_end(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -90,11 +91,12 @@ async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack) -> None:
     assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
 
 
-async def test_an_sse_client_that_stops_reading_is_cut(slow_stack) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_an_sse_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     shrink_send_buffers(slow_stack)
     endless(slow_stack.decode)
-    sock = await open_sse(slow_stack)
-    await until(lambda: len(slow_stack.decode.aborted) == 1, timeout_s=10)
+    sock = await open_sse(slow_stack, n)
+    await until(lambda: len(slow_stack.decode.aborted) == n, timeout_s=10)
     received = bytearray()
     while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
         received += data

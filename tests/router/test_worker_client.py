@@ -248,3 +248,20 @@ async def test_a_worker_that_says_it_drains_gets_nothing_more(link) -> None:
     await until(lambda: link.client.state is WorkerState.DRAINING)
     with pytest.raises(NoWorkerError, match="is draining"):
         link.add("a")
+
+
+async def test_a_paused_worker_is_not_ready_and_keeps_what_it_gets(link) -> None:
+    link.worker.behave = hang
+    await link.ready()
+    link.add("a")
+    link.worker.is_paused = True
+    await until(lambda: link.client.state is WorkerState.PAUSED)
+    assert not link.client.is_ready
+    # What goes on with an accepted request still reaches it.
+    link.add("b")
+    link.worker.is_paused = False
+    await link.ready()
+    assert [request.request_id for request in link.worker.requests] == ["a", "b"]
+    assert link.ends("a") == link.ends("b") == []
+    link.worker.is_paused = link.worker.is_draining = True
+    await until(lambda: link.client.state is WorkerState.DRAINING)

@@ -1,0 +1,297 @@
+"""Beam search over real streams: what it asks of a worker, what it answers, and how it fails."""
+
+import asyncio
+import math
+import random
+from functools import cache
+
+import grpc
+import pytest
+from fake_worker import EOS, PREFILL_STATS
+
+from conftest import until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import (
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    LogprobsLists,
+    SamplingParams,
+)
+from pdserve_router.beam_search import BeamSearch
+
+PROMPT = [40, 41, 42]
+MAX_TOKENS = 6
+PARAMS = {"use_beam_search": True, "temperature": 0.0, "n": 2, "max_tokens": MAX_TOKENS}
+# What the fake model may say; EOS is likely enough to end some beams.
+WORDS = [EOS, *range(50, 75)]
+
+
+@cache
+def next_tokens(token_ids: tuple[int, ...], num: int) -> LogprobsLists:
+    """A language model: what it says is a function of all tokens before."""
+    rng = random.Random(repr(token_ids))
+    logits = [rng.gauss(0, 2) for _ in WORDS]
+    norm = math.log(sum(map(math.exp, logits)))
+    ranked = sorted(zip(logits, WORDS, strict=True), reverse=True)[:num]
+    ids, logprobs = [word for _, word in ranked], [logit - norm for logit, _ in ranked]
+    return LogprobsLists(
+        logprob_token_ids=((ids[0], *ids),),
+        logprobs=((logprobs[0], *logprobs),),
+        sampled_token_ranks=(1,),
+    )
+
+
+async def predict(running) -> None:
+    request = running.request
+    top = next_tokens(request.prompt_token_ids, request.sampling_params.logprobs)
+    running.emit(
+        top.logprob_token_ids[0][0],
+        at=0,
+        finish=FinishReason.LENGTH,
+        new_logprobs=top,
+        prefill_stats=PREFILL_STATS,
+    )
+
+
+async def hang(running) -> None:
+    await asyncio.Event().wait()
+
+
+def at_step(step: int, behave):
+    """Do something else from a step on."""
+
+    async def either(running) -> None:
+        number = int(running.request.request_id.split(".")[0])
+        await (behave if number >= step else predict)(running)
+
+    return either
+
+
+def expected(**fields) -> BeamSearch:
+    params = SamplingParams(**{**PARAMS, **fields})
+    stops = frozenset() if params.ignore_eos else frozenset({EOS})
+    search = BeamSearch(params, max_tokens=params.max_tokens, stop_token_ids=stops)
+    while not search.is_done:
+        tops = [
+            next_tokens((*PROMPT, *beam.token_ids), search.num_top_tokens)
+            for beam in search.running
+        ]
+        search.advance(tops)
+    return search
+
+
+def request(**fields) -> pb2.GenerateRequest:
+    params = core.SamplingParams(**{**PARAMS, **fields})
+    tokens = pb2.TokenPrompt(token_ids=PROMPT)
+    return pb2.GenerateRequest(tokens=tokens, sampling_params=params)
+
+
+async def generate(stack, **fields) -> pb2.RequestOutput:
+    (response,) = [response async for response in stack.stub.Generate(request(**fields))]
+    assert response.output.finished
+    return response.output
+
+
+@pytest.fixture
+async def stack(start_stack):
+    async with start_stack() as stack:
+        stack.decode.behave = predict
+        yield stack
+        await stack.assert_idle()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 5}, {"best_of": 5}, {"n": 3, "ignore_eos": True}])
+async def test_the_best_beams_come_in_one_message(stack, tokenizer, fields) -> None:
+    output = await generate(stack, **fields)
+    search = expected(**fields)
+    best = search.finished[: {**PARAMS, **fields}["n"]]
+    assert [item.index for item in output.outputs] == list(range(len(best)))
+    assert [tuple(item.token_ids) for item in output.outputs] == [b.token_ids for b in best]
+    for item, beam in zip(output.outputs, best, strict=True):
+        is_stopped = beam.token_ids[-1] == EOS and not fields.get("ignore_eos")
+        reason = core.FINISH_REASON_STOP if is_stopped else core.FINISH_REASON_LENGTH
+        assert item.finish_reason == reason
+        assert item.text == tokenizer.decode([i for i in beam.token_ids if i != EOS])
+        assert item.cumulative_logprob == pytest.approx(beam.cumulative_logprob)
+        assert not item.HasField("logprobs")
+    assert list(output.prompt_token_ids) == PROMPT
+    assert output.usage.num_prompt_tokens == len(PROMPT)
+    assert output.usage.num_cached_tokens == PREFILL_STATS.num_cached_tokens
+    assert output.usage.num_output_tokens == sum(len(beam.token_ids) for beam in best)
+
+
+async def test_each_step_asks_decode_for_one_token_behind_each_beam(stack) -> None:
+    output = await generate(stack, n=3, ignore_eos=True)
+    assert stack.prefill.requests == []
+    asked = stack.decode.requests
+    lengths = [len(each.prompt_token_ids) - len(PROMPT) for each in asked]
+    assert lengths == [0] + [step for step in range(1, MAX_TOKENS) for _ in range(3)]
+    for each in asked:
+        params = each.sampling_params
+        assert (params.max_tokens, params.temperature, params.logprobs) == (1, 0.0, 6)
+        assert (each.kv_transfer_params, each.fork_of) == (None, None)
+    assert len({each.request_id for each in asked}) == len(asked)
+    assert output.metrics.path == "local"
+    assert output.metrics.e2e_ns >= output.metrics.ttft_ns > 0
+    routed = {"path": "local", "reason": "beam_search"}
+    assert stack.metric("pdserve_requests_routed_total", **routed) == 1
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="length") == 1
+    assert stack.metric("pdserve_generation_tokens_total", model="tiny") == len(asked)
+
+
+async def test_all_steps_stay_on_one_worker(start_stack) -> None:
+    async with start_stack(decode=2) as stack:
+        for worker in stack.decodes:
+            worker.behave = predict
+        await generate(stack)
+        assert sorted(bool(worker.requests) for worker in stack.decodes) == [False, True]
+
+
+async def test_logprobs_are_those_of_the_beams_tokens(stack) -> None:
+    output = await generate(stack, logprobs=2)
+    for item in output.outputs:
+        positions = item.logprobs.positions
+        assert [position.token_ids[0] for position in positions] == list(item.token_ids)
+        assert [len(position.token_ids) for position in positions] == [3] * len(positions)
+
+
+async def test_answers_end_at_the_models_length(start_stack) -> None:
+    async with start_stack(info={"max_model_len": 6}) as stack:
+        stack.decode.behave = predict
+        output = await generate(stack, ignore_eos=True)
+        assert [len(item.token_ids) for item in output.outputs] == [3, 3]
+        assert max(len(each.prompt_token_ids) for each in stack.decode.requests) == 5
+
+
+async def test_a_stop_token_is_named_and_is_no_text(stack, tokenizer) -> None:
+    output = await generate(stack, ignore_eos=True, stop_token_ids=WORDS[1:12])
+    stopped = [item for item in output.outputs if item.finish_reason == core.FINISH_REASON_STOP]
+    assert stopped
+    for item in stopped:
+        assert item.stop_token_id == item.token_ids[-1] in WORDS[1:12]
+        assert item.text == tokenizer.decode([i for i in item.token_ids[:-1] if i != EOS])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 11}, "n is 11, at most 10 with use_beam_search"),
+        ({"best_of": 12}, "best_of is 12, at most 10 with use_beam_search"),
+        ({"n": 8, "stop_token_ids": range(50, 62)}, "stop_token_ids and EOS are 13 tokens"),
+        ({"length_penalty": 11.0}, "length_penalty is 11, must be -10 to 10"),
+        ({"stop": ["a"]}, "stop is set: not served with use_beam_search"),
+        ({"presence_penalty": 1.0}, "presence_penalty is set"),
+        ({"logit_bias": {5: 1.0}}, "logit_bias is set"),
+        ({"bad_words": ["a"]}, "bad_words is set"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is set"),
+        ({"temperature": 0.5}, "temperature is 0.5, must be 0 with use_beam_search"),
+    ],
+)
+async def test_what_beams_cannot_follow_is_refused(stack, fields, message) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stack, **fields)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in caught.value.details()
+    assert stack.decode.requests == []
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+
+
+def error_of(output) -> tuple[int, str]:
+    (item,) = output.outputs
+    assert item.finish_reason == core.FINISH_REASON_ERROR
+    return item.error.code, item.error.message
+
+
+async def test_one_beams_failure_ends_the_request_and_its_other_beams(stack) -> None:
+    async def fail_one(running) -> None:
+        if ".1_" not in running.request.request_id:
+            return await hang(running)
+        error = EngineError(code=ErrorCode.OVERLOADED, message="broken on purpose")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    stack.decode.behave = at_step(2, fail_one)
+    assert error_of(await generate(stack)) == (core.ERROR_CODE_OVERLOADED, "broken on purpose")
+    await until(lambda: len(stack.decode.aborted) == 1)
+    assert stack.decode.aborted[0].startswith("2.0_")
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+
+
+async def test_a_step_without_logprobs_is_an_error(stack) -> None:
+    async def end(running) -> None:
+        running.emit(at=0, finish=FinishReason.ABORT)
+
+    stack.decode.behave = at_step(1, end)
+    code, message = error_of(await generate(stack))
+    assert code == core.ERROR_CODE_ENGINE_DEAD
+    assert "without logprobs: abort" in message
+
+
+async def test_cancelling_aborts_every_beam(stack) -> None:
+    stack.decode.behave = at_step(2, hang)
+    call = stack.stub.Generate(request())
+    reading = asyncio.ensure_future(call.read())
+    await until(lambda: stack.decode.num_running == 2)
+    call.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await until(lambda: len(stack.decode.aborted) == 2)
+    await stack.assert_idle()
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
+
+
+async def test_the_deadline_ends_it_with_a_typed_error(start_stack) -> None:
+    async with start_stack(default_deadline_s=0.2) as stack:
+        stack.decode.behave = at_step(1, hang)
+        code, message = error_of(await generate(stack))
+        assert code == core.ERROR_CODE_DEADLINE_EXCEEDED
+        assert "the deadline passed" in message
+        await until(lambda: len(stack.decode.aborted) == 2)
+        await stack.assert_idle()
+
+
+async def test_a_lost_worker_ends_it_with_one_error(start_stack) -> None:
+    async with start_stack() as stack:
+        stack.decode.behave = at_step(1, hang)
+        task = asyncio.create_task(generate(stack))
+        await until(lambda: stack.decode.num_running == 2)
+        await stack.decode.stop()
+        code, _ = error_of(await task)
+        assert code == core.ERROR_CODE_ENGINE_DEAD
+        await stack.assert_idle()
+
+
+async def test_a_worker_that_drains_between_steps_ends_it_with_a_retryable_error(stack) -> None:
+    async def slow(running) -> None:
+        await until(lambda: not stack.server.pool.decode[0].is_ready)
+        await predict(running)
+
+    stack.decode.behave = at_step(1, slow)
+    task = asyncio.create_task(generate(stack))
+    await until(lambda: stack.decode.num_running == 2)
+    stack.decode.is_draining = True
+    code, message = error_of(await task)
+    assert code == core.ERROR_CODE_NO_WORKER
+    assert "draining" in message
+
+
+async def test_a_search_outlives_a_pause_of_its_worker(stack) -> None:
+    async def pause(running) -> None:
+        stack.decode.is_paused = True
+        await until(lambda: not stack.server.pool.decode[0].is_ready)
+        await predict(running)
+
+    stack.decode.behave = at_step(1, pause)
+    output = await generate(stack)
+    assert not any(item.HasField("error") for item in output.outputs)
+
+
+async def test_a_search_waits_only_until_its_first_step(start_stack) -> None:
+    async with start_stack(max_num_queued_requests=1) as stack:
+        stack.decode.behave = at_step(1, hang)
+        first = asyncio.create_task(generate(stack))
+        await until(lambda: stack.decode.num_running == 2)
+        assert stack.server.router.num_queued == 0
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stack.assert_idle()

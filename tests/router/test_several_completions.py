@@ -1,0 +1,163 @@
+"""What n, best_of and beam search share: for the router's limits each is one request."""
+
+import asyncio
+
+import grpc
+import httpx
+import pytest
+from fake_worker import decode, prefill
+
+from conftest import until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+
+KINDS = {
+    "n": {"n": 3},
+    "best_of": {"n": 2, "best_of": 4},
+    "beams": {"n": 2, "use_beam_search": True, "temperature": 0.0},
+}
+NUM_CHILDREN = {"n": 3, "best_of": 4, "beams": 1}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def call(stack, kind: str, **fields):
+    params = core.SamplingParams(**{**KINDS[kind], **fields})
+    return stack.stub.Generate(pb2.GenerateRequest(text="hello", sampling_params=params))
+
+
+async def status_of(call) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return caught.value.code(), caught.value.details()
+
+
+async def hang(running) -> None:
+    await asyncio.Event().wait()
+
+
+def hang_everywhere(stack) -> None:
+    for worker in stack.workers:
+        worker.behave = hang
+
+
+@every_kind
+async def test_a_full_queue_refuses_and_counts_it_once(start_stack, kind) -> None:
+    async with start_stack(max_num_queued_requests=2) as stack:
+        hang_everywhere(stack)
+        waiting = [call(stack, kind) for _ in range(2)]
+        await until(lambda: stack.server.router.num_queued == 2)
+        code, details = await status_of(call(stack, kind))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details == "2 requests wait for their first token, at most 2 may"
+        assert stack.metric("pdserve_requests_in_flight") == 2
+        await until(lambda: stack.decode.num_running == 2 * NUM_CHILDREN[kind])
+        waiting.pop().cancel()
+        # All that belongs to the one stream is freed, and nothing of the other.
+        await until(lambda: stack.server.router.num_queued == 1)
+        await until(lambda: stack.decode.num_running == NUM_CHILDREN[kind])
+        waiting.pop().cancel()
+        await stack.assert_idle()
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 2
+
+
+@every_kind
+async def test_without_a_decode_worker_it_is_refused_at_once(start_stack, kind) -> None:
+    async with start_stack(decode=1) as stack:
+        await stack.decode.stop()
+        await until(lambda: not stack.server.router.is_ready)
+        code, details = await status_of(call(stack, kind))
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "no decode worker is ready" in details
+        assert stack.server.router.num_queued == 0
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 65, "best_of": 65}, "n is 65, must be 1 to 64"),
+        ({"n": 5, "best_of": 4}, "best_of is 4, must be n (5) to 64"),
+        ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
+        ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
+    ],
+)
+async def test_bad_input_is_refused_with_its_limit(stack, kind, fields, message) -> None:
+    assert await status_of(call(stack, kind, **fields)) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        message,
+    )
+    assert stack.decode.requests == []
+
+
+@pytest.mark.parametrize("kind", ["n", "best_of"])
+async def test_a_stream_of_one_leaves_the_others_alone(stack, kind) -> None:
+    hang_everywhere(stack)
+    dropped = call(stack, kind)
+    await until(lambda: stack.decode.num_running == NUM_CHILDREN[kind])
+    stack.prefill.behave, stack.decode.behave = prefill, decode
+    kept = call(stack, kind)
+    dropped.cancel()
+    outputs = [response.output async for response in kept]
+    assert outputs[-1].finished
+    assert not any(item.HasField("error") for output in outputs for item in output.outputs)
+    await until(lambda: len(stack.decode.aborted) == NUM_CHILDREN[kind])
+
+
+async def test_an_sse_client_that_leaves_ends_all_its_completions(start_stack) -> None:
+    async with start_stack(http=True) as stack:
+        stack.decode.behave = hang
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 50, "n": 3, "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=stack.url) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            await anext(response.aiter_bytes())
+        await until(lambda: len(stack.decode.aborted) == 3)
+        await stack.assert_idle()
+
+
+# Logprobs of 20 000 tokens, 21 for each.
+MANY = {"logprobs": 20, "max_tokens": 20_000}
+ROOM = {"max_model_len": 30_000}
+CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
+FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "output_kind": FINAL_ONLY},
+        {"n": 1, "output_kind": CUMULATIVE},
+        {"n": 2, "output_kind": FINAL_ONLY, "max_tokens": 10_000},
+        {"n": 2, "best_of": 3, "max_tokens": 10_000},
+        {"n": 2, "use_beam_search": True, "temperature": 0.0, "max_tokens": 10_000},
+        {"n": 1, "output_kind": FINAL_ONLY, "logprobs": 0, "max_tokens": 262_144 - 2 * 5},
+    ],
+)
+async def test_logprobs_that_may_not_fit_into_one_message_are_refused(start_stack, fields) -> None:
+    params = {**MANY, **fields}
+    async with start_stack(info={"max_model_len": 300_000}) as stack:
+        if params["logprobs"] == 0:
+            # The prompt's are in the same message.
+            params["prompt_logprobs"] = 20
+        code, details = await status_of(
+            stack.stub.Generate(
+                pb2.GenerateRequest(text="hello", sampling_params=core.SamplingParams(**params))
+            )
+        )
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details.startswith(f"logprobs is {params['logprobs']} with max_tokens ")
+        assert details.endswith("log-probabilities, at most 262144")
+        assert stack.decode.requests == []
+
+
+async def test_logprobs_in_parts_or_over_http_may_be_many(start_stack) -> None:
+    async with start_stack(http=True, info=ROOM) as stack:
+        outputs = [response.output async for response in call(stack, "n", **MANY)]
+        assert outputs[-1].finished
+        async with httpx.AsyncClient(base_url=stack.url) as http:
+            body = {"model": "tiny", "prompt": "hello", **MANY}
+            response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 200
