@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve_client.config import StackConfig
+from pdserve_client.stack import Stack
+
 PDSERVE = [sys.executable, "-m", "pdserve_client"]
 
 
@@ -107,6 +110,13 @@ def test_a_wrong_flag_shows_the_usage(tmp_path: Path) -> None:
     result = run("up", "--modle", "x", cwd=tmp_path)
     assert result.returncode == 2
     assert "unrecognized arguments: --modle" in result.stderr
+
+
+def test_engines_run_where_a_stack_is_told(model: str, tmp_path: Path) -> None:
+    ports = dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0)
+    config = StackConfig(model=model, engine_process="subprocess", log_dir=str(tmp_path), **ports)  # type: ignore[arg-type]
+    for worker in Stack(config).workers:
+        assert "--engine-process=subprocess" in worker.flags
 
 
 def test_no_router_is_one_clear_line(tmp_path: Path) -> None:

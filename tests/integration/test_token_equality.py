@@ -38,6 +38,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
     "qwen2-qkv-bias": ("Qwen2ForCausalLM", {}),
     "qwen3-qk-norm": ("Qwen3ForCausalLM", {}),
+    "mistral-sliding": ("MistralForCausalLM", {"sliding_window": 100}),
+    "qwen3-hybrid": (
+        "Qwen3ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 60,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 
 

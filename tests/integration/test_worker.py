@@ -57,6 +57,19 @@ async def test_generate_streams_one_request(stub: Any) -> None:
     assert last.finish_reason == core_pb2.FINISH_REASON_LENGTH
 
 
+async def test_events_and_trace_headers_reach_the_caller(stub: Any) -> None:
+    message = request("traced", trace_headers={"traceparent": "00-1"})
+    events: list[int] = []
+    async for response in stub.Generate(GenerateRequest(request=message), timeout=10):
+        events += [event.type for event in response.output.events]
+        last = response.output
+    assert events == [
+        core_pb2.EngineCoreEvent.TYPE_QUEUED,
+        core_pb2.EngineCoreEvent.TYPE_SCHEDULED,
+    ]
+    assert dict(last.trace_headers) == {"traceparent": "00-1"}
+
+
 async def test_get_info_tells_what_the_worker_is(stub: Any) -> None:
     info = (await stub.GetInfo(service_pb2.GetInfoRequest(), timeout=5)).info
     assert info.engine_id == "decode-0"

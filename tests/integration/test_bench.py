@@ -1,0 +1,76 @@
+"""`pdserve bench` against a running stack, and the figures it makes of what it saw."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve_client.bench import RequestResult, percentile, summarize
+
+
+@pytest.fixture(scope="module")
+def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=256)
+    with start_stack(model=model, dtype="float32", num_threads=1) as running:
+        yield running
+
+
+def bench(stack: Any, *args: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pdserve_client", "bench", "--address", stack.grpc_address]
+    command += ["--num-requests", "6", "--vocab-size", "200", "--timeout-s", "30", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.slow
+def test_a_load_is_generated_and_measured(stack: Any) -> None:
+    result = bench(stack, "--input-len", "30", "--output-len", "5", "--rate", "50", "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert (figures["num_requests"], figures["num_failed"]) == (6, 0)
+    assert figures["requests_per_s"] > 0
+    for name in ("ttft_ms", "tpot_ms", "itl_ms"):
+        assert 0 < figures[f"{name}_p50"] <= figures[f"{name}_p90"] <= figures[f"{name}_p99"]
+    router = stack.metrics("router")
+    model = f'{{model="{Path(stack.config.model).name}"}}'
+    assert router[f"pdserve_prompt_tokens_total{model}"] == 6 * 30
+    assert router[f"pdserve_generation_tokens_total{model}"] == 6 * 5
+    assert router['pdserve_handoffs_total{outcome="completed"}'] == 6
+
+
+@pytest.mark.slow
+def test_failures_are_counted_and_end_with_status_1(stack: Any) -> None:
+    result = bench(stack, "--input-len", "300")
+    assert result.returncode == 1
+    assert "num_failed              6" in result.stdout
+    assert "prompt has 300 tokens, at most 255 fit" in result.stdout
+
+
+def test_figures_of_known_times() -> None:
+    results = [
+        RequestResult(start=0.0, token_times=[0.1, 0.2, 0.4], num_tokens=3),
+        RequestResult(start=1.0, token_times=[3.0, 3.1], num_tokens=3),
+        RequestResult(start=1.0, error="refused"),
+    ]
+    limits = argparse.Namespace(goodput_ttft_ms=1000.0, goodput_tpot_ms=200.0)
+    figures = summarize(results, 2.0, limits)
+    assert figures["num_failed"] == 1
+    assert figures["first_error"] == "refused"
+    assert figures["requests_per_s"] == 1.0
+    assert figures["goodput_requests_per_s"] == 0.5, "the second one's first token came too late"
+    assert figures["output_tokens_per_s"] == 3.0
+    assert figures["ttft_ms_p50"] == pytest.approx(100.0)
+    assert figures["ttft_ms_p99"] == pytest.approx(2000.0)
+    # Two tokens that come together: of the request's three, two came after the first message.
+    assert figures["tpot_ms_p99"] == pytest.approx(150.0)
+    assert figures["itl_ms_p50"] == pytest.approx(100.0)
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    values = [float(value) for value in range(1, 11)]
+    assert [percentile(values, percent) for percent in (50, 90, 99)] == [5.0, 9.0, 10.0]
+    assert percentile([], 50) == 0.0

@@ -1,0 +1,151 @@
+"""Workers whose engines run in processes of their own: the same tokens, handoffs and metrics, and
+no process outlives the other.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import SamplingParams
+
+PROMPTS = [list(range(3, 3 + length)) for length in (1, 16, 17, 150)]
+LONG = SamplingParams(temperature=0.0, max_tokens=1800, ignore_eos=True)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def model(make_served_model: Callable[..., Path]) -> Path:
+    return make_served_model("LlamaForCausalLM", max_position_embeddings=2048)
+
+
+@pytest.fixture
+def use_subprocess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_ENGINE_PROCESS", "subprocess")
+
+
+def worker_process(stack: Any, name: str) -> psutil.Process:
+    (worker,) = [worker for worker in stack.workers if worker.name == name]
+    return psutil.Process(worker.process.pid)
+
+
+def engine_process(stack: Any, name: str) -> psutil.Process:
+    (child,) = worker_process(stack, name).children()
+    return child
+
+
+async def generate(client: AsyncClient, prompt: list[int]) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    tokens: list[int] = []
+    async for output in client.generate(prompt, params, timeout_s=60):
+        for completion in output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens.extend(completion.token_ids)
+    return tokens
+
+
+async def serve(start_stack: Any, model: Path, **fields: object) -> tuple[Any, dict[str, Any]]:
+    """Return the answers, and each worker's metrics."""
+    with start_stack(model=model, dtype="float32", **fields) as stack:
+        client = AsyncClient(stack.grpc_address)
+        answers = await asyncio.gather(*(generate(client, prompt) for prompt in 3 * PROMPTS))
+        await client.close()
+        stack.assert_idle()
+        assert stack.metrics("router")['pdserve_handoffs_total{outcome="completed"}'] == 12
+        return answers, {name: stack.metrics(name) for name in stack.worker_names()}
+
+
+async def test_the_engine_process_changes_nothing_that_is_seen(
+    model: Path, start_stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, metrics = [], []
+    for kind in ("inproc", "subprocess"):
+        monkeypatch.setenv("PDSERVE_ENGINE_PROCESS", kind)
+        tokens, samples = await serve(start_stack, model)
+        answers.append(tokens)
+        metrics.append(samples)
+    assert answers[0] == answers[1]
+    for name, inproc in metrics[0].items():
+        subprocess = metrics[1][name]
+        assert inproc.keys() == subprocess.keys()
+        for sample in (
+            'pdserve_kv_release_acks_total{valid="true"}',
+            'pdserve_engine_requests_total{outcome="length"}',
+            "pdserve_kv_transfer_duration_seconds_count",
+            "pdserve_kv_links",
+        ):
+            assert inproc.get(sample) == subprocess.get(sample)
+
+
+@pytest.mark.usefixtures("use_subprocess")
+async def test_a_worker_without_its_engine_holds_no_torch(model: Path, start_stack: Any) -> None:
+    with start_stack(model=model) as stack:
+        for name in stack.worker_names():
+            worker, engine = worker_process(stack, name), engine_process(stack, name)
+            assert has_torch(engine)
+            assert not has_torch(worker)
+
+
+def has_torch(process: psutil.Process) -> bool:
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
+
+
+@pytest.mark.usefixtures("use_subprocess")
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_a_killed_engine_process_ends_its_worker(
+    name: str, model: Path, start_stack: Any
+) -> None:
+    with start_stack(model=model, is_to_survive=False) as stack:
+        client = AsyncClient(stack.grpc_address)
+        stream = client.generate(PROMPTS[-1], LONG, timeout_s=60)
+        outputs = [await anext(stream) for _ in range(3)]
+        killed_at = time.monotonic()
+        engine_process(stack, name).kill()
+        (worker,) = [worker for worker in stack.workers if worker.name == name]
+        status = await asyncio.to_thread(worker.process.wait, 10)
+        assert status == 2
+        assert time.monotonic() - killed_at < 5
+        if name == "decode-0":
+            outputs += [output async for output in stream]
+            errors = [c.error.code for o in outputs for c in o.outputs if c.HasField("error")]
+            assert errors == [core_pb2.ERROR_CODE_ENGINE_DEAD]
+        await stream.aclose()
+        stack.assert_idle(without=name)
+        assert "the engine process was ended by SIGKILL" in worker.log_path.read_text()
+        await client.close()
+
+
+@pytest.mark.usefixtures("use_subprocess")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+async def test_an_engine_process_does_not_outlive_its_worker(
+    signum: int, model: Path, start_stack: Any
+) -> None:
+    with start_stack(model=model, is_to_survive=False) as stack:
+        engines = [engine_process(stack, name) for name in stack.worker_names()]
+        for name in stack.worker_names():
+            stack.send_signal(name, signum)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, engines, 10)
+        assert not alive
+        for worker in stack.workers:
+            assert worker.process is not None
+            assert worker.process.wait(10) == (0 if signum == signal.SIGTERM else -signum)
+
+
+@pytest.mark.usefixtures("use_subprocess")
+async def test_a_stopped_engine_process_is_noticed(model: Path, start_stack: Any) -> None:
+    with start_stack(model=model, is_to_survive=False) as stack:
+        engine = engine_process(stack, "decode-0")
+        engine.suspend()
+        (worker,) = [worker for worker in stack.workers if worker.name == "decode-0"]
+        assert await asyncio.to_thread(worker.process.wait, 20) == 2
+        await asyncio.to_thread(psutil.wait_procs, [engine], 10)
+        assert not engine.is_running()
+        assert "has said nothing for" in worker.log_path.read_text()

@@ -1,0 +1,74 @@
+"""docs/features.md names tests that exist, for every row."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROWS = [
+    f"{group}{number}"
+    for group, count in (("B", 6), ("C", 3), ("D", 4), ("E", 5), ("F", 6))
+    for number in range(1, count + 1)
+]
+LINE = re.compile(r"\| (?P<row>[A-Z]\d+)? ?\| (?P<kind>has|in|test|later) \| (?P<text>.+) \|")
+TEST = re.compile(r"`(?P<path>[\w/]+\.py)::(?P<name>test_\w+)`")
+
+
+def table() -> dict[str, list[tuple[str, str]]]:
+    """Row -> (kind, text) of each of its lines."""
+    lines = (ROOT / "docs" / "features.md").read_text().splitlines()
+    found: dict[str, list[tuple[str, str]]] = {}
+    row = ""
+    for line in lines[lines.index("|---|---|---|") + 1 :]:
+        match = LINE.fullmatch(line)
+        assert match, f"not a line of the table: {line}"
+        if match["row"]:
+            row = match["row"]
+            assert row not in found, f"{row} comes twice"
+        found.setdefault(row, []).append((match["kind"], match["text"]))
+    return found
+
+
+def functions_of(path: Path) -> set[str]:
+    """Names of the functions at the top of a file."""
+    nodes = ast.parse(path.read_text()).body
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in nodes if isinstance(node, kinds)}
+
+
+def test_every_row_is_there_and_has_a_test() -> None:
+    rows = table()
+    assert list(rows) == ROWS
+    for row, lines in rows.items():
+        kinds = [kind for kind, _ in lines]
+        assert kinds[:2] == ["has", "in"], row
+        assert "test" in kinds, f"{row} has no test"
+
+
+def test_the_named_tests_exist() -> None:
+    wrong = []
+    for row, lines in table().items():
+        for kind, text in lines:
+            if kind != "test":
+                continue
+            match = TEST.fullmatch(text)
+            assert match, f"{row}: {text} is not `file::test`"
+            path = ROOT / "tests" / match["path"]
+            if not path.is_file() or match["name"] not in functions_of(path):
+                wrong.append(f"{row}: {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_named_modules_exist() -> None:
+    """A bare name stands in the folder of the path before it, or in the package around that."""
+    missing = []
+    for row, lines in table().items():
+        folder = ROOT
+        for name in re.findall(r"`([^`]+)`", next(text for kind, text in lines if kind == "in")):
+            places = [base / name for base in (ROOT, folder, folder.parent)]
+            found = [place for place in places if place.exists()]
+            if not found:
+                missing.append(f"{row}: {name}")
+                continue
+            folder = found[0] if found[0].is_dir() else found[0].parent
+    assert not missing, "\n".join(missing)
