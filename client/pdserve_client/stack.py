@@ -83,12 +83,14 @@ class Stack:
         self._check_model()
         log_dir = Path(config.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.grpc_port, self.http_port = _ports(
-            config.host, "grpc_port", config.grpc_port, 1
-        ) + _ports(config.host, "http_port", config.http_port, 1)
         num_workers = config.prefill + config.decode
-        ports = _ports(config.host, "worker_port", config.worker_port, num_workers)
-        metrics_ports = _ports(config.host, "metrics_port", config.metrics_port, num_workers + 1)
+        taken: set[int] = set()
+        (self.grpc_port,) = _ports(config.host, "grpc_port", config.grpc_port, 1, taken)
+        (self.http_port,) = _ports(config.host, "http_port", config.http_port, 1, taken)
+        ports = _ports(config.host, "worker_port", config.worker_port, num_workers, taken)
+        metrics_ports = _ports(
+            config.host, "metrics_port", config.metrics_port, num_workers + 1, taken
+        )
         names = [f"prefill-{i}" for i in range(config.prefill)]
         names += [f"decode-{i}" for i in range(config.decode)]
         self.workers = [
@@ -230,20 +232,24 @@ def _flags(values: dict[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
-def _ports(host: str, flag: str, first: int, count: int) -> list[int]:
-    """Return `count` free ports, from `first` on or, if that is 0, any. Raises StackError."""
+def _ports(host: str, flag: str, first: int, count: int, taken: set[int]) -> list[int]:
+    """Return `count` free ports, from `first` on or, if that is 0, any that are not in `taken`, and
+    add them to it. Raises StackError.
+    """
     if first:
-        wanted = list(range(first, first + count))
-        for port in wanted:
+        ports = list(range(first, first + count))
+        for port in ports:
             if (problem := _bind_problem(host, port)) is not None:
                 raise StackError(
                     f"cannot use {host}:{port}: {problem}; stop what listens there "
                     f"or pass --{flag.replace('_', '-')}"
                 )
-        return wanted
-    candidates = random.sample(FREE_PORTS, len(FREE_PORTS))
-    free = (port for port in candidates if _bind_problem(host, port) is None)
-    return list(itertools.islice(free, count))
+    else:
+        candidates = random.sample(FREE_PORTS, len(FREE_PORTS))
+        free = (p for p in candidates if p not in taken and _bind_problem(host, p) is None)
+        ports = list(itertools.islice(free, count))
+    taken.update(ports)
+    return ports
 
 
 def _bind_problem(host: str, port: int) -> str | None:

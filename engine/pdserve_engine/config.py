@@ -82,8 +82,8 @@ class EngineConfig:
     kv_watermark: float = opt(
         0.01, "Share of the KV pool that admitting a request leaves free, against preemptions."
     )
-    async_scheduling: bool = opt(
-        True, "Plan the next step while one runs, where steps are short enough for that to matter."
+    async_scheduling: bool | None = opt(
+        None, "Plan the next step while one runs; unset: on CUDA, as on the CPU it gains nothing."
     )
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
@@ -128,6 +128,10 @@ class EngineConfig:
         if self.engine_process == "auto":
             return self.device == "cuda"
         return self.engine_process == "subprocess"
+
+    @property
+    def has_async_scheduling(self) -> bool:
+        return self.device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def scheduler(self) -> SchedulerConfig:

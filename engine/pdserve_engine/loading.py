@@ -104,7 +104,7 @@ def load_engine(
         executor=runner,
         connector=connector,
         max_model_len=max_model_len,
-        async_scheduling=config.async_scheduling,
+        async_scheduling=config.has_async_scheduling,
         take_aborts=take_aborts,
     )
     # What is loaded now lives as long as the process: the collector need not look at it again.

@@ -1,9 +1,10 @@
 """From what a client sends to what an engine takes: checks, tokens, defaults."""
 
 import dataclasses
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
@@ -11,6 +12,7 @@ from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, Mo
 from pdserve_common.validation import (
     MAX_BAD_WORD_TOKENS,
     MAX_PROMPT_LOGPROB_ENTRIES,
+    MAX_TRACE_HEADER_CHARS,
     PRIORITY_LIMIT,
     validate_prompt,
     validate_prompt_logprobs,
@@ -23,6 +25,7 @@ from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
 
 SEED_BITS = 63
+TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
 CHAT_ROLES = ("system", "user", "assistant")
 # The internal id is the client's, cut to this, and a random suffix.
@@ -52,8 +55,21 @@ class GenerationRequest:
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     # time.monotonic() after which the answer is worthless.
     deadline: float | None = None
+    # W3C trace context, as trace_context() reads it.
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
     # gRPC's messages are: what has to fit into one is refused above MAX_PROMPT_LOGPROB_ENTRIES.
     has_bounded_messages: bool = False
+
+
+def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the W3C trace context among a call's headers. A malformed one counts as none."""
+    parent = headers.get("traceparent", "")
+    if TRACEPARENT.fullmatch(parent) is None:
+        return {}
+    state = headers.get("tracestate", "")
+    if not 0 < len(state) <= MAX_TRACE_HEADER_CHARS:
+        return {"traceparent": parent}
+    return {"traceparent": parent, "tracestate": state}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +138,7 @@ class InputProcessor:
             cache_salt=request.cache_salt,
             priority=request.priority,
             deadline=self._deadline(request.deadline, arrival_time),
+            trace_headers=request.trace_headers,
         )
         return ProcessedInput(
             request=engine_request,

@@ -25,7 +25,7 @@ from pdserve_common.errors import (
     error_from_engine,
 )
 from pdserve_common.validation import validate_request_id
-from pdserve_router.input_processor import GenerationRequest
+from pdserve_router.input_processor import GenerationRequest, trace_context
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
 from pdserve_router.openai_format import (
@@ -175,6 +175,7 @@ class GenerationEndpoint:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             arrival_ns=arrival_ns,
+            trace_headers=trace_context(http.headers),
             **body.prompt_input(),
         )
         if body.stream:

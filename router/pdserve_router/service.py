@@ -15,7 +15,7 @@ from pdserve_common import wire
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import rpc_errors, status_of
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
-from pdserve_router.input_processor import ChatMessage, GenerationRequest
+from pdserve_router.input_processor import ChatMessage, GenerationRequest, trace_context
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
 from pdserve_router.output_processor import CompletionOutput, RequestOutput
@@ -128,7 +128,13 @@ def _generation_request(
         arrival_ns=arrival_ns,
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
         has_bounded_messages=True,
+        trace_headers=trace_context(_text_metadata(context)),
     )
+
+
+def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}
 
 
 def _messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # test modules import scripted_engine
+sys.path.append(str(Path(__file__).parent))  # test modules import scripted_engine
 
 
 @pytest.fixture(scope="session", autouse=True)

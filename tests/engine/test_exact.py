@@ -52,9 +52,10 @@ WAYS: dict[str, dict[str, object]] = {
         "max_num_partial_prefills": 4,
     },
     "without prefix cache": {"enable_prefix_caching": False},
-    "preempted": {"num_blocks": 12},
+    "preempted": {"block_size": 4, "num_blocks": 48},
     "preempted, async": {
-        "num_blocks": 12,
+        "block_size": 4,
+        "num_blocks": 48,
         "async_scheduling": True,
         "enable_prefix_caching": False,
     },

@@ -106,6 +106,19 @@ def test_a_port_in_use_is_one_clear_line(model: str, tmp_path: Path) -> None:
     assert "pass --http-port" in result.stderr
 
 
+def test_a_stack_takes_no_port_twice(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.sample", lambda ports, count: list(ports)[:count])
+    config = StackConfig(
+        model=model, grpc_port=0, http_port=0, worker_port=0, metrics_port=0, log_dir=str(tmp_path)
+    )
+    stack = Stack(config)
+    ports = [port for process in stack.processes for port in (process.port, process.metrics_port)]
+    ports.append(stack.http_port)
+    assert len(ports) == len(set(ports)) == 7
+
+
 def test_a_wrong_flag_shows_the_usage(tmp_path: Path) -> None:
     result = run("up", "--modle", "x", cwd=tmp_path)
     assert result.returncode == 2

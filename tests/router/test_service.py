@@ -13,6 +13,7 @@ from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 
+TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 CHAT = pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="hello")])
 
 
@@ -141,6 +142,28 @@ async def test_priority_and_salt_reach_the_engine(stack) -> None:
     await collect(stack, pb2.GenerateRequest(text="hello", priority=-3, cache_salt="tenant"))
     assert stack.decode.requests[0].priority == -3
     assert stack.decode.requests[0].cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"traceparent": TRACEPARENT}, {"traceparent": TRACEPARENT}),
+        (
+            {"traceparent": TRACEPARENT, "tracestate": "a=1"},
+            {"traceparent": TRACEPARENT, "tracestate": "a=1"},
+        ),
+        ({"traceparent": TRACEPARENT, "tracestate": "x" * 600}, {"traceparent": TRACEPARENT}),
+        ({"traceparent": "00-nonsense", "tracestate": "a=1"}, {}),
+        ({}, {}),
+    ],
+)
+async def test_a_trace_context_reaches_both_legs_and_a_malformed_one_counts_as_none(
+    stack, metadata, expected
+) -> None:
+    call = stack.stub.Generate(pb2.GenerateRequest(text="hello"), metadata=tuple(metadata.items()))
+    assert [response async for response in call]
+    for worker in (stack.prefill, stack.decode):
+        assert worker.requests[-1].trace_headers == expected
 
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT

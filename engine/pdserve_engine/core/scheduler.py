@@ -483,12 +483,13 @@ class Scheduler:
         self.remote_kvs[request.request_id] = request
         block_ids = self.kv.get_block_ids(request.request_id)
         self.connector.update_state_after_alloc(request, block_ids, num_external)
+        request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
         return True
 
     def _start_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
-            request.record_event(EngineCoreEventType.SCHEDULED)
+        request.record_event(EngineCoreEventType.SCHEDULED)
         self._num_preempted -= request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -695,6 +696,8 @@ class Scheduler:
         block_ids = self.kv.get_block_ids(request.request_id)
         if self.connector is not None and self.connector.request_finished(request, block_ids):
             self.kv.take(request)
+            if request.is_handed_off:
+                request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
         elif request.num_in_flight_tokens:
             taken = [block.block_id for block in self.kv.take(request)]
             self._deferred_block_ids.append((self._num_planned_steps, taken))
@@ -753,6 +756,7 @@ class Scheduler:
         request.is_kv_loaded = True
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_prompt_tokens
+        request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self.kv.cache_blocks(request, request.num_computed_tokens)
         self._release_forks(request)
