@@ -24,6 +24,8 @@ from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
 from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 
+pytestmark = pytest.mark.slow
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

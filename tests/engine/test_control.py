@@ -43,7 +43,7 @@ KV_MIB = 8
 PROMPT = tuple(range(2, 70))
 LONG = 1500
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def load(model: Path, **fields: Any) -> InprocEngineClient:

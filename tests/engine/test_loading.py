@@ -15,6 +15,8 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.loading import LoadedEngine, load_engine
 from pdserve_engine.models.llama import LlamaModel
 
+pytestmark = pytest.mark.slow
+
 # 3 layers, 2 KV heads of 16 elements, fp32, 16 tokens.
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 4 * 16
 

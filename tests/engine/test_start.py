@@ -13,6 +13,8 @@ from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.loading import LoadedEngine, load_engine
 
+pytestmark = pytest.mark.slow
+
 
 def load(model: Path, **fields: Any) -> LoadedEngine:
     settings: dict[str, Any] = {"num_threads": 1, "kv_connector": "none", "num_blocks": 160}

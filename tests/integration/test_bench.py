@@ -12,6 +12,8 @@ import pytest
 
 from pdserve_client.bench import RequestResult, percentile, summarize
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
@@ -26,7 +28,6 @@ def bench(stack: Any, *args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
-@pytest.mark.slow
 def test_a_load_is_generated_and_measured(stack: Any) -> None:
     result = bench(stack, "--input-len", "30", "--output-len", "5", "--rate", "50", "--json")
     assert result.returncode == 0, result.stderr
@@ -42,7 +43,6 @@ def test_a_load_is_generated_and_measured(stack: Any) -> None:
     assert router['pdserve_handoffs_total{outcome="completed"}'] == 6
 
 
-@pytest.mark.slow
 def test_failures_are_counted_and_end_with_status_1(stack: Any) -> None:
     result = bench(stack, "--input-len", "300")
     assert result.returncode == 1

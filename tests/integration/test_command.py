@@ -14,6 +14,8 @@ import pytest
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
 
+pytestmark = pytest.mark.slow
+
 PDSERVE = [sys.executable, "-m", "pdserve_client"]
 
 
@@ -28,7 +30,6 @@ def run(*args: str, cwd: Path, timeout_s: float = 60) -> "subprocess.CompletedPr
     )
 
 
-@pytest.mark.slow
 def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -> None:
     result = run("run", "--model", model, "--prompt", "hi", "--max-tokens", "8", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -45,7 +46,6 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
     assert "ready after" in result.stderr
 
 
-@pytest.mark.slow
 def test_up_serves_until_it_is_asked_to_stop(model: str, tmp_path: Path) -> None:
     flags = ["--grpc-port=0", "--http-port=0", "--metrics-port=0", "--worker-port=0"]
     process = subprocess.Popen(
@@ -67,7 +67,6 @@ def test_up_serves_until_it_is_asked_to_stop(model: str, tmp_path: Path) -> None
         process.wait()
 
 
-@pytest.mark.slow
 def test_a_killed_up_leaves_no_process_behind(model: str, tmp_path: Path) -> None:
     import psutil
 
@@ -153,7 +152,6 @@ def test_a_service_with_a_bad_setting_says_what_to_do(module: str, tmp_path: Pat
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -13,6 +13,8 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
 from pdserve_common.engine_types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 # Several chunks of the prompt, the last of them not full.
 CHUNK = 32
 PROMPT = [3 + (7 * i) % 180 for i in range(3 * CHUNK + 5)]
@@ -60,7 +62,6 @@ def assert_position(
     assert num_better < position.sampled_token_rank <= num_alike
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS], ids=["decode alone", "prefill and decode"])
 def test_logprobs_equal_transformers(stack: Any, hf_logprobs: HfLogprobs, num_tokens: int) -> None:
     client = Client(stack.grpc_address)
@@ -89,7 +90,6 @@ def test_logprobs_equal_transformers(stack: Any, hf_logprobs: HfLogprobs, num_to
     assert completions[-1].cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.slow
 def test_a_scored_prompt_has_the_logprobs_of_transformers(
     stack: Any, hf_logprobs: HfLogprobs
 ) -> None:

@@ -16,12 +16,13 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.loading import LoadedEngine, load_engine
 from tiny_model_data import make_recall_prompt
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parent.parent.parent / "models/pdserve-tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 NUM_PROMPTS = 60
 
 
-@pytest.mark.slow
 async def test_recall_survives_the_handoff(start_stack: Any) -> None:
     prompts = [
         make_recall_prompt(num_tokens, seed=1000 + i)

@@ -49,8 +49,8 @@ def has_mixed_step(stack: Any, name: str) -> bool:
     return any(PROMPT_LEN < num_tokens < 2 * PROMPT_LEN for _, num_tokens in steps)
 
 
-@pytest.mark.parametrize("mode", ["v0", "v1"])
-@pytest.mark.parametrize("prefill", [1, 0])
+# Without prefill services v1 mixes steps; with them there is nothing to mix.
+@pytest.mark.parametrize(("mode", "prefill"), [("v0", 1), ("v0", 0), ("v1", 0)])
 async def test_tokens_are_those_of_transformers_in_either_mode(
     mode: str,
     prefill: int,

@@ -11,6 +11,8 @@ import pytest
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 MAX_MODEL_LEN = 1280
 NUM_TOKENS = 8
 PROMPT_LENS = (1, 15, 16, 17, 1030)
@@ -67,7 +69,6 @@ async def generate(
     return tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 async def test_tokens_equal_transformers(
     name: str,
@@ -94,7 +95,6 @@ async def test_tokens_equal_transformers(
         assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] > 0
 
 
-@pytest.mark.slow
 async def test_tokens_equal_transformers_without_prefix_cache(
     make_served_model: Callable[..., Path],
     hf_greedy: Callable[..., list[int]],
@@ -115,7 +115,6 @@ async def test_tokens_equal_transformers_without_prefix_cache(
         assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] == 0
 
 
-@pytest.mark.slow
 async def test_disaggregated_and_aggregated_paths_agree_in_bf16(
     make_served_model: Callable[..., Path], start_stack: Any
 ) -> None:

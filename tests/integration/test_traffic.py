@@ -14,6 +14,8 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 KV_MIB = 16
 WEIGHTS_MIB = 1
 
@@ -52,7 +54,6 @@ async def collect(
     return tokens
 
 
-@pytest.mark.slow
 async def test_64_streams_with_random_cancels(stack: Any, client: AsyncClient) -> None:
     rng = random.Random(7)
     prompts = [random_prompt(rng) for _ in range(64)]

@@ -14,6 +14,8 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 
+pytestmark = pytest.mark.slow
+
 GenerateRequest = service_pb2.EngineCoreServiceGenerateRequest
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 
 CONSTANTS = {"GROUP_SIZE": 2, "BLOCK_SIZE": 16, "BLOCK_N": 64}
 
 
-@pytest.mark.slow
 def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
     suite = Path(__file__).with_name("test_triton_kernels.py")
     result = subprocess.run(

@@ -73,7 +73,7 @@ def welcome_of(identity: KVIdentity, transport: KVTransport, link: int = 1) -> K
     )
 
 
-@pytest.fixture(params=["local", "nixl"])
+@pytest.fixture(params=["local", pytest.param("nixl", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

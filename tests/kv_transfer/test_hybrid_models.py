@@ -17,6 +17,8 @@ from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_groups import group_layers
 
+pytestmark = pytest.mark.slow
+
 BLOCK_SIZE = 16
 WINDOW = 20
 CHUNK = 30

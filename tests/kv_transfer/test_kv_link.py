@@ -27,6 +27,8 @@ from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 
+pytestmark = pytest.mark.slow
+
 
 class PProcess:
     """p_process.py, started."""
@@ -157,7 +159,6 @@ async def test_blocks_cross_between_processes(d: D, start_p: Any, kit: SimpleNam
     print(f"small pull: {stats}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["any", "tcp"])
 async def test_waiting_costs_little_cpu(d: D, start_p: Any, transport: str) -> None:
     p = start_p(transport=transport)
@@ -172,7 +173,6 @@ async def test_waiting_costs_little_cpu(d: D, start_p: Any, transport: str) -> N
     assert not d.connector.request_finished(request, ([],))
 
 
-@pytest.mark.slow
 async def test_a_killed_p_fails_its_requests_within_seconds(d: D, start_p: Any) -> None:
     p = start_p()
     await d.pull(p, "r0", [0, 1])
@@ -202,7 +202,6 @@ async def test_a_killed_p_fails_its_requests_within_seconds(d: D, start_p: Any) 
     assert (await d.pull(restarted, "r4", [5])).num_blocks == 1
 
 
-@pytest.mark.slow
 async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any) -> None:
     """The READ is posted before the link's end is noticed."""
     p = start_p()
@@ -221,7 +220,6 @@ async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any)
     assert d.connector.num_open_sessions() == 0
 
 
-@pytest.mark.slow
 async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: Any) -> None:
     p = start_p(transport="tcp")
     await d.pull(p, "r0", [0, 1])

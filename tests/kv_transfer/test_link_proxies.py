@@ -10,6 +10,8 @@ from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded
 from pdserve_engine.subprocess_client.links import ConsumerProxy, LinkHost, ProducerProxy
 from pdserve_engine.subprocess_client.messages import FrameReader, LinkMessage, encode
 
+pytestmark = pytest.mark.slow
+
 
 class Split:
     """A connector whose link methods are those of its proxy, as a service sees it."""

@@ -12,6 +12,8 @@ from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 
+pytestmark = pytest.mark.slow
+
 # Small windows, so that a few hundred kilobytes block the writer.
 SMALL_WINDOWS = [
     ("grpc.http2.bdp_probe", 0),

@@ -21,6 +21,8 @@ from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelConfig, Mod
 from pdserve_engine.models.registry import load_model
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 WINDOW = 32
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "pad_token_id": 0}
