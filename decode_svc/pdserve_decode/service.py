@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 
 import grpc
@@ -96,7 +97,12 @@ class KvLinkPool:
             return
         before = self._tasks.get(engine_id)
         link = self._serve_link(engine_id, f"{host}:{port}", before)
-        self._tasks[engine_id] = asyncio.create_task(link)
+        task = self._tasks[engine_id] = asyncio.create_task(link)
+        task.add_done_callback(functools.partial(self._forget, engine_id))
+
+    def _forget(self, engine_id: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(engine_id) is task:
+            del self._tasks[engine_id]
 
     async def _serve_link(
         self, engine_id: str, address: str, before: "asyncio.Task[None] | None"

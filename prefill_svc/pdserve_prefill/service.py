@@ -93,7 +93,9 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
             self._links.discard(outgoing)
             self._connector.link_lost(link, outgoing.closed_because or "stream ended")
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            (error,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(error, Exception):  # not a cancellation
+                logger.error("reading a KvLink failed: %r", error, exc_info=error)
 
     async def _accept(
         self,
