@@ -1,5 +1,6 @@
 """The bodies of OpenAI's completion requests: which fields are taken, and which are refused."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -126,9 +127,9 @@ class GenerationBody(BaseModel):
         return False
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the top tokens to show for each one of the answer."""
-        raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -227,7 +227,8 @@ class ScriptedConnector(KVConnector):
         self.aborted_sessions.append(request_id)
 
     def fence_all(self, reason: str) -> None:
-        raise NotImplementedError
+        for request_id in list(self.held):
+            self.release(request_id)
 
     def take_output(self) -> KVConnectorOutput:
         output, self.output = self.output, KVConnectorOutput()
@@ -237,7 +238,7 @@ class ScriptedConnector(KVConnector):
         return len(self.loading) + len(self.held)
 
     def register_kv_cache(self, kv_cache: object) -> None:
-        raise NotImplementedError
+        pass
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         pass

@@ -201,7 +201,7 @@ class EngineCore:
         start = time.monotonic()
         try:
             output = self.executor.execute_model(scheduled)
-        except BaseException:
+        except BaseException:  # whatever it was, it goes on to whoever waits
             self._is_broken_off = True
             raise
         return output, time.monotonic() - start

@@ -127,7 +127,7 @@ class SubprocessEngineClient:
             client._channel.send(load)
             await client._become_ready(role)
             snapshot = await client._call(GetMetrics(), MetricsSnapshot)
-        except BaseException:
+        except BaseException:  # a cancelled start leaves no process behind either
             client._is_closing = True
             client._process.kill()
             await client._end()
