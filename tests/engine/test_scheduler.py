@@ -327,3 +327,16 @@ def test_a_worker_without_a_connector_refuses_a_handoff() -> None:
     engine.step()
     assert engine.outputs["a"][-1].error.code == ErrorCode.INVALID_ARGUMENT
     engine.assert_idle()
+
+
+def test_a_preempted_request_goes_on_before_those_that_came_after_it() -> None:
+    engine = Engine(num_blocks=6, max_num_seqs=2, enable_caching=False)
+    for name in "abc":
+        engine.add(name, [ord(name)] * 8, max_tokens=12)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert [request.request_id for request in engine.scheduler.waiting] == ["b", "c"]
+    engine.run()
+    for name in "abc":
+        assert engine.tokens(name) == expected([ord(name)] * 8, 12)
+    engine.assert_idle()
