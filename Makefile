@@ -3,10 +3,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story.
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
+PEERS_INSTALLED := $(PEERS)/.installed
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-gpu bench protos lint format typecheck clean
+.PHONY: help install run up test test-fast test-gpu bench bench-handoff bench-peers protos lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +41,19 @@ bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.
 	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_router.py
 
+bench-handoff: $(INSTALLED) ## Run the handoff's benchmarks
+	$(BIN)/python benchmarks/bench_nixl.py
+	$(BIN)/python benchmarks/bench_handoff.py
+	$(BIN)/python benchmarks/bench_exact.py
+
+$(PEERS_INSTALLED): benchmarks/peers/install.sh
+	@echo "installing vLLM into $(PEERS): a few minutes, 4 GB"
+	@sh benchmarks/peers/install.sh $(PYTHON) $(PEERS)
+	@touch $@
+
+bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Run our pair of services against vLLM's
+	$(BIN)/python benchmarks/bench_pair.py
+
 protos: $(INSTALLED) ## Regenerate the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
 	@rm -f protos/pdserve/v1/engine_core_pb2_grpc.py
@@ -56,4 +71,4 @@ typecheck: $(INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) .run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .run .pytest_cache .mypy_cache .ruff_cache .hypothesis

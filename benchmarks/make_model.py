@@ -27,7 +27,7 @@ def make_model(folder: Path) -> None:
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=8192,
+        max_position_embeddings=16384,
         tie_word_embeddings=True,
         eos_token_id=0,
         bos_token_id=1,

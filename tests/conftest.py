@@ -39,6 +39,11 @@ CONFIG_CLASSES = {
 NO_GQA = ("GPTNeoXForCausalLM", "OPTForCausalLM")
 # Their norms multiply by 1 + weight.
 CENTERED_NORMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SERVED_VOCAB_SIZE = 300
 # Large enough that greedy text does not settle on one token.
 WEIGHT_STD = 0.35
 
@@ -66,6 +71,34 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             model = _build(architecture, overrides).to(getattr(torch, dtype))
             model.save_pretrained(folders[key], max_shard_size=shard_size or "5GB")
         return folders[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_served_model(make_model: Callable[..., Path]) -> Callable[..., Path]:
+    """make_model's random models with what a router needs besides: a byte-level tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    def make(architecture: str, **overrides: object) -> Path:
+        folder = make_model(architecture, vocab_size=SERVED_VOCAB_SIZE, **overrides)
+        if not (folder / "tokenizer.json").exists():
+            alphabet = sorted(ByteLevel.alphabet())
+            vocab = {"<bos>": 0, "<eos>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+            tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+            tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = ByteLevelDecoder()
+            tokenizer.add_special_tokens(["<bos>", "<eos>"])
+            fast = PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
+            )
+            fast.chat_template = CHAT_TEMPLATE
+            fast.save_pretrained(folder)
+        return folder
 
     return make
 

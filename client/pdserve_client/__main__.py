@@ -10,7 +10,7 @@ from types import FrameType
 
 import grpc
 
-from pdserve_client.bench import add_bench_flags, run_bench
+from pdserve_client.bench import add_address_flag, add_bench_flags, run_bench
 from pdserve_client.client import Client, Prompt
 from pdserve_client.config import StackConfig
 from pdserve_client.ctl import add_ctl_flags, run_ctl
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate_flags(run)
     run.set_defaults(command=_run)
     generate = commands.add_parser("generate", help="send one prompt to a router that is up")
-    generate.add_argument("--address", default="127.0.0.1:50051", help="the router (%(default)s)")
+    add_address_flag(generate)
     _add_generate_flags(generate)
     generate.set_defaults(command=_generate)
     bench = commands.add_parser("bench", help="load a router that is up and print latencies")
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    with Client(args.address) as client:
+    with Client(args.address.split(",")) as client:
         return _stream(client, args)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
@@ -24,6 +25,8 @@ class RequestResult:
     token_times: list[float] = field(default_factory=list)
     num_tokens: int = 0
     error: str | None = None
+    # What the router measured, on the last message.
+    metrics: pb2.RequestMetrics | None = None
 
     @property
     def ttft(self) -> float:
@@ -38,9 +41,18 @@ class RequestResult:
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
+def add_address_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag of every command that sends requests."""
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1:50051",
+        help="the router, or several with commas between (%(default)s)",
+    )
+
+
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `pdserve bench`."""
-    parser.add_argument("--address", default="127.0.0.1:50051", help="the router (%(default)s)")
+    add_address_flag(parser)
     parser.add_argument("--num-requests", type=int, default=32, help="how many (%(default)s)")
     parser.add_argument(
         "--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once"
@@ -72,7 +84,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> list[RequestResult]:
     rng = random.Random(args.seed)
-    client = AsyncClient(args.address)
+    client = AsyncClient(args.address.split(","))
     places = asyncio.Semaphore(args.concurrency)
     tasks = []
     try:
@@ -98,6 +110,8 @@ async def _one(
         result = RequestResult(time.monotonic())
         try:
             async for output in client.generate(prompt, params, timeout_s=args.timeout_s):
+                if output.finished:
+                    result.metrics = output.metrics
                 for completion in output.outputs:
                     if completion.token_ids:
                         result.token_times.append(time.monotonic())
@@ -114,6 +128,8 @@ def summarize(
 ) -> dict[str, float | int | str | None]:
     """Return the figures: rates, goodput, and percentiles in milliseconds."""
     good = [result for result in results if result.error is None and result.token_times]
+    measured = [result.metrics for result in good if result.metrics is not None]
+    handed_over = [metrics for metrics in measured if metrics.prefill_engine_id]
     met = [
         result
         for result in good
@@ -122,6 +138,7 @@ def summarize(
     summary: dict[str, float | int | str | None] = {
         "num_requests": len(results),
         "num_failed": len(results) - len(good),
+        "num_recovered": sum(metrics.num_redrives > 0 for metrics in measured),
         "first_error": next((result.error for result in results if result.error), None),
         "requests_per_s": len(good) / wall_s,
         "goodput_requests_per_s": len(met) / wall_s,
@@ -131,6 +148,8 @@ def summarize(
         "ttft_ms": [result.ttft for result in good],
         "tpot_ms": [result.tpot for result in good if result.num_tokens > 1],
         "itl_ms": [itl for result in good for itl in result.itls],
+        "first_itl_ms": [metrics.first_itl_ns / 1e9 for metrics in handed_over],
+        "kv_exposed_ms": [metrics.kv_transfer_exposed_ns / 1e9 for metrics in handed_over],
     }
     for name, values in series.items():
         for percent in PERCENTILES:

@@ -4,10 +4,12 @@
         for output in client.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(output.outputs[0].text, end="")
 
-The stubs under them (`pdserve.v1.inference_service_pb2_grpc`) can be used directly, from any
-language.
+An answer outlives its router: see docs/client.md. The stubs under the clients
+(`pdserve.v1.inference_service_pb2_grpc`) can be used directly, from any language.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,12 +18,15 @@ import grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
+from pdserve_client.resume import ResumableAnswer
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import channel_options
 from pdserve_common.wire import sampling_params_to_proto
 
 # Text, a chat as mappings with "role" and "content", or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+DEFAULT_MAX_RESUMES = 3
 
 
 def build_request(
@@ -43,12 +48,61 @@ def build_request(
     return request
 
 
-class Client:
-    """A blocking client; one channel, usable from several threads."""
+class _Routers:
+    """One stub for each router, and which of them is asked first."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
-        self.stub = pb2_grpc.InferenceServiceStub(self._channel)
+    def __init__(self, channels: Sequence[Any], max_resumes: int) -> None:
+        if max_resumes < 0:
+            raise ValueError(f"max_resumes is {max_resumes}, must be at least 0")
+        self._channels = channels
+        self._stubs = [pb2_grpc.InferenceServiceStub(channel) for channel in channels]
+        self._max_resumes = max_resumes
+        # Moves on when a router is lost, so that later calls do not try it first.
+        self._router = 0
+
+    @property
+    def stub(self) -> pb2_grpc.InferenceServiceStub:
+        """Of the router that is asked first."""
+        return self._stubs[self._router]
+
+    def _begin(self, request: pb2.GenerateRequest, timeout_s: float | None) -> ResumableAnswer:
+        return ResumableAnswer(
+            request,
+            num_routers=len(self._stubs),
+            router=self._router,
+            max_resumes=self._max_resumes,
+            timeout_s=timeout_s,
+        )
+
+    def _send(self, answer: ResumableAnswer) -> Any:
+        stub = self._stubs[answer.router]
+        return stub.Generate(answer.request, timeout=answer.remaining_s)
+
+    def _on_loss(self, answer: ResumableAnswer, error: grpc.RpcError) -> float:
+        delay_s = answer.on_loss(error)
+        self._router = answer.router
+        return delay_s
+
+
+def _addresses(routers: str | Sequence[str]) -> Sequence[str]:
+    addresses = [routers] if isinstance(routers, str) else routers
+    if not addresses:
+        raise ValueError("routers is empty, needs at least 1 address")
+    return addresses
+
+
+class Client(_Routers):
+    """A blocking client of one router, or of several that serve the same workers; usable from
+    several threads.
+    """
+
+    def __init__(
+        self, routers: str | Sequence[str], *, max_resumes: int = DEFAULT_MAX_RESUMES
+    ) -> None:
+        """`routers` are host:port. Raises ValueError."""
+        options = channel_options()
+        channels = [grpc.insecure_channel(each, options=options) for each in _addresses(routers)]
+        super().__init__(channels, max_resumes)
 
     def generate(
         self,
@@ -59,22 +113,33 @@ class Client:
         **fields: Any,
     ) -> Iterator[pb2.RequestOutput]:
         """Yield the answer as it comes; the last one has `finished` set. With n > 1 the completions
-        with news are told apart by their `index`. Raises grpc.RpcError.
+        with news are told apart by their `index`. Raises grpc.RpcError; a router that is lost does
+        only if no other can go on within `timeout_s` and after `max_resumes` tries.
 
         Closing the iterator cancels the request.
         """
-        call = self.stub.Generate(build_request(prompt, params, **fields), timeout=timeout_s)
-        try:
-            for response in call:
-                yield response.output
-        finally:
-            call.cancel()
+        answer = self._begin(build_request(prompt, params, **fields), timeout_s)
+        while True:
+            call = self._send(answer)
+            try:
+                for response in call:
+                    if (output := answer.take(response.output)) is not None:
+                        yield output
+                return
+            except grpc.RpcError as error:
+                if answer.is_finished:  # only the trailers are missing
+                    return
+                delay_s = self._on_loss(answer, error)
+            finally:
+                call.cancel()
+            time.sleep(delay_s)
 
     def list_models(self, timeout_s: float = 5.0) -> list[pb2.ModelInfo]:
         return list(self.stub.ListModels(pb2.ListModelsRequest(), timeout=timeout_s).models)
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> "Client":
         return self
@@ -88,12 +153,16 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Routers):
     """The same for asyncio; create it inside the running loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self.stub = pb2_grpc.InferenceServiceStub(self._channel)
+    def __init__(
+        self, routers: str | Sequence[str], *, max_resumes: int = DEFAULT_MAX_RESUMES
+    ) -> None:
+        """`routers` are host:port. Raises ValueError."""
+        options = channel_options()
+        make = grpc.aio.insecure_channel
+        super().__init__([make(each, options=options) for each in _addresses(routers)], max_resumes)
 
     async def generate(
         self,
@@ -104,14 +173,24 @@ class AsyncClient:
         **fields: Any,
     ) -> AsyncIterator[pb2.RequestOutput]:
         """Yield the answer as it comes; the last one has `finished` set. Raises
-        grpc.aio.AioRpcError.
+        grpc.aio.AioRpcError, for a lost router as `Client.generate` does.
         """
-        call = self.stub.Generate(build_request(prompt, params, **fields), timeout=timeout_s)
-        try:
-            async for response in call:
-                yield response.output
-        finally:
-            call.cancel()
+        answer = self._begin(build_request(prompt, params, **fields), timeout_s)
+        while True:
+            call = self._send(answer)
+            try:
+                async for response in call:
+                    if (output := answer.take(response.output)) is not None:
+                        yield output
+                return
+            except grpc.aio.AioRpcError as error:
+                if answer.is_finished:  # only the trailers are missing
+                    return
+                delay_s = self._on_loss(answer, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(delay_s)
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()

@@ -32,6 +32,9 @@ class StackConfig:
     require_transport: Literal["any", "shm", "tcp", "rdma"] = opt(
         "any", "Refuse to move KV blocks any other way."
     )
+    require_disaggregation: bool = opt(
+        False, "Refuse requests that decode services would have to do alone for want of prefill."
+    )
     host: str = opt("127.0.0.1", "Address to listen on.")
     grpc_port: int = opt(50051, "The router's gRPC port; 0: any free one.")
     http_port: int = opt(8000, "The router's HTTP port; 0: any free one.")
@@ -51,6 +54,8 @@ class StackConfig:
             raise ValueError(f"decode is {self.decode}, must be at least 1")
         if self.prefill < 0:
             raise ValueError(f"prefill is {self.prefill}, must be at least 0")
+        if self.require_disaggregation and not self.prefill:
+            raise ValueError("require_disaggregation is on, prefill must be at least 1")
         for name in ("grpc_port", "http_port", "metrics_port", "worker_port"):
             if not 0 <= getattr(self, name) <= 65000:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65000")

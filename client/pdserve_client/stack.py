@@ -215,6 +215,8 @@ class Stack:
             "prefill": addresses["prefill"] or None,
             "decode": addresses["decode"],
             "model": config.model,
+            "require-disaggregation": config.require_disaggregation,
+            "require-transport": config.require_transport,
             "drain-timeout-s": config.drain_timeout_s,
             "log-level": config.log_level,
         }
@@ -229,7 +231,12 @@ class Stack:
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    """None and False are left out, True is a flag without a value."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in values.items()
+        if value is not None and value is not False
+    ]
 
 
 def _ports(host: str, flag: str, first: int, count: int, taken: set[int]) -> list[int]:

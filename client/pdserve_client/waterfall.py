@@ -11,12 +11,15 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
         ("router queue", metrics.router_queue_ns),
         ("tokenize", metrics.tokenize_ns),
         ("dispatch", metrics.dispatch_ns),
-        ("prefill queue", metrics.prefill_queue_ns),
+        ("prefill queue", metrics.prefill_queue_ns - metrics.grant_ns),
+        ("waiting for D's blocks", metrics.grant_ns),
         ("prefill", metrics.prefill_ns),
         ("return", metrics.return_ns),
     ]
     first_itl = [
         ("KV transfer, exposed", metrics.kv_transfer_exposed_ns),
+        ("release acknowledged", metrics.release_ack_ns),
+        ("into D's batch", metrics.decode_admit_ns),
         ("first decode step", metrics.first_decode_step_ns),
         ("return", metrics.decode_return_ns),
     ]
@@ -24,11 +27,7 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     if metrics.first_itl_ns:
         lines += _group("first to second token (first ITL)", metrics.first_itl_ns, first_itl)
     if metrics.kv_transfer_bytes:
-        rate = metrics.kv_transfer_bytes / max(metrics.kv_transfer_ns, 1)
-        lines.append(
-            f"KV transfer      {metrics.kv_transfer_bytes / 2**20:.2f} MiB in "
-            f"{_ms(metrics.kv_transfer_ns)} ms: {rate:.2f} GB/s over {metrics.kv_transport}"
-        )
+        lines += _transfer(metrics)
     lines.append(f"mean ITL         {_ms(metrics.mean_itl_ns)} ms")
     lines.append(f"end to end       {_ms(metrics.e2e_ns)} ms")
     lines.append(
@@ -39,7 +38,23 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     if metrics.prefill_engine_id:
         workers = f"{metrics.prefill_engine_id} -> {workers}"
     lines.append(f"path             {metrics.path}: {workers}")
+    lines.append(f"tokens are       {metrics.determinism}")
+    if metrics.num_redrives:
+        lines.append(f"recovered        sent to workers again {metrics.num_redrives} times")
     return "\n".join(lines)
+
+
+def _transfer(metrics: pb2.RequestMetrics) -> list[str]:
+    rate = metrics.kv_transfer_bytes / max(metrics.kv_transfer_ns, 1)
+    # All but what came after the prefill's end.
+    hidden_ns = max(0, metrics.kv_transfer_ns - metrics.kv_transfer_exposed_ns)
+    percent = 100 * hidden_ns / max(metrics.kv_transfer_ns, 1)
+    return [
+        f"KV transfer      {_ms(metrics.kv_transfer_ns)} ms for "
+        f"{metrics.kv_transfer_bytes / 2**20:.2f} MiB: {rate:.2f} GB/s over "
+        f"{metrics.kv_transport}",
+        f"  under prefill  {_ms(hidden_ns)} ms ({percent:.0f}%)",
+    ]
 
 
 def _group(title: str, total_ns: int, stages: list[tuple[str, int]]) -> list[str]:

@@ -34,7 +34,8 @@ class EngineClient(Protocol):
     are not async return at once.
 
     Requests are FIFO per client. Every accepted request gets exactly one terminal output, also
-    when it is aborted or the engine dies.
+    when it is aborted, but for one that is superseded by a higher attempt of its own client, of
+    which no output comes any more, and all that are left when the engine dies.
 
     The control verbs (pause to profile) act between two steps and never hang. They raise
     FailedPreconditionError when the engine's state does not allow them, which includes another
@@ -56,13 +57,9 @@ class EngineClient(Protocol):
         """Abort the client's requests and forget it; `on_outputs` is not called any more."""
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a validated request. Raises InvalidRequestError if its id is in use, DrainingError
-        or EngineDeadError if the engine takes no more.
-        """
-
-    def owner_of(self, request_id: str) -> int | None:
-        """Return the client_index of the request of this id that is not finished, None if there is
-        none.
+        """Queue a validated request. One of the same client and id, at a lower attempt, is
+        superseded. Raises InvalidRequestError if the id is in use otherwise, DrainingError or
+        EngineDeadError if the engine takes no more.
         """
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
@@ -119,9 +116,9 @@ class EngineClient(Protocol):
         """
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, wait for requests and KV sessions to end; False if some were aborted
-        at the timeout. A pause ends; an engine that sleeps aborts what waits. May be called again
-        meanwhile.
+        """Take nothing new, wait for requests and KV sessions to end. False if that took longer:
+        those left have ended with a retryable DrainingError, their tokens so far are delivered. A
+        pause ends; an engine that sleeps aborts what waits. May be called again meanwhile.
         """
 
     async def close(self) -> None:

@@ -281,29 +281,49 @@ class PrefillStats:
 
     num_prompt_tokens: int
     num_cached_tokens: int
+    # From arrival to being scheduled; on P with the wait for D's blocks.
     queue_s: float
     prefill_s: float
+    # Of queue_s, from asking D for blocks to its grant.
+    grant_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferStats:
-    """What pulling a request's KV cost, measured on D (seconds). `exposed_s` is what the client
-    waits for.
+    """What pulling a request's KV cost, measured on D (seconds).
+
+    Exclusive, after P's last announcement has reached D: exposed_s, release_ack_s, decode_admit_s,
+    first_decode_step_s. transfer_s overlaps with the prefill and with them.
     """
 
     num_bytes: int
     num_blocks: int
+    # READs, one for each chunk that P announced.
+    num_reads: int
     transport: str
-    # From P's announcement reaching D to D's blocks being allocated.
-    admit_s: float
-    # From posting the READ to its completion.
+    # Time during which at least one READ was posted.
     transfer_s: float
-    # From the completion to P's acknowledgement of the release.
-    release_ack_s: float
-    # From P's announcement reaching D until the request was ready to run.
+    # From P's last word (PrefillDone) reaching D to the last READ having landed.
     exposed_s: float
-    # From being ready to D's first own token.
+    # From then to P's acknowledgement of the last release.
+    release_ack_s: float
+    # From then to the request being in the batch.
+    decode_admit_s: float = 0.0
+    # From then to D's first own token.
     first_decode_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLost:
+    """D will not get the rest of a request's KV and holds what it has until the router has sent
+    another attempt, for HOLD_S at most (rule K6).
+    """
+
+    # From the request's start; their KV is on D and right.
+    num_confirmed_tokens: int
+    # One of a few words, for metrics.
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +344,8 @@ class EngineCoreOutput:
     kv_transfer_stats: KVTransferStats | None = None
     routed_experts: tuple[int, ...] = ()
     num_nans_in_logits: int = 0
+    # D cannot go on by itself; the request is not finished.
+    kv_lost: KVLost | None = None
     attempt: int = 0
     # Index of new_token_ids[0] among all output tokens of the request (rule K7).
     first_token_index: int = 0
@@ -340,6 +362,7 @@ class SchedulerStats:
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
+    # Of requests that are not in the batch, also those that wait for D's blocks.
     num_waiting_tokens: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
@@ -419,7 +442,10 @@ class EngineInfo:
     dtype: str
     kv_compatibility_hash: str
     kv_transport: str
+    # "exact": the tokens depend on weights, tokens and seed only; else "consistent".
     determinism: str
+    # Workers of equal numerics_id compute bit-identical logits if they are exact.
+    numerics_id: str
     version: str
     # Names that SamplingParams.logits_processors may hold.
     logits_processors: tuple[str, ...] = ()

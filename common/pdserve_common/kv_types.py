@@ -8,8 +8,8 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 1
-MIN_PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MIN_PROTOCOL_VERSION = 2
 
 
 def new_epoch() -> str:
@@ -103,6 +103,40 @@ class KVLinkWelcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrantRequest:
+    """P will soon start this request and asks D to reserve blocks for it. Opens the session."""
+
+    session: KVSessionId
+    request_id: str
+    attempt: int
+    # Tokens whose KV D will pull: the prompt and what was generated before.
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """D has reserved blocks for those tokens and one more: P may start."""
+
+    session: KVSessionId
+    # Logical index of the first block D lacks; P announces none before it.
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Later:
+    """D has no room yet; it keeps the claim and grants it unasked when it has."""
+
+    session: KVSessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    """D takes a grant back of which it has seen no announcement."""
+
+    session: KVSessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequest:
     """D gives up a request; P fences and frees."""
 
@@ -131,13 +165,12 @@ class BlocksReady:
     """P has written these blocks and keeps them until released or fenced (rule K2)."""
 
     session: KVSessionId
-    request_id: str
-    attempt: int
     first_block: int
     # For each KV group, physical ids on P in logical order, equally many. Those before a sliding
     # group's window at the prompt's end mean nothing: D does not read them.
     block_ids: tuple[tuple[int, ...], ...]
-    num_tokens: int
+    # Parallel to block_ids, CRC-32 of each block's bytes; empty unless switched on.
+    checksums: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +178,6 @@ class PrefillDone:
     """All blocks are announced and the first token is sampled."""
 
     session: KVSessionId
-    request_id: str
-    attempt: int
     num_tokens: int
     output_token_ids: tuple[int, ...]
     timeout_s: float
@@ -171,7 +202,15 @@ class SessionEnded:
     reason: str
 
 
-KVLinkRequestMessage = KVLinkHello | CancelRequest | Release | KVLinkHeartbeat
+KVLinkRequestMessage = (
+    KVLinkHello | Granted | Later | Revoke | Release | CancelRequest | KVLinkHeartbeat
+)
 KVLinkResponseMessage = (
-    KVLinkWelcome | BlocksReady | PrefillDone | ReleaseAck | SessionEnded | KVLinkHeartbeat
+    KVLinkWelcome
+    | GrantRequest
+    | BlocksReady
+    | PrefillDone
+    | ReleaseAck
+    | SessionEnded
+    | KVLinkHeartbeat
 )

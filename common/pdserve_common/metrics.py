@@ -151,6 +151,41 @@ class RouterMetrics:
         self.workers = Gauge(
             "pdserve_workers", "Workers this router knows", ["role", "state"], registry=registry
         )
+        self.workers_failing = Gauge(
+            "pdserve_workers_failing",
+            "Workers that get no requests because several in a row failed",
+            ["role"],
+            registry=registry,
+        )
+        self.discovery_errors = Counter(
+            "pdserve_discovery_errors_total",
+            "Times that a list of workers could not be read or resolved",
+            ["role"],
+            registry=registry,
+        )
+        self.redrives = Counter(
+            "pdserve_redrives_total",
+            "Requests sent to workers again after a failure, by its reason and the new path",
+            ["reason", "path"],
+            registry=registry,
+        )
+        self.redrives_waiting = Gauge(
+            "pdserve_redrives_waiting",
+            "Requests that wait for a worker to go on",
+            registry=registry,
+        )
+        self.recovered_requests = Counter(
+            "pdserve_recovered_requests_total",
+            "Requests that were sent again at least once, by how they ended",
+            ["outcome"],
+            registry=registry,
+        )
+        self.pairs = Gauge(
+            "pdserve_worker_pairs",
+            "Pairs of prefill and decode workers: proven, unproven, failed or mismatched",
+            ["state"],
+            registry=registry,
+        )
         self.duplicate_tokens = Counter(
             "pdserve_duplicate_tokens_total",
             "Tokens that a second worker repeated, by whether they matched (rule K7)",
@@ -229,38 +264,60 @@ class EngineMetrics:
 
 
 class KVTransferMetrics:
-    """A worker's side of the handoff."""
+    """A worker's side of the handoff. `peer` is the other worker's engine_id."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.transfer_bytes = Counter(
             "pdserve_kv_transfer_bytes_total",
             "Bytes read from peers",
-            ["transport"],
+            ["peer", "transport"],
             registry=registry,
         )
         self.transfer_duration = Histogram(
             "pdserve_kv_transfer_duration_seconds",
-            "From posting a READ to its completion",
+            "Time during which a request's blocks travelled",
+            ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.transfer_exposed = Histogram(
             "pdserve_kv_transfer_exposed_seconds",
-            "From the announcement reaching D to the request being ready to run",
+            "What the prefill did not hide of it: from P's last word to the last block",
+            ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.release_ack_duration = Histogram(
             "pdserve_kv_release_ack_seconds",
-            "From a READ's completion to P's acknowledgement",
+            "From the last block to P's word that all of them are right",
+            ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
+        self.grant_wait = Histogram(
+            "pdserve_kv_grant_wait_seconds",
+            "On P, from asking D for blocks to its grant",
+            ["peer"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+        self.grants = Counter(
+            "pdserve_kv_grants_total",
+            "Answers to P's asking for blocks: granted, later or revoked",
+            ["answer"],
+            registry=registry,
+        )
         self.transfer_failures = Counter(
-            "pdserve_kv_transfer_failures_total", "Pulls that failed", ["reason"], registry=registry
+            "pdserve_kv_transfer_failures_total",
+            "Pulls that were lost",
+            ["peer", "reason"],
+            registry=registry,
         )
         self.sessions = Gauge(
-            "pdserve_kv_sessions", "KV sessions that are not over", registry=registry
+            "pdserve_kv_sessions",
+            "KV sessions that are not over, by state",
+            ["state"],
+            registry=registry,
         )
         self.sessions_ended = Counter(
             "pdserve_kv_sessions_ended_total",
@@ -276,6 +333,11 @@ class KVTransferMetrics:
         )
         self.zombie_reads = Gauge(
             "pdserve_kv_zombie_reads", "Given-up READs that have not landed yet", registry=registry
+        )
+        self.checksum_mismatches = Counter(
+            "pdserve_kv_checksum_mismatches_total",
+            "Blocks that arrived otherwise than P had announced them",
+            registry=registry,
         )
         self.late_messages = Counter(
             "pdserve_kv_late_messages_total",

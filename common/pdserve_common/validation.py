@@ -33,6 +33,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGITS_PROCESSORS = 16
 MAX_PATTERN_SIZE = 1024
 MAX_TIMEOUT_S = 7 * 24 * 3600
+# A router gives up long before.
+MAX_ATTEMPT = 1000
 MAX_TRACE_HEADERS = 8
 # Of a name or a value; W3C's tracestate has room for 512.
 MAX_TRACE_HEADER_CHARS = 512
@@ -56,7 +58,6 @@ _UNSERVED_REQUEST_FIELDS: tuple[tuple[str, object], ...] = (
     ("resumable", False),
     ("reasoning_ended", None),
     ("reasoning_parser_kwargs", {}),
-    ("resume_output_token_ids", ()),
 )
 
 
@@ -303,6 +304,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     )
     _validate_one_sequence(request.sampling_params)
     validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))
+    _validate_resume(request, info)
     if request.fork_of is not None:
         validate_request_id(request.fork_of)
         if request.kv_transfer_params is not None:
@@ -321,6 +323,27 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
                 f"timeout is {timeout_s:.0f} s, must be at most {MAX_TIMEOUT_S} s",
                 field="timeout_ns",
             )
+
+
+def _validate_resume(request: EngineCoreRequest, info: EngineInfo) -> None:
+    """Something must be left to generate behind what was delivered before."""
+    if request.attempt > MAX_ATTEMPT:
+        raise InvalidRequestError(
+            f"attempt is {request.attempt}, must be at most {MAX_ATTEMPT}", field="attempt"
+        )
+    token_ids = request.resume_output_token_ids
+    if not token_ids:
+        return
+    field = "resume_output_token_ids"
+    validate_token_ids(field, token_ids, info.vocab_size)
+    room = info.max_model_len - len(request.prompt_token_ids)
+    params = request.sampling_params
+    max_tokens = params.max_tokens if params is not None else None
+    limit = room if max_tokens is None else min(room, max_tokens)
+    if len(token_ids) >= limit:
+        raise InvalidRequestError(
+            f"{field} has {len(token_ids)} tokens, the request ends after {limit}", field=field
+        )
 
 
 def _validate_trace_headers(headers: Mapping[str, str]) -> None:

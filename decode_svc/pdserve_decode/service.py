@@ -22,6 +22,8 @@ HANDSHAKE_S = 5.0
 MIN_BACKOFF_S = 0.1
 # A request that needs the link waits this long at most before it is dialed again.
 MAX_BACKOFF_S = 1.0
+# Of so many workers that could not be reached the backoff is known; oldest failures go first.
+MAX_BACKOFFS = 1024
 MAX_UNSENT = 16384
 
 
@@ -131,10 +133,16 @@ class KvLinkPool:
             reason = error.message
         finally:
             if reason:
-                backoff_s = self._backoff_s.get(engine_id, 0.0)
-                self._backoff_s[engine_id] = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+                self._back_off(engine_id)
                 logger.warning("no KvLink to %s at %s: %s", engine_id, address, reason)
                 self._connector.link_failed(engine_id, reason)
+
+    def _back_off(self, engine_id: str) -> None:
+        """Wait longer before the next dial."""
+        backoff_s = self._backoff_s.pop(engine_id, 0.0)
+        self._backoff_s[engine_id] = min(MAX_BACKOFF_S, max(MIN_BACKOFF_S, 2 * backoff_s))
+        if len(self._backoff_s) > MAX_BACKOFFS:
+            del self._backoff_s[next(iter(self._backoff_s))]
 
     async def _shake_hands(
         self, engine_id: str, call: grpc.aio.StreamStreamCall

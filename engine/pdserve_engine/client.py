@@ -23,19 +23,24 @@ from pdserve_common.engine_types import (
     PauseMode,
     SchedulerStats,
 )
-from pdserve_common.errors import DrainingError, EngineDeadError, InvalidRequestError
+from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.control_client import ControlClient
 from pdserve_engine.core.engine_core import EngineCore, StepResult
+from pdserve_engine.core.request import RequestStatus
 from pdserve_engine.kv_transfer.base import KVConnector
 from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.owners import RequestOwners
 
 logger = logging.getLogger(__name__)
 
 # A step in pure torch releases the GIL, its Python parts should not wait 5 ms to get it back.
 SWITCH_INTERVAL_S = 5e-4
 JOIN_TIMEOUT_S = 30.0
+DRAIN_POLL_S = 0.02
+# After a drain's timeout: handing requests back takes one step, if none hangs.
+HAND_BACK_TIMEOUT_S = 1.0
 # An idle engine looks around at least this often.
 MAX_WAIT_S = 60.0
 
@@ -64,7 +69,7 @@ class InprocEngineClient:
         self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._clients: dict[int, OutputsCallback] = {}
-        self._owners: dict[str, int] = {}
+        self._owners = RequestOwners()
         self._next_client_index = 0
         self._is_draining = False
         self._is_stopped = False
@@ -153,28 +158,20 @@ class InprocEngineClient:
 
     def unregister_client(self, client_index: int) -> None:
         self._clients.pop(client_index, None)
-        mine = [rid for rid, owner in self._owners.items() if owner == client_index]
-        self.abort_requests(client_index, mine)
+        self.abort_requests(client_index, self._owners.of_client(client_index))
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self._error is not None:
             raise EngineDeadError(self._error)
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
-        if request.request_id in self._owners:
-            # An answer under this id would end the one that is running.
-            message = f"request_id {request.request_id!r} is running already"
-            raise InvalidRequestError(message, field="request_id")
-        self._owners[request.request_id] = request.client_index
+        self._owners.claim(request)
         self._inputs.put(_Add(request))
-
-    def owner_of(self, request_id: str) -> int | None:
-        return self._owners.get(request_id)
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # Ids without an owner may be requests that P has handed off: their sessions end.
         owners = self._owners
-        mine = tuple(rid for rid in request_ids if owners.get(rid, client_index) == client_index)
+        mine = tuple(rid for rid in request_ids if not owners.is_anothers(rid, client_index))
         if mine:
             for request_id in mine:
                 self._aborts.put(request_id)
@@ -231,14 +228,23 @@ class InprocEngineClient:
     async def drain(self, timeout_s: float) -> bool:
         self._is_draining = True
         self._control.begin_drain()
+        if await self._until(self._is_empty, timeout_s):
+            return True
+        self._post(functools.partial(_hand_back, self._core))
+        await self._until(lambda: not self._owners, HAND_BACK_TIMEOUT_S)
+        return False
+
+    def _is_empty(self) -> bool:
+        return not self._owners and not self._stats.num_open_kv_sessions
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until the condition holds or the engine has died; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while self.is_alive() and (self._owners or self._stats.num_open_kv_sessions):
+        while self.is_alive() and not condition():
             if time.monotonic() > deadline:
-                self._post(functools.partial(_abort_all, self._core))
-                await asyncio.sleep(0.2)
                 return False
             self.wake()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(DRAIN_POLL_S)
         return True
 
     async def close(self) -> None:
@@ -318,17 +324,15 @@ class InprocEngineClient:
     def _deliver(self, result: StepResult) -> None:
         self._stats = result.stats
         if self._on_step is not None:
-            outputs = [output for group in result.outputs.values() for output in group]
-            self._on_step(result.stats, outputs, result.has_computed)
+            all_outputs = [output for group in result.outputs.values() for output in group]
+            self._on_step(result.stats, all_outputs, result.has_computed)
         if self._loaded.logs_iterations and result.has_computed:
             _log_iteration(self._core.step_seq, result.stats)
         for client_index, group in result.outputs.items():
-            for output in group:
-                if output.finished:
-                    self._owners.pop(output.request_id, None)
+            outputs = self._owners.take_in(group)
             callback = self._clients.get(client_index)
             if callback is not None:
-                callback(EngineCoreOutputs(outputs=tuple(group), scheduler_stats=result.stats))
+                callback(EngineCoreOutputs(outputs=outputs, scheduler_stats=result.stats))
 
     def _announce_death(self) -> None:
         assert self._error is not None
@@ -351,7 +355,10 @@ def _log_iteration(step_seq: int, stats: SchedulerStats) -> None:
     )
 
 
-def _abort_all(core: EngineCore) -> None:
-    core.abort_requests(list(core.scheduler.requests))
+def _hand_back(core: EngineCore) -> None:
+    """End what is left so that routers have it go on elsewhere, after the tokens they have got."""
+    error = DrainingError("the worker is shutting down").to_engine_error()
+    scheduler = core.scheduler
+    scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ERROR, error)
     if core.connector is not None:
         core.connector.fence_all("shutdown")

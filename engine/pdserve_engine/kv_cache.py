@@ -2,6 +2,8 @@
 
 import contextlib
 import mmap
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +121,22 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the CRC-32 of each block's bytes: shows in tests that a block arrived intact.
+
+        Raises ValueError for a pool on a GPU.
+        """
+        if self._tensor.is_cuda:
+            raise ValueError(
+                f"block_checksums needs a pool on the CPU, this is {self._tensor.device}"
+            )
+        rows = self._tensor.view(self.num_blocks, -1).view(torch.uint8).numpy()
+        return tuple(zlib.crc32(rows[block_id]) for block_id in block_ids)
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks that are free with NaN: shows in tests that nobody uses them any more."""
+        self._tensor[list(block_ids)] = torch.nan
 
     def release(self) -> None:
         """Give the memory back until `restore`; what the blocks held is lost. Nothing may use the

@@ -38,6 +38,7 @@ from pdserve_engine.model_runner import ModelRunner
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
+from pdserve_engine.numerics import numerics_id
 from pdserve_engine.plugins import load_general_plugins, load_logits_processors
 from pdserve_engine.profiler import StepProfiler
 from pdserve_engine.sleep import SleepingMemory
@@ -94,10 +95,10 @@ def load_engine(
     model = source.load()
     manager, max_model_len = _size_pool(config, model, source.spec, source.device)
     kv_cache = KVCache(source.spec, num_blocks=manager.block_pool.num_blocks, device=source.device)
+    if config.poison_freed_blocks:
+        manager.block_pool.on_dead = kv_cache.poison
     step_seq = _StepCounter()
-    connector = _make_connector(config, role, identity, metrics, wakeup, step_seq)
-    if connector is not None:
-        connector.register_kv_cache(kv_cache)
+    connector = _make_connector(config, role, identity, kv_cache, metrics, wakeup, step_seq)
     runner = _make_runner(config, source, model, kv_cache, max_model_len)
     core = step_seq.core = EngineCore(
         scheduler=Scheduler(config.scheduler, manager, connector),
@@ -231,6 +232,7 @@ def _make_connector(
     config: EngineConfig,
     role: str,
     identity: KVIdentity,
+    kv_cache: KVCache,
     metrics: KVTransferMetrics,
     wakeup: Callable[[], None],
     step_seq: Callable[[], int],
@@ -240,23 +242,30 @@ def _make_connector(
     transport = make_transport(
         config.kv_connector, identity, require_transport=config.require_transport
     )
+    checksum = kv_cache.block_checksums if config.kv_checksums else None
+    connector: KVConnector
     if role == "prefill":
-        return ProducerConnector(
+        connector = ProducerConnector(
             transport,
             identity=identity,
             metrics=metrics,
             wakeup=wakeup,
             step_seq=step_seq,
             session_timeout_s=config.kv_session_timeout_s,
+            checksum=checksum,
         )
-    return ConsumerConnector(
-        transport,
-        identity=identity,
-        metrics=metrics,
-        wakeup=wakeup,
-        step_seq=step_seq,
-        transfer_timeout_s=config.kv_transfer_timeout_s,
-    )
+    else:
+        connector = ConsumerConnector(
+            transport,
+            identity=identity,
+            metrics=metrics,
+            wakeup=wakeup,
+            step_seq=step_seq,
+            transfer_timeout_s=config.kv_transfer_timeout_s,
+            checksum=checksum,
+        )
+    connector.register_kv_cache(kv_cache)
+    return connector
 
 
 class _StepCounter:
@@ -326,6 +335,7 @@ def _describe(
         kv_compatibility_hash=identity.compatibility_hash,
         kv_transport=config.kv_connector,
         determinism="exact" if model.is_row_independent else "consistent",
+        numerics_id=numerics_id(config, model, source.device),
         version=VERSION,
         logits_processors=tuple(sorted(source.logits_processors)),
     )

@@ -24,11 +24,12 @@ from pdserve_common.errors import (
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.beam_search import Beam, BeamSearch
+from pdserve_router.handoff import determinism
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_pool import Route
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +97,9 @@ class BeamSearchRequest(LiveRequest):
         return self._ending
 
     def start(self) -> None:
-        self._ask()
-        self._timeline.dispatched_ns = time.monotonic_ns()
         self._watch_deadline()
+        self._step()
+        self._timeline.dispatched_ns = time.monotonic_ns()
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error)
@@ -157,6 +158,12 @@ class BeamSearchRequest(LiveRequest):
         is_named = self._search.is_stopped(beam) and last != self.request.eos_token_id
         return last if is_named else None
 
+    def _step(self) -> None:
+        try:
+            self._ask()
+        except NoWorkerError as error:
+            self.fail(error)
+
     def _ask(self) -> None:
         """Send a step's requests. Raises NoWorkerError if the worker is gone."""
         self._tops = {}
@@ -212,10 +219,7 @@ class BeamSearchRequest(LiveRequest):
         if self._search.is_done:
             self._end(self._finish_reason(self._best[0]))
             return
-        try:
-            self._ask()
-        except NoWorkerError as error:
-            self.fail(error)
+        self._step()
 
     def _end(self, finish_reason: FinishReason, *, error: EngineError | None = None) -> None:
         if self._ending is not None:
@@ -251,6 +255,8 @@ class BeamSearchRequest(LiveRequest):
             path=self._path,
             prefill_engine_id="",
             decode_engine_id=self._worker.engine_id,
+            determinism=determinism(filter(None, [self._worker.info])),
+            num_redrives=0,
         )
 
 

@@ -1,13 +1,17 @@
 """The router's flags."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pdserve_common.config import opt
+from pdserve_router.discovery import SOURCES, parse_sources
+from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.routing import ROUTING_POLICIES
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+Transport = Literal["any", "shm", "tcp", "rdma"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +24,12 @@ class RouterConfig:
     served_model_name: str | None = opt(
         None, "Name clients ask for; the directory's name if unset."
     )
-    prefill: tuple[str, ...] = opt((), "Prefill workers, host:port of their gRPC servers.")
-    decode: tuple[str, ...] = opt((), "Decode workers, host:port of their gRPC servers.")
+    prefill: tuple[str, ...] = opt(
+        (),
+        "Prefill workers: host:port of their gRPC servers, dns://name:port for all addresses of a "
+        "name (asked every 5 s), file:///path with one host:port a line (read every 1 s).",
+    )
+    decode: tuple[str, ...] = opt((), "Decode workers, in the same forms.")
     host: str = opt("0.0.0.0", "Address to listen on.")
     grpc_port: int = opt(50051, "Port of the gRPC API; 0 takes a free one.")
     http_port: int = opt(8000, "Port of the OpenAI-compatible API; 0 takes a free one.")
@@ -31,9 +39,33 @@ class RouterConfig:
         "round_robin", f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}."
     )
     disaggregation: bool = opt(True, "Prefill on prefill workers; off: decode workers do it all.")
+    require_disaggregation: bool = opt(
+        False,
+        "Refuse a request rather than have decode do it alone for want of a prefill worker, a "
+        "proven pair or room in prefill's queue. What needs no handoff stays on decode as ever: "
+        "short and cached prompts, max_tokens=1, beam search.",
+    )
+    require_transport: Transport = opt(
+        "any", "Use a pair of workers only if its KV blocks were seen to travel this way."
+    )
+    disaggregation_threshold_tokens: int = opt(
+        0,
+        "Prompts of which decode has to compute at most so many tokens stay there; what it has "
+        "cached is estimated from what this router sent. 0: all of more than one token go to "
+        "prefill, nothing is estimated.",
+    )
+    max_prefill_queue_tokens: int = opt(
+        0,
+        "Prefill workers with more waiting tokens get no more; if all have more, decode works "
+        "alone. 0: no limit.",
+    )
     max_num_queued_requests: int = opt(
         1024, "Requests that wait for their first token; one more is refused with 429."
     )
+    max_redrives: int = opt(
+        3, "How often a request whose worker failed is sent to another; then it fails."
+    )
+    redrive_wait_s: float = opt(10.0, "How long such a request waits for a worker if none is left.")
     default_deadline_s: float = opt(600.0, "Deadline of requests that bring none.")
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")
     client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for so long is cut.")
@@ -45,15 +77,18 @@ class RouterConfig:
         if not Path(self.model).is_dir() or not self.model:
             raise ValueError(f"model must be a directory with a tokenizer, got {self.model!r}")
         if not self.decode:
-            raise ValueError("decode needs at least one worker, host:port")
-        for address in (*self.prefill, *self.decode):
-            _check_address(address)
-        repeated = {a for a in self.workers if self.workers.count(a) > 1}
-        if repeated:
-            raise ValueError(f"workers are listed twice: {', '.join(sorted(repeated))}")
+            raise ValueError(f"decode needs at least one worker: {SOURCES}")
+        for entries in (self.prefill, self.decode):
+            parse_sources(entries)
+        if both := set(self.prefill) & set(self.decode):
+            raise ValueError(f"workers have one role, listed in both: {', '.join(sorted(both))}")
         if self.routing_policy not in ROUTING_POLICIES:
             known = ", ".join(sorted(ROUTING_POLICIES))
             raise ValueError(f"routing_policy is {self.routing_policy!r}, known are {known}")
+        if self.require_disaggregation and not self.disaggregation:
+            raise ValueError("require_disaggregation is on while disaggregation is off")
+        if self.require_disaggregation and not self.prefill:
+            raise ValueError("require_disaggregation is on, prefill needs at least one worker")
         self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -73,19 +108,22 @@ class RouterConfig:
                 f"max_deadline_s is {self.max_deadline_s}, must be at least default_deadline_s "
                 f"({self.default_deadline_s})"
             )
-        if not self.drain_timeout_s >= 0:
-            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must be at least 0")
+        for name in (
+            "drain_timeout_s",
+            "disaggregation_threshold_tokens",
+            "max_prefill_queue_tokens",
+            "max_redrives",
+            "redrive_wait_s",
+        ):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
 
     @property
-    def workers(self) -> tuple[str, ...]:
-        return (*self.prefill, *self.decode)
+    def rules(self) -> RoutingRules:
+        return RoutingRules(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(RoutingRules)}
+        )
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model).resolve().name
-
-
-def _check_address(address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) <= 65535):
-        raise ValueError(f"worker address must be host:port, got {address!r}")

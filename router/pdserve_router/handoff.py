@@ -1,35 +1,46 @@
-"""A request's life on its workers: from dispatch on one or two legs to exactly one end."""
+"""A request's life on its workers: from dispatch, over as many attempts as it takes, to exactly one
+end.
+"""
 
 import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Iterable, Sequence
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
+    EngineInfo,
     ErrorCode,
     FinishReason,
-    KVTransferParams,
+    KVLost,
     KVTransferStats,
     PrefillStats,
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.attempt import Attempt
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import Ending, RequestOutput, RequestState, Usage
+from pdserve_router.redrive import KV_ERRORS, Recovery, RedriveQueue
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.resume import ResumedCompletion
+from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_client import OutputCallback, WorkerClient
-from pdserve_router.worker_pool import Route
+from pdserve_router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
+# When P is lost D mostly knows more: what it has, or that it has all. So long its word is waited
+# for; nothing depends on whether it comes in time.
+_VERDICT_S = 0.25
+
 
 class Handoff(LiveRequest):
-    """A request for one completion. Both legs get it at once: P computes the prompt and the first
-    token, D pulls the KV blocks and goes on.
+    """A request for one completion. When a worker fails it the request is sent again, with the
+    tokens so far (rule K6): what was delivered stays, and the client sees one stream.
     """
 
     def __init__(
@@ -40,9 +51,11 @@ class Handoff(LiveRequest):
         tokenizer: Tokenizer,
         timeline: Timeline,
         metrics: RouterMetrics,
+        redrives: RedriveQueue,
         on_tokens: OnTokens,
         on_end: OnEnd,
         index: int = 0,
+        resume: Sequence[ResumedCompletion] = (),
         wake: asyncio.Event | None = None,
     ) -> None:
         super().__init__(request, on_tokens=on_tokens, on_end=on_end)
@@ -53,12 +66,14 @@ class Handoff(LiveRequest):
             metrics=metrics,
             index=index,
             wake=wake,
+            resumed=next((each for each in resume if each.index == index), None),
         )
-        self.route = route
+        self.recovery = Recovery()
+        # Of every worker that took part.
+        self.infos: set[EngineInfo] = set()
         self._metrics = metrics
-        self._running: set[WorkerClient] = set()
-        # Of D, until P has said what only P knows.
-        self._early: list[EngineCoreOutput] = []
+        self._redrives = redrives
+        self._attempt = Attempt(self._at_attempt(0), route, self)
         self._prefill_stats: PrefillStats | None = None
         self._transfer_stats: KVTransferStats | None = None
 
@@ -66,122 +81,180 @@ class Handoff(LiveRequest):
     def ending(self) -> Ending | None:
         return self.state.ending
 
+    @property
+    def route(self) -> Route:
+        """Of the last attempt."""
+        return self._attempt.route
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        return self._at_attempt(self.recovery.num_redrives + 1)
+
     async def _next_output(self) -> RequestOutput:
         return await self.state.collector.get()
 
     def start(self) -> None:
-        prefill, decode = self.route.prefill, self.route.decode
-        if prefill is None:
-            self._send(decode, self.request, self._on_decode_output)
-        else:
-            to_decode = dataclasses.replace(_remote(decode), do_remote_decode=True)
-            to_prefill = dataclasses.replace(_remote(prefill), do_remote_prefill=True)
-            prefill_leg = dataclasses.replace(self.request, kv_transfer_params=to_decode)
-            decode_leg = dataclasses.replace(self.request, kv_transfer_params=to_prefill)
-            self._send(prefill, prefill_leg, self._on_prefill_output)
-            self._send(decode, decode_leg, self._on_decode_output)
         self.state.timeline.dispatched_ns = time.monotonic_ns()
+        if (end := self.state.resumed_end) is not None:
+            self._end(end.finish_reason, stop_reason=end.stop_reason, outcome=None)
+            return
         self._watch_deadline()
+        self._send()
+        self.state.timeline.dispatched_ns = time.monotonic_ns()
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error, outcome="aborted")
 
-    def _send(
-        self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
-    ) -> None:
-        worker.add_request(request, on_output, self._on_defect)
-        self._running.add(worker)
+    def resend(self, route: Route) -> None:
+        """Begin the next attempt. Workers that have the last one and not this one end it."""
+        lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
+        self._count_handoff(lost, self._outcome)
+        self.recovery.begin_attempt()
+        self.state.begin_attempt(self._attempt.request.attempt)
+        lost.abort(but=frozenset(route.workers))
+        self._send()
 
-    def _on_prefill_output(self, output: EngineCoreOutput) -> None:
-        assert self.route.prefill is not None
-        self._prefill_stats = output.prefill_stats or self._prefill_stats
-        if not self._accept(output) or not output.finished:
-            return
-        if _has_failed(output):
-            self._fail_leg(self.route.prefill, output, outcome="prefill_failed")
-        elif output.kv_transfer_params is None:
-            # The first token was the last: D's ticket is void.
-            self._running.discard(self.route.prefill)
-            self._end_as(output, outcome="ended_at_prefill")
-        else:
-            early, self._early = self._early, []
-            for held in early:
-                if self.ending is None:
-                    self._on_decode_output(held)
+    def give_up(self) -> None:
+        """There is nobody to go on with: end with what began the last loss."""
+        self._end(FinishReason.ERROR, error=self.recovery.error, outcome=self._outcome)
 
-    def _on_decode_output(self, output: EngineCoreOutput) -> None:
-        if self._is_early(output):
-            self._early.append(output)
-            return
-        if self.route.prefill is None:
-            self._prefill_stats = output.prefill_stats or self._prefill_stats
-        self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
-        if not self._accept(output) or not output.finished:
-            return
-        if self._is_void_ticket(output):
-            self._running.discard(self.route.decode)
-        elif _has_failed(output):
-            self._fail_leg(self.route.decode, output, outcome="decode_failed")
-        else:
-            # D is done, so P has nothing left to do either.
-            self._running.clear()
-            self._end_as(output, outcome="completed")
-
-    def _is_early(self, output: EngineCoreOutput) -> bool:
-        """Only P has the logprobs of the prompt and of the first token, which D repeats."""
-        is_first = bool(output.new_token_ids) and not self.state.token_ids
-        return is_first and self.route.prefill in self._running and self.state.wants_logprobs
-
-    def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
-        """D heard from P that the request ends there; P's own word of it is still on its way."""
-        is_cancelled = output.error is not None and output.error.code is ErrorCode.CANCELLED
-        return is_cancelled and self.route.prefill in self._running
-
-    def _accept(self, output: EngineCoreOutput) -> bool:
+    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
         """Take the tokens; False if that ended the request."""
+        self._take_stats(output, worker)
         num_before = len(self.state.token_ids)
         try:
             stop_string = self.state.accept(output)
         except PdserveError as error:
             logger.error("request %s: %s", output.request_id, error.message)
+            self._redrives.pool.report_failure(worker)
             self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome="decode_failed")
             return False
         num_new = len(self.state.token_ids) - num_before
         if num_new:
+            self._on_progress(worker)
             self._on_tokens(self, num_new)
         if stop_string is not None:
             self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")
         return stop_string is None
 
-    def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput, *, outcome: str) -> None:
-        self._running.discard(worker)
-        error = output.error or EngineError(
-            code=ErrorCode.ENGINE_DEAD,
-            message=f"worker {worker.address} ended the request: {output.finish_reason!s}",
-            is_retryable=True,
-        )
-        logger.warning("request %s failed: %s", output.request_id, error.message)
-        self._end(FinishReason.ERROR, error=error, outcome=outcome)
-
-    def _end_as(self, output: EngineCoreOutput, *, outcome: str) -> None:
+    def on_done(self, output: EngineCoreOutput, *, outcome: str) -> None:
         assert output.finish_reason is not None
+        for worker in self.route.workers:
+            self._redrives.pool.report_success(worker)
         self._end(output.finish_reason, stop_reason=output.stop_reason, outcome=outcome)
+
+    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+        """Send the request again if that may help."""
+        if not self.recovery.errors:
+            self._report_failure(worker, error)
+        # What follows from an earlier loss of the attempt changes nothing: the ticket, for one, is
+        # void to D when P is lost.
+        if not error.is_retryable and self not in self._redrives:
+            logger.warning("request %s failed: %s", self.request.request_id, error.message)
+            outcome = "prefill_failed" if worker is self.route.prefill else "decode_failed"
+            self._end(FinishReason.ERROR, error=error, outcome=outcome)
+            return
+        self._lose(worker, error, reason=error.code.name.lower())
+
+    def on_kv_lost(self, lost: KVLost) -> None:
+        """D holds what it has until it is told how to go on (rule K6)."""
+        error = EngineError(
+            code=ErrorCode.KV_TRANSFER_FAILED, message=lost.message, is_retryable=True
+        )
+        if not self.recovery.errors:
+            self._report_failure(self.route.decode, error)
+        self.recovery.num_confirmed_tokens = lost.num_confirmed_tokens
+        self._lose(self.route.decode, error, reason="kv_lost")
+
+    def on_defect(self) -> None:
+        self._on_defect()
+
+    def _at_attempt(self, attempt: int) -> EngineCoreRequest:
+        token_ids = tuple(self.state.token_ids)
+        if not token_ids and not attempt:
+            return self.request
+        params = self.request.sampling_params
+        assert params is not None
+        return dataclasses.replace(
+            self.request,
+            # They are out with the first token.
+            sampling_params=dataclasses.replace(params, prompt_logprobs=None)
+            if token_ids
+            else params,
+            attempt=attempt,
+            resume_output_token_ids=token_ids,
+            # Its source may be elsewhere, or behind other tokens.
+            fork_of=None,
+        )
+
+    def _send(self) -> None:
+        self.infos.update(worker.info for worker in self.route.workers if worker.info is not None)
+        self._attempt.send()
+
+    def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
+        """Keep what the stages of the first and the second token took, of the attempts that brought
+        them. The prompt's are those of the worker that computed it.
+        """
+        num_before = self._attempt.num_tokens_before
+        if num_before == 0 and worker is (self.route.prefill or self.route.decode):
+            self._prefill_stats = output.prefill_stats or self._prefill_stats
+        if num_before < 2:
+            self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
+        if output.kv_transfer_stats is not None and self.route.prefill is not None:
+            self._redrives.pool.report_success((self.route.prefill, self.route.decode))
+
+    def _on_progress(self, worker: WorkerClient) -> None:
+        if self not in self._redrives:
+            self._redrives.on_token(self)
+        elif worker is self.route.decode:
+            # D had everything from the P that was lost.
+            self._redrives.discard(self)
+            self.recovery.forget()
+
+    def _report_failure(self, worker: WorkerClient, error: EngineError) -> None:
+        prefill, decode = self.route.prefill, self.route.decode
+        if error.code in KV_ERRORS:
+            if prefill is not None:
+                self._redrives.pool.report_failure((prefill, decode))
+        elif error.code is ErrorCode.INTERNAL:
+            self._redrives.pool.report_failure(worker)
+
+    def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
+        if self.ending is not None:
+            return
+        logger.warning(
+            "request %s lost %s: %s", self.request.request_id, worker.address, error.message
+        )
+        self.recovery.add(self.route, worker, error, reason=reason)
+        decode = self.route.decode
+        has_decode = decode in self._attempt.running
+        self.recovery.holder = decode if has_decode else None
+        if self.recovery.num_redrives >= self._redrives.max_redrives:
+            self.give_up()
+            return
+        is_undecided = has_decode and decode not in self.recovery.errors
+        self._redrives.add(self, delay_s=_VERDICT_S if is_undecided else 0.0)
+
+    @property
+    def _outcome(self) -> str:
+        """Of an attempt that is lost."""
+        assert self.recovery.route is not None
+        is_prefill = next(iter(self.recovery.errors)) is self.recovery.route.prefill
+        return "prefill_failed" if is_prefill else "decode_failed"
 
     def _end(
         self,
         finish_reason: FinishReason,
         *,
-        outcome: str,
+        outcome: str | None,
         stop_reason: int | str | None = None,
         error: EngineError | None = None,
     ) -> None:
         if self.state.ending is not None:
             return
         self._stop_deadline()
-        # P stays in `running` after it handed the request off: it may still hold the blocks.
-        for worker in self._running:
-            worker.abort(self.request.request_id)
-        self._running.clear()
+        self._redrives.discard(self)
+        self._attempt.abort()
         self.state.timeline.finished_ns = time.monotonic_ns()
         self.state.finish(
             Ending(
@@ -192,9 +265,14 @@ class Handoff(LiveRequest):
                 metrics=self.measure(self.state.timeline),
             )
         )
-        if self.route.prefill is not None:
-            self._metrics.handoffs.labels(outcome=outcome).inc()
+        self._count_handoff(self._attempt, outcome)
+        if self.recovery.num_redrives:
+            self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)
+
+    def _count_handoff(self, attempt: Attempt, outcome: str | None) -> None:
+        if attempt.route.prefill is not None and outcome is not None:
+            self._metrics.handoffs.labels(outcome=outcome).inc()
 
     def _usage(self) -> Usage:
         stats = self._prefill_stats
@@ -204,27 +282,27 @@ class Handoff(LiveRequest):
             num_output_tokens=len(self.state.token_ids),
         )
 
-    def measure(self, timeline: Timeline) -> RequestMetrics:
-        """Return the metrics of a request whose prompt was this one's, on its own timeline."""
+    def measure(self, timeline: Timeline, *, siblings: Sequence["Handoff"] = ()) -> RequestMetrics:
+        """Return the metrics of a request whose prompt was this one's, on its own timeline.
+        `siblings` are what else took part in it.
+        """
         prefill, decode = self.route.prefill, self.route.decode
+        handoffs = (self, *siblings)
         return measure(
             timeline,
-            num_tokens=len(self.state.token_ids),
+            num_tokens=self.state.num_new_tokens,
             prefill=self._prefill_stats,
             transfer=self._transfer_stats,
             path=self.route.path,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",
             decode_engine_id=decode.engine_id,
+            determinism=determinism(info for handoff in handoffs for info in handoff.infos),
+            num_redrives=sum(handoff.recovery.num_redrives for handoff in handoffs),
         )
 
 
-def _has_failed(output: EngineCoreOutput) -> bool:
-    # An abort we did not ask for is the worker's failure.
-    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
-
-
-def _remote(worker: WorkerClient) -> KVTransferParams:
-    host, _, port = worker.address.rpartition(":")
-    return KVTransferParams(
-        remote_engine_id=worker.engine_id, remote_host=host, remote_port=int(port)
-    )
+def determinism(infos: Iterable[EngineInfo]) -> str:
+    """Return "exact" if all these workers compute the same tokens bit by bit, else "consistent"."""
+    kinds = {(info.determinism, info.numerics_id) for info in infos}
+    is_exact = len(kinds) == 1 and all(kind == "exact" for kind, _ in kinds)
+    return "exact" if is_exact else "consistent"

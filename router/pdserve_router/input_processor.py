@@ -21,6 +21,7 @@ from pdserve_common.validation import (
     validate_token_ids,
 )
 from pdserve_router.parent_request import is_ranked
+from pdserve_router.resume import ResumedCompletion, require_seed, validate_resume
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
 
@@ -59,6 +60,8 @@ class GenerationRequest:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     # gRPC's messages are: what has to fit into one is refused above MAX_PROMPT_LOGPROB_ENTRIES.
     has_bounded_messages: bool = False
+    # What a broken stream of the same request had brought.
+    resume: Sequence[ResumedCompletion] = ()
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
@@ -74,9 +77,12 @@ def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedInput:
-    """An EngineCoreRequest and when its tokenizing began and ended (monotonic ns)."""
+    """An EngineCoreRequest, when its tokenizing began and ended (monotonic ns), and where its
+    answer goes on.
+    """
 
     request: EngineCoreRequest
+    resume: Sequence[ResumedCompletion] = ()
     tokenize_start_ns: int
     tokenize_end_ns: int
 
@@ -109,6 +115,8 @@ class InputProcessor:
         self.check_model(request.model)
         validate_request_id(request.request_id)
         _check_request(request)
+        if request.resume:
+            require_seed(request.sampling_params)
         # Before tokenizing, which is the expensive part.
         validate_sampling_params(
             request.sampling_params,
@@ -123,6 +131,7 @@ class InputProcessor:
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
         params = _complete(request.sampling_params, len(token_ids), limits)
+        validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         if request.has_bounded_messages:
             _check_message(params, len(token_ids))
         arrival_time = request.arrival_ns / 1e9
@@ -142,6 +151,7 @@ class InputProcessor:
         )
         return ProcessedInput(
             request=engine_request,
+            resume=request.resume,
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,
         )

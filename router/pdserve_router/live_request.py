@@ -69,7 +69,7 @@ class LiveRequest(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Send it to its workers. Raises NoWorkerError if one is gone."""
+        """Send it to its workers. It may end at once."""
 
     @abstractmethod
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:

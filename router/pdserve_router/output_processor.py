@@ -21,12 +21,21 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.detokenizer import Detokenizer
 from pdserve_router.request_metrics import RequestMetrics, Timeline
+from pdserve_router.resume import ResumedCompletion, TokenEnd, token_end
 from pdserve_router.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+
+def _unknown_positions(count: int) -> LogprobsLists:
+    """Positions of which nothing is known."""
+    return LogprobsLists(
+        logprob_token_ids=((),) * count, logprobs=((),) * count, sampled_token_ranks=(0,) * count
+    )
+
+
 # Nothing precedes a prompt's first token.
-_NO_POSITION = LogprobsLists(logprob_token_ids=((),), logprobs=((),), sampled_token_ranks=(0,))
+_NO_POSITION = _unknown_positions(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +45,9 @@ class CompletionOutput:
     index: int = 0
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    # One position per token in token_ids, if asked for.
+    # One position per token in token_ids, if asked for; empty for tokens the client resumed from.
     logprobs: LogprobsLists | None = None
-    # Sum over all tokens so far, if logprobs were asked for.
+    # Sum over all tokens so far but those the client resumed from, if logprobs were asked for.
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -139,6 +148,16 @@ class RequestOutputCollector:
         self._wake = wake or asyncio.Event()
         self.has_news = False
 
+    def resume(self, text: str, token_ids: Sequence[int], *, has_logprobs: bool) -> None:
+        """Begin behind what another stream has brought: deltas are only what follows."""
+        if self._kind is RequestOutputKind.DELTA:
+            self._is_first = False
+            return
+        self._text.append(text)
+        self._token_ids.extend(token_ids)
+        if has_logprobs:
+            self._logprobs.append(_unknown_positions(len(token_ids)))
+
     def put_prompt_logprobs(self, logprobs: LogprobsLists) -> None:
         """Take the prompt's logprobs; the first output will have them."""
         self._prompt_logprobs = logprobs
@@ -156,9 +175,13 @@ class RequestOutputCollector:
         if self._kind is not RequestOutputKind.FINAL_ONLY:
             self._notify()
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: Ending, *, is_known: bool = False) -> None:
+        """Take the end. One that the reader knows already is no news among other completions'."""
         self._ending = ending
-        self._notify()
+        if is_known and self._kind is RequestOutputKind.DELTA:
+            self._wake.set()
+        else:
+            self._notify()
 
     async def get(self) -> RequestOutput:
         """Wait for news and return all of it; the last one is `finished`."""
@@ -238,13 +261,16 @@ class RequestState:
 
     __slots__ = (
         "_detokenizer",
+        "_is_end_known",
         "_metrics",
         "_params",
         "_prompt_logprobs",
         "attempt",
         "collector",
         "ending",
+        "num_resumed",
         "request",
+        "resumed_end",
         "timeline",
         "token_ids",
     )
@@ -258,12 +284,18 @@ class RequestState:
         metrics: RouterMetrics,
         index: int = 0,
         wake: asyncio.Event | None = None,
+        resumed: ResumedCompletion | None = None,
     ) -> None:
         self.request = request
         self.timeline = timeline
         self.attempt = request.attempt
         # Kept whole: recovery sends them along with the next attempt.
         self.token_ids: list[int] = []
+        # Of these, what another stream has brought.
+        self.num_resumed = 0
+        # How that ended the answer, if it did.
+        self.resumed_end: TokenEnd | None = None
+        self._is_end_known = False
         self.ending: Ending | None = None
         params = request.sampling_params or SamplingParams()
         self._params = params
@@ -272,11 +304,24 @@ class RequestState:
         self._prompt_logprobs: list[LogprobsLists] = []
         self._detokenizer = _detokenizer(tokenizer, params)
         self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
+        if resumed is not None and (resumed.token_ids or resumed.is_finished):
+            self._resume(resumed)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that this stream brings."""
+        return len(self.token_ids) - self.num_resumed
 
     @property
     def wants_logprobs(self) -> bool:
         """Some of them exist only where the prompt is computed."""
         return self._params.logprobs is not None or self._params.prompt_logprobs is not None
+
+    def begin_attempt(self, attempt: int) -> None:
+        """From now on outputs of this attempt are taken, which goes on behind `token_ids`."""
+        self.attempt = attempt
+        # They come again, from the first on.
+        self._prompt_logprobs.clear()
 
     def accept(self, output: EngineCoreOutput) -> str | None:
         """Take the new tokens of an output of the current attempt, by rule K7, and pass their text
@@ -295,19 +340,40 @@ class RequestState:
         if not self.token_ids and self._params.prompt_logprobs is not None:
             self.collector.put_prompt_logprobs(self._all_prompt_logprobs())
         self.timeline.on_tokens(
-            time.monotonic_ns(), num_before=len(self.token_ids), num_new=len(new)
+            time.monotonic_ns(), num_before=self.num_new_tokens, num_new=len(new)
         )
-        # EOS and stop tokens count as tokens and are no text.
-        is_stopped = output.finish_reason is FinishReason.STOP
-        is_cut = is_stopped and not self._params.include_stop_str_in_output
-        return self._deliver(new, logprobs, num_silent=1 if is_cut else 0)
+        end = None if output.finish_reason is None else TokenEnd(output.finish_reason)
+        return self._deliver(new, logprobs, num_silent=self._num_silent(end))
 
     def finish(self, ending: Ending) -> None:
         """Pass on what is held back, and the end. Later outputs must not come."""
         self.ending = ending
-        if self._detokenizer is not None:
+        if self._detokenizer is not None and not self._is_end_known:
             self.collector.put(self._detokenizer.finish(), ())
-        self.collector.finish(ending)
+        self.collector.finish(ending, is_known=self._is_end_known)
+
+    def _resume(self, resumed: ResumedCompletion) -> None:
+        """Take what another stream has brought. The detokenizer sees it again, so that it holds
+        back now what it held back then.
+        """
+        end = token_end(self.request, resumed.token_ids)
+        text, num_taken = self._text_of(resumed.token_ids, num_silent=self._num_silent(end))
+        if self._detokenizer is not None and self._detokenizer.stop_string is not None:
+            end = TokenEnd(FinishReason.STOP, self._detokenizer.stop_string)
+        if resumed.is_finished:
+            text += self._detokenizer.finish() if self._detokenizer is not None else ""
+            end = end or TokenEnd(FinishReason.STOP)
+        self.token_ids.extend(resumed.token_ids[:num_taken])
+        self.num_resumed = num_taken
+        self.resumed_end = end
+        self._is_end_known = resumed.is_finished
+        has_logprobs = self._params.logprobs is not None
+        self.collector.resume(text, self.token_ids, has_logprobs=has_logprobs)
+
+    def _num_silent(self, end: TokenEnd | None) -> int:
+        """EOS and stop tokens count as tokens and are no text."""
+        is_stopped = end is not None and end.finish_reason is FinishReason.STOP
+        return 1 if is_stopped and not self._params.include_stop_str_in_output else 0
 
     def _fresh(self, token_ids: Sequence[int], first_index: int) -> Sequence[int]:
         """Return the tokens that were not delivered before."""
@@ -357,24 +423,25 @@ class RequestState:
     def _deliver(
         self, token_ids: Sequence[int], logprobs: LogprobsLists | None, *, num_silent: int
     ) -> str | None:
-        if self._detokenizer is None:
-            self.token_ids.extend(token_ids)
-            self.collector.put("", token_ids, logprobs)
-            return None
-        texts = []
-        num_spoken = len(token_ids) - num_silent
-        num_taken = len(token_ids)
-        for i in range(num_spoken):
-            texts.append(self._detokenizer.push(token_ids[i]))
-            if self._detokenizer.stop_string is not None:
-                # Tokens behind a stop string are dropped, in however many messages they came.
-                num_taken = i + 1
-                break
+        text, num_taken = self._text_of(token_ids, num_silent=num_silent)
         self.token_ids.extend(token_ids[:num_taken])
         if logprobs is not None:
             logprobs = logprobs[:num_taken]
-        self.collector.put("".join(texts), token_ids[:num_taken], logprobs)
-        return self._detokenizer.stop_string
+        self.collector.put(text, token_ids[:num_taken], logprobs)
+        return self._detokenizer.stop_string if self._detokenizer is not None else None
+
+    def _text_of(self, token_ids: Sequence[int], *, num_silent: int) -> tuple[str, int]:
+        """Return the text that may go out with these tokens and how many of them count: those
+        behind a stop string are dropped, in however many messages they came.
+        """
+        if self._detokenizer is None:
+            return "", len(token_ids)
+        texts = []
+        for i in range(len(token_ids) - num_silent):
+            texts.append(self._detokenizer.push(token_ids[i]))
+            if self._detokenizer.stop_string is not None:
+                return "".join(texts), i + 1
+        return "".join(texts), len(token_ids)
 
 
 def _check_positions(logprobs: LogprobsLists) -> None:

@@ -18,9 +18,11 @@ from pdserve_common.validation import MAX_SEED
 from pdserve_router.handoff import Handoff
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.redrive import RedriveQueue
 from pdserve_router.request_metrics import Timeline
+from pdserve_router.resume import ResumedCompletion
+from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_pool import Route
 
 
 def is_ranked(params: SamplingParams) -> bool:
@@ -31,7 +33,8 @@ def is_ranked(params: SamplingParams) -> bool:
 class ParentRequest(LiveRequest):
     """A request of `n` completions, each of them a child request. The first child gets the prompt
     computed, on whatever route; the others are its forks on the same decode worker, which shares
-    the prompt's blocks among them. One child's failure ends them all.
+    the prompt's blocks among them. A child that loses its workers goes on alone on others; if it
+    cannot, its failure ends them all.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class ParentRequest(LiveRequest):
         tokenizer: Tokenizer,
         timeline: Timeline,
         metrics: RouterMetrics,
+        redrives: RedriveQueue,
         on_tokens: OnTokens,
         on_end: OnEnd,
+        resume: Sequence[ResumedCompletion] = (),
     ) -> None:
         super().__init__(request, on_tokens=on_tokens, on_end=on_end)
         params = request.sampling_params
@@ -53,22 +58,27 @@ class ParentRequest(LiveRequest):
         self._is_silent = self._is_ranked or params.output_kind is RequestOutputKind.FINAL_ONLY
         self._wake = asyncio.Event()
         fork_route = Route(decode=route.decode, reason="fork")
+        resumed = {each.index for each in resume if each.token_ids}
         self._children = tuple(
             Handoff(
                 _child(request, params, index),
-                fork_route if index else route,
+                # What is resumed is no fork: it shares the prompt with none that stands elsewhere.
+                fork_route if index and index not in resumed else route,
                 tokenizer=tokenizer,
                 timeline=replace(timeline),
                 metrics=metrics,
+                redrives=redrives,
                 on_tokens=self._on_child_tokens,
                 on_end=self._on_child_end,
                 index=index,
+                resume=resume,
                 wake=self._wake,
             )
             for index in range(params.best_of or params.n)
         )
         self._is_cut = False
-        self._is_first = True
+        # A resumed stream of deltas has had its first output elsewhere.
+        self._is_first = not resumed or params.output_kind is not RequestOutputKind.DELTA
         self._ending: Ending | None = None
 
     @property
@@ -90,8 +100,12 @@ class ParentRequest(LiveRequest):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._ending is not None or self._may_speak:
+            if self._ending is not None or (self._has_news and self._may_speak):
                 return self._take()
+
+    @property
+    def _has_news(self) -> bool:
+        return any(child.state.collector.has_news for child in self._children)
 
     @property
     def _may_speak(self) -> bool:
@@ -108,11 +122,11 @@ class ParentRequest(LiveRequest):
         is_first, self._is_first = self._is_first, False
         ending = self._ending
         return RequestOutput(
-            request_id=news[0].request_id,
+            request_id=self.request.external_req_id or self.request.request_id,
             outputs=self._best(completions) if self._is_ranked else completions,
             seed=self._params.seed or 0,
             prompt_token_ids=self.request.prompt_token_ids if is_first else (),
-            prompt_logprobs=news[0].prompt_logprobs,
+            prompt_logprobs=news[0].prompt_logprobs if news else None,
             finished=ending is not None,
             usage=ending.usage if ending is not None else None,
             metrics=ending.metrics if ending is not None else None,
@@ -141,7 +155,7 @@ class ParentRequest(LiveRequest):
 
     def _merge(self, endings: Sequence[Ending]) -> Ending:
         """Of several ways to end, an error is told, else the first child's."""
-        first = self._children[0]
+        first, *others = self._children
         failed = (ending for ending in endings if ending.error is not None)
         return replace(
             next(failed, endings[0]),
@@ -150,7 +164,7 @@ class ParentRequest(LiveRequest):
                 num_cached_tokens=endings[0].usage.num_cached_tokens,
                 num_output_tokens=sum(ending.usage.num_output_tokens for ending in endings),
             ),
-            metrics=first.measure(self._timeline(first.state.timeline)),
+            metrics=first.measure(self._timeline(first.state.timeline), siblings=others),
         )
 
     def _timeline(self, first: Timeline) -> Timeline:

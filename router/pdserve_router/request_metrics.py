@@ -7,7 +7,24 @@ from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.metrics import RouterMetrics
 
 TTFT_STAGES = ("router_queue", "tokenize", "dispatch", "prefill_queue", "prefill", "return")
-FIRST_ITL_STAGES = ("kv_transfer_exposed", "first_decode_step", "decode_return")
+FIRST_ITL_STAGES = (
+    "kv_transfer_exposed",
+    "release_ack",
+    "decode_admit",
+    "first_decode_step",
+    "decode_return",
+)
+
+_NO_PREFILL = PrefillStats(num_prompt_tokens=0, num_cached_tokens=0, queue_s=0.0, prefill_s=0.0)
+_NO_TRANSFER = KVTransferStats(
+    num_bytes=0,
+    num_blocks=0,
+    num_reads=0,
+    transport="",
+    transfer_s=0.0,
+    exposed_s=0.0,
+    release_ack_s=0.0,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,16 +50,24 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """The stages of TTFT_STAGES sum to ttft_ns and those of FIRST_ITL_STAGES to first_itl_ns."""
+    """The stages of TTFT_STAGES sum to ttft_ns and those of FIRST_ITL_STAGES to first_itl_ns.
+
+    grant_ns is a part of prefill_queue_ns; kv_transfer_ns overlaps the prefill and the exposed
+    transfer. A request that was sent again has the stages of the attempts that brought its first
+    and its second token; what the lost ones took is in `return` and `decode_return`.
+    """
 
     router_queue_ns: int = 0
     tokenize_ns: int = 0
     dispatch_ns: int = 0
     prefill_queue_ns: int = 0
+    grant_ns: int = 0
     prefill_ns: int = 0
     return_ns: int = 0
     ttft_ns: int = 0
     kv_transfer_exposed_ns: int = 0
+    release_ack_ns: int = 0
+    decode_admit_ns: int = 0
     first_decode_step_ns: int = 0
     decode_return_ns: int = 0
     first_itl_ns: int = 0
@@ -54,6 +79,8 @@ class RequestMetrics:
     path: str = ""
     prefill_engine_id: str = ""
     decode_engine_id: str = ""
+    determinism: str = ""
+    num_redrives: int = 0
 
     def milliseconds(self) -> Iterator[tuple[str, float]]:
         """Yield every duration, named without its unit."""
@@ -70,6 +97,9 @@ class RequestMetrics:
         yield "pdserve-decode-engine-id", self.decode_engine_id
         yield "pdserve-kv-transport", self.kv_transport
         yield "pdserve-kv-transfer-bytes", str(self.kv_transfer_bytes)
+        yield "pdserve-determinism", self.determinism
+        yield "pdserve-recovered", str(int(self.num_redrives > 0))
+        yield "pdserve-num-redrives", str(self.num_redrives)
 
 
 def measure(
@@ -81,8 +111,14 @@ def measure(
     path: str,
     prefill_engine_id: str,
     decode_engine_id: str,
+    determinism: str,
+    num_redrives: int,
 ) -> RequestMetrics:
-    """Return the metrics of a finished request; what no stage explains is `return`."""
+    """Return the metrics of a finished request. What no stage explains is `return`, and after the
+    first token `decode_return`: all of it if there was no handoff.
+    """
+    prefill = prefill or _NO_PREFILL
+    transfer = transfer or _NO_TRANSFER
     ttft = _since(timeline.arrival_ns, timeline.first_token_ns)
     first_itl = _since(timeline.first_token_ns, timeline.second_token_ns)
     queue, tokenize, dispatch, prefill_queue, prefill_run, rest = _split(
@@ -90,13 +126,15 @@ def measure(
         timeline.tokenize_start_ns - timeline.arrival_ns,
         timeline.tokenize_end_ns - timeline.tokenize_start_ns,
         timeline.dispatched_ns - timeline.tokenize_end_ns,
-        _ns(prefill.queue_s) if prefill else 0,
-        _ns(prefill.prefill_s) if prefill else 0,
+        _ns(prefill.queue_s),
+        _ns(prefill.prefill_s),
     )
-    exposed, decode_step, decode_rest = _split(
+    exposed, release_ack, admit, decode_step, decode_rest = _split(
         first_itl,
-        _ns(transfer.exposed_s) if transfer else 0,
-        _ns(transfer.first_decode_step_s) if transfer else 0,
+        _ns(transfer.exposed_s),
+        _ns(transfer.release_ack_s),
+        _ns(transfer.decode_admit_s),
+        _ns(transfer.first_decode_step_s),
     )
     decode_ns = _since(timeline.first_token_ns, timeline.last_token_ns)
     return RequestMetrics(
@@ -104,21 +142,26 @@ def measure(
         tokenize_ns=tokenize,
         dispatch_ns=dispatch,
         prefill_queue_ns=prefill_queue,
+        grant_ns=min(_ns(prefill.grant_s), prefill_queue),
         prefill_ns=prefill_run,
         return_ns=rest,
         ttft_ns=ttft,
         kv_transfer_exposed_ns=exposed,
+        release_ack_ns=release_ack,
+        decode_admit_ns=admit,
         first_decode_step_ns=decode_step,
         decode_return_ns=decode_rest,
         first_itl_ns=first_itl,
-        kv_transfer_ns=_ns(transfer.transfer_s) if transfer else 0,
-        kv_transfer_bytes=transfer.num_bytes if transfer else 0,
-        kv_transport=transfer.transport if transfer else "",
+        kv_transfer_ns=_ns(transfer.transfer_s),
+        kv_transfer_bytes=transfer.num_bytes,
+        kv_transport=transfer.transport,
         mean_itl_ns=decode_ns // (num_tokens - 1) if num_tokens > 1 else 0,
         e2e_ns=_since(timeline.arrival_ns, timeline.finished_ns),
         path=path,
         prefill_engine_id=prefill_engine_id,
         decode_engine_id=decode_engine_id,
+        determinism=determinism,
+        num_redrives=num_redrives,
     )
 
 
@@ -129,8 +172,12 @@ def observe(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> 
         ttft = registry.time_to_first_token.labels(model=model, path=metrics.path)
         ttft.observe(metrics.ttft_ns / 1e9)
         _observe_stages(registry, metrics, TTFT_STAGES)
+    if metrics.grant_ns:
+        _observe_stages(registry, metrics, ("grant",))
     if metrics.first_itl_ns:
-        _observe_stages(registry, metrics, FIRST_ITL_STAGES)
+        # Zeros of requests without a handoff would hide what a handoff takes.
+        has_handoff = metrics.first_decode_step_ns > 0
+        _observe_stages(registry, metrics, FIRST_ITL_STAGES if has_handoff else ("decode_return",))
     if metrics.mean_itl_ns:
         registry.time_per_output_token.labels(model=model).observe(metrics.mean_itl_ns / 1e9)
     if metrics.kv_transfer_ns:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import DrainingError, OverloadedError, PdserveError
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import RouterMetrics
@@ -12,7 +11,9 @@ from pdserve_router.handoff import Handoff
 from pdserve_router.input_processor import GenerationRequest, InputProcessor, ProcessedInput
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.parent_request import ParentRequest
+from pdserve_router.redrive import RedriveQueue
 from pdserve_router.request_metrics import Timeline, observe
+from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import WorkerPool
 
@@ -33,7 +34,8 @@ class Router:
         metrics: RouterMetrics,
         model_name: str,
         max_num_queued_requests: int,
-        enable_disaggregation: bool,
+        max_redrives: int,
+        redrive_wait_s: float,
     ) -> None:
         self.pool = pool
         self.tokenizer = tokenizer
@@ -41,8 +43,10 @@ class Router:
         self.model_name = model_name
         self.is_draining = False
         self._metrics = metrics
+        self._redrives = RedriveQueue(
+            pool, metrics=metrics, max_redrives=max_redrives, wait_s=redrive_wait_s
+        )
         self._max_num_queued_requests = max_num_queued_requests
-        self._enable_disaggregation = enable_disaggregation
         self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
         # Requests without a token: those not sent yet, and those that were.
         self._num_arriving = 0
@@ -107,23 +111,13 @@ class Router:
             )
 
     def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> LiveRequest:
-        route = self.pool.route(
-            processed.request, enable_disaggregation=self._enable_disaggregation
+        route = self.pool.route(processed.request)
+        timeline = Timeline(
+            arrival_ns=request.arrival_ns,
+            tokenize_start_ns=processed.tokenize_start_ns,
+            tokenize_end_ns=processed.tokenize_end_ns,
         )
-        live = _kind(request.sampling_params)(
-            processed.request,
-            route,
-            tokenizer=self.tokenizer,
-            timeline=Timeline(
-                arrival_ns=request.arrival_ns,
-                tokenize_start_ns=processed.tokenize_start_ns,
-                tokenize_end_ns=processed.tokenize_end_ns,
-            ),
-            metrics=self._metrics,
-            on_tokens=self._on_tokens,
-            on_end=self._on_end,
-        )
-        live.start()
+        live = self._make(processed, route, timeline)
         self._live.add(live)
         self._waiting.add(live)
         self._is_idle.clear()
@@ -131,7 +125,35 @@ class Router:
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
         num_prompt_tokens = len(processed.request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
+        # The last, as it may end at once.
+        live.start()
         return live
+
+    def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
+        params = processed.request.sampling_params
+        assert params is not None
+        if params.use_beam_search:
+            return BeamSearchRequest(
+                processed.request,
+                route,
+                tokenizer=self.tokenizer,
+                timeline=timeline,
+                metrics=self._metrics,
+                on_tokens=self._on_tokens,
+                on_end=self._on_end,
+            )
+        kind = Handoff if params.n == 1 and params.best_of is None else ParentRequest
+        return kind(
+            processed.request,
+            route,
+            tokenizer=self.tokenizer,
+            timeline=timeline,
+            metrics=self._metrics,
+            redrives=self._redrives,
+            on_tokens=self._on_tokens,
+            on_end=self._on_end,
+            resume=processed.resume,
+        )
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
         self._waiting.discard(live)
@@ -149,11 +171,3 @@ class Router:
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
-
-
-def _kind(
-    params: SamplingParams,
-) -> type[Handoff] | type[ParentRequest] | type[BeamSearchRequest]:
-    if params.use_beam_search:
-        return BeamSearchRequest
-    return Handoff if params.n == 1 and params.best_of is None else ParentRequest

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import BuildMetrics, MetricsServer, RouterMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_common.version import VERSION
+from pdserve_router.attach_client import LinkTimings
 from pdserve_router.config import RouterConfig
 from pdserve_router.http_server import HttpServer
 from pdserve_router.input_processor import InputProcessor
@@ -17,7 +18,6 @@ from pdserve_router.openai_http import build_app
 from pdserve_router.router import Router
 from pdserve_router.service import SERVICE_NAME, InferenceService
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_client import LinkTimings
 from pdserve_router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class RouterServer:
             prefill=config.prefill,
             decode=config.decode,
             router_id=config.router_id,
-            routing_policy=config.routing_policy,
+            rules=config.rules,
             metrics=metrics,
             on_change=self._on_workers_changed,
             timings=timings,
@@ -59,7 +59,8 @@ class RouterServer:
             metrics=metrics,
             model_name=config.model_name,
             max_num_queued_requests=config.max_num_queued_requests,
-            enable_disaggregation=config.disaggregation,
+            max_redrives=config.max_redrives,
+            redrive_wait_s=config.redrive_wait_s,
         )
         self._rpc = RpcServer(config.host, config.grpc_port)
         self._http: HttpServer | None = None

@@ -19,6 +19,7 @@ from pdserve_router.input_processor import ChatMessage, GenerationRequest, trace
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
 from pdserve_router.output_processor import CompletionOutput, RequestOutput
+from pdserve_router.resume import ResumedCompletion
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
 
@@ -129,6 +130,13 @@ def _generation_request(
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
         has_bounded_messages=True,
         trace_headers=trace_context(_text_metadata(context)),
+        resume=tuple(map(_resumed_completion, request.resume)),
+    )
+
+
+def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
+    return ResumedCompletion(
+        index=message.index, token_ids=tuple(message.token_ids), is_finished=message.finished
     )
 
 

@@ -1,4 +1,4 @@
-"""One Attach stream to one worker: requests go up, each engine step's outputs come down."""
+"""One worker as the router knows it: its state, its load, and the requests that run on it."""
 
 import asyncio
 import enum
@@ -6,8 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpc
 
@@ -22,11 +21,19 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
+    KVTransferParams,
     SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError, NoWorkerError
 from pdserve_common.rpc import channel_options
+from pdserve_router.attach_client import (
+    AttachStream,
+    LinkLostError,
+    LinkTimings,
+    StreamBrokenError,
+)
+from pdserve_router.circuit_breaker import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +48,13 @@ class WorkerState(enum.Enum):
     # Its operator has paused it: requests would wait. It may become ready again.
     PAUSED = "paused"
     DRAINING = "draining"
+    # Its stream broke; its requests wait for the next one to adopt them.
+    REATTACHING = "reattaching"
     DOWN = "down"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTimings:
-    """How a link proves that it lives; tests shorten it."""
-
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 5.0
-    min_backoff_s: float = 0.1
-    max_backoff_s: float = 2.0
-
-
-class _LinkLostError(Exception):
-    """The stream to the worker is over; the message says why."""
+# In these it has a stream and runs requests.
+_ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 
 
 class _Listener(NamedTuple):
@@ -65,7 +64,13 @@ class _Listener(NamedTuple):
 
 
 class WorkerClient:
-    """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks."""
+    """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks.
+
+    A stream that breaks is replaced at once, and its requests go on where they were if the worker
+    still has them. They get their error after `reattach_s`, or as soon as it is known that the
+    worker is gone, is another process than before, or lacks them. Silence means death: whether such
+    a worker ever comes back cannot be waited for.
+    """
 
     def __init__(
         self,
@@ -82,13 +87,22 @@ class WorkerClient:
         self.state = WorkerState.CONNECTING
         self.info: EngineInfo | None = None
         self.stats: SchedulerStats | None = None
-        self._hello = service_pb2.AttachHello(router_id=router_id, router_epoch=router_epoch)
+        # Fed by the pool; a new process begins with a closed one.
+        self.breaker = CircuitBreaker()
+        self._router_id = router_id
+        self._router_epoch = router_epoch
         self._on_change = on_change
         self._timings = timings or LinkTimings()
         self._listeners: dict[str, _Listener] = {}
-        self._outbox: asyncio.Queue[service_pb2.AttachRequest] = asyncio.Queue()
-        self._is_heartbeat_queued = False
-        self._last_heard = 0.0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._stream: AttachStream | None = None
+        # The first frame that has not come; 0 before the first one.
+        self._next_frame_seq = 0
+        # While REATTACHING: what it was before, and when the wait ends.
+        self._held_state = WorkerState.READY
+        self._hold_timer: asyncio.TimerHandle | None = None
+        self._attached_at: float | None = None
         self._last_problem = ""
         self._backoff_s = self._timings.min_backoff_s
         self._task: asyncio.Task[None] | None = None
@@ -103,8 +117,25 @@ class WorkerClient:
         return self.info.engine_id if self.info is not None else ""
 
     @property
+    def epoch(self) -> str:
+        """Which start of its process this is; empty until it was attached once."""
+        return self.info.epoch if self.info is not None else ""
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams:
+        """How the other side of a handoff finds this worker."""
+        host, _, port = self.address.rpartition(":")
+        return KVTransferParams(
+            remote_engine_id=self.engine_id, remote_host=host, remote_port=int(port)
+        )
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._listeners)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no request is in flight. As bounded as the requests' deadlines are."""
+        await self._is_idle.wait()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"attach {self.address}")
@@ -115,6 +146,8 @@ class WorkerClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._release_hold()
+        self.state = WorkerState.DOWN
         self._fail_all("the router is closing")
 
     def add_request(
@@ -123,37 +156,71 @@ class WorkerClient:
         on_output: OutputCallback,
         on_defect: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a request. `on_output` gets its outputs, the last one has a finish_reason, also when
-        the worker is lost; `on_defect` is called instead once `on_output` has raised. A paused
-        worker keeps it until it goes on. Raises NoWorkerError if the worker takes nothing.
+        """Send a request. `on_output` gets the outputs of this attempt, the last one has a
+        finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
+        has raised. A higher attempt takes the place of the one that runs, which gets no end. A
+        paused worker keeps the request until it goes on. Raises NoWorkerError if the worker takes
+        nothing.
         """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.engine_core_request_to_proto(request)
         self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
-        self._outbox.put_nowait(service_pb2.AttachRequest(add_request=message))
+        self._is_idle.clear()
+        self._send(service_pb2.AttachRequest(add_request=message))
 
     def abort(self, request_id: str) -> None:
         """End a request; its callback is not called any more. Workers ignore ids they do not know,
         so it may also be called after the last output.
         """
+        self._forget(request_id)
+        # A lost stream has aborted its requests already; the successor of a broken one does not ask
+        # for this request, or finds it adopted and aborts it then.
+        if self.state in _ATTACHED:
+            self._abort_there(request_id)
+
+    def _forget(self, request_id: str) -> None:
         self._listeners.pop(request_id, None)
-        # A lost stream has aborted its requests already.
-        if self.state not in (WorkerState.CONNECTING, WorkerState.DOWN):
-            abort = service_pb2.AbortRequests(request_ids=[request_id])
-            self._outbox.put_nowait(service_pb2.AttachRequest(abort_requests=abort))
+        if not self._listeners:
+            self._is_idle.set()
+
+    def _abort_there(self, *request_ids: str) -> None:
+        abort = service_pb2.AbortRequests(request_ids=request_ids)
+        self._send(service_pb2.AttachRequest(abort_requests=abort))
+
+    def _send(self, message: service_pb2.AttachRequest) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
 
     async def _run(self) -> None:
         async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
             stub = service_grpc.EngineCoreServiceStub(channel)
             while True:
-                try:
-                    await self._attach_once(stub)
-                except (_LinkLostError, grpc.aio.AioRpcError, InvalidRequestError) as error:
-                    self._lost(_reason(error))
+                await self._serve_stream(stub)
                 # Jitter: routers that lost the same worker do not return all at once.
                 await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
-                self._backoff_s = min(self._backoff_s * 2, self._timings.max_backoff_s)
+                longer = max(self._backoff_s * 2, self._timings.min_backoff_s)
+                self._backoff_s = min(longer, self._timings.max_backoff_s)
+
+    async def _serve_stream(self, stub: service_grpc.EngineCoreServiceStub) -> None:
+        self._stream = AttachStream(
+            self._timings,
+            on_response=self._on_response,
+            next_frame_seq=lambda: self._next_frame_seq,
+        )
+        self._attached_at = None
+        try:
+            await self._stream.serve(stub, self._hello())
+        except (StreamBrokenError, grpc.aio.AioRpcError) as error:
+            self._broken(error)
+        except (LinkLostError, InvalidRequestError) as error:
+            self._lost(str(error))
+        finally:
+            self._stream = None
+        if self._attached_at is not None:
+            # A link that held is replaced at once, one that flaps is not.
+            is_old = time.monotonic() - self._attached_at > self._timings.heartbeat_s
+            self._backoff_s = 0.0 if is_old else self._timings.min_backoff_s
 
     def _on_run_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -161,90 +228,84 @@ class WorkerClient:
             logger.error("the link to worker %s failed", self.address, exc_info=error)
             self._lost("internal error of the router")
 
-    async def _attach_once(self, stub: service_grpc.EngineCoreServiceStub) -> None:
-        """Attach and serve the stream until it ends, always with an exception."""
-        self._outbox = asyncio.Queue()
-        self._is_heartbeat_queued = False
-        self._last_heard = time.monotonic()
-        self._outbox.put_nowait(service_pb2.AttachRequest(hello=self._hello))
-        call = stub.Attach()
-        tasks = [
-            asyncio.create_task(part)
-            for part in (self._write(call), self._read(call), self._watch())
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # The reader knows the status; the writer only that the stream is over.
-            for task in sorted(done, key=lambda task: task is not tasks[1]):
-                task.result()
-        finally:
-            call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _hello(self) -> service_pb2.AttachHello:
+        hello = service_pb2.AttachHello(router_id=self._router_id, router_epoch=self._router_epoch)
+        if self.state is WorkerState.REATTACHING:
+            resume = service_pb2.AttachResume(
+                worker_epoch=self.epoch,
+                next_frame_seq=max(self._next_frame_seq, 1),
+                requests=[
+                    service_pb2.RequestAttempt(request_id=request_id, attempt=listener.attempt)
+                    for request_id, listener in self._listeners.items()
+                ],
+            )
+            hello.resume.CopyFrom(resume)
+        else:
+            self._next_frame_seq = 0
+        return hello
 
-    async def _write(self, call: Any) -> None:
-        while True:
-            message = await self._outbox.get()
-            if message.HasField("heartbeat"):
-                self._is_heartbeat_queued = False
-            try:
-                await call.write(message)
-            except asyncio.InvalidStateError:
-                raise _LinkLostError("the stream has ended") from None
-
-    async def _read(self, call: Any) -> None:
-        while True:
-            response = await call.read()
-            if response is grpc.aio.EOF:
-                # Raises unless the worker ended the stream with OK.
-                code, details = await call.code(), await call.details()
-                raise _LinkLostError(f"the stream ended: {code.name} {details}".rstrip())
-            self._last_heard = time.monotonic()
-            kind = response.WhichOneof("message")
-            if kind == "outputs":
+    def _on_response(self, response: service_pb2.AttachResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "outputs":
+            if self._is_new_frame(response.frame_seq):
                 self._on_outputs(wire.engine_core_outputs_from_proto(response.outputs))
-            elif kind == "heartbeat":
-                self._on_heartbeat(response.heartbeat)
-            elif kind == "welcome":
-                self._on_welcome(wire.engine_info_from_proto(response.welcome.info))
+        elif kind == "heartbeat":
+            self._on_heartbeat(response.heartbeat)
+        elif kind == "welcome":
+            self._on_welcome(response.welcome)
 
-    async def _watch(self) -> None:
-        """Send heartbeats and notice silence: gRPC answers pings also for a hung event loop."""
-        interval = self._timings.heartbeat_s
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            if not self._is_heartbeat_queued:
-                self._is_heartbeat_queued = True
-                self._outbox.put_nowait(
-                    service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat())
-                )
-            if now - before > 2 * interval:
-                # It was this process that hung: what the worker sent is still to be read.
-                self._last_heard = max(self._last_heard, now - interval)
-            silence = now - self._last_heard
-            if silence > self._timings.dead_after_s:
-                raise _LinkLostError(f"nothing heard for {silence:.1f} s")
+    def _is_new_frame(self, frame_seq: int) -> bool:
+        """False for a frame that came on the stream before this one. Raises LinkLostError if one is
+        missing: what was in it is lost.
+        """
+        expected = self._next_frame_seq
+        if expected and frame_seq > expected:
+            raise LinkLostError(f"frame {frame_seq} came, {expected} did not")
+        self._next_frame_seq = max(expected, frame_seq + 1)
+        return frame_seq >= expected
 
-    def _on_welcome(self, info: EngineInfo) -> None:
+    def _on_welcome(self, welcome: service_pb2.AttachWelcome) -> None:
+        info = wire.engine_info_from_proto(welcome.info)
         if info.role is not self.role:
-            raise _LinkLostError(
+            raise LinkLostError(
                 f"it is a {info.role.name.lower()} worker, listed under {self.role.name.lower()}"
             )
-        self.info = info
-        self.state = WorkerState.READY
-        self._backoff_s = self._timings.min_backoff_s
+        is_same = info.epoch == self.epoch
+        adopted = {(r.request_id, r.attempt) for r in welcome.adopted} if is_same else set()
+        was_held = self.state is WorkerState.REATTACHING
+        self._attached_at = time.monotonic()
         self._last_problem = ""
+        self._release_hold()
+        if not is_same:
+            self.breaker = CircuitBreaker()
+        self.info = info
+        self.state = self._held_state if is_same and was_held else WorkerState.READY
         logger.info(
-            "%s worker %s at %s is ready, epoch %s",
+            "%s worker %s at %s is %s, epoch %s, %d requests adopted",
             info.role.name.lower(),
             info.engine_id,
             self.address,
+            self.state.value,
             info.epoch[:8],
+            len(adopted),
         )
         self._on_change()
+        self._adopt(adopted)
+
+    def _adopt(self, adopted: set[tuple[str, int]]) -> None:
+        """Keep what the worker still has of ours, end the rest on this side and on the other."""
+        kept = {name for name, attempt in adopted if self._attempt_of(name) == attempt}
+        for request_id in self._listeners.keys() - kept:
+            self._end_as_lost(request_id, "it no longer has the request")
+        if unwanted := {name for name, _ in adopted} - kept:
+            self._abort_there(*unwanted)
+        if not kept:
+            # The worker may have forgotten us and count anew; old frames are nobody's.
+            self._next_frame_seq = 0
+
+    def _attempt_of(self, request_id: str) -> int | None:
+        listener = self._listeners.get(request_id)
+        return listener.attempt if listener is not None else None
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
@@ -262,21 +323,22 @@ class WorkerClient:
                 ),
             )
         if outputs.engine_dead is not None:
-            raise _LinkLostError(f"its engine died: {outputs.engine_dead.message}")
+            raise LinkLostError(f"its engine died: {outputs.engine_dead.message}")
 
     def _dispatch(self, output: EngineCoreOutput) -> None:
-        # Unknown ids are outputs that were under way when the request was aborted.
+        # Unknown ids and other attempts were under way when the request was aborted or sent again.
         listener = self._listeners.get(output.request_id)
-        if listener is not None:
-            if output.finished:
-                del self._listeners[output.request_id]
-            try:
-                listener.on_output(output)
-            except Exception:
-                # A defect while taking one request's output must not end the others' stream.
-                logger.exception("request %s: cannot take an output", output.request_id)
-                self._listeners.pop(output.request_id, None)
-                listener.on_defect()
+        if listener is None or listener.attempt != output.attempt:
+            return
+        if output.finished:
+            self._forget(output.request_id)
+        try:
+            listener.on_output(output)
+        except Exception:
+            # A defect while taking one request's output must not end the others' stream.
+            logger.exception("request %s: cannot take an output", output.request_id)
+            self._forget(output.request_id)
+            listener.on_defect()
 
     def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
         if heartbeat.draining:
@@ -294,10 +356,40 @@ class WorkerClient:
             self.state = state
             self._on_change()
 
+    def _broken(self, error: StreamBrokenError | grpc.aio.AioRpcError) -> None:
+        """Hold the requests if the worker may still have them."""
+        reason = _reason(error)
+        if self.state in _ATTACHED:
+            self._hold(reason)
+        elif self.state is not WorkerState.REATTACHING or _is_refused(error):
+            self._lost(reason)
+
+    def _hold(self, reason: str) -> None:
+        logger.warning(
+            "worker %s: the stream broke, %d requests wait for the next: %s",
+            self.address,
+            self.num_in_flight,
+            reason,
+        )
+        self._held_state = self.state
+        message = f"it did not attach again within {self._timings.reattach_s:g} s: {reason}"
+        self._hold_timer = asyncio.get_running_loop().call_later(
+            self._timings.reattach_s, self._lost, message
+        )
+        self.stats = None
+        self.state = WorkerState.REATTACHING
+        self._on_change()
+
+    def _release_hold(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+
     def _lost(self, reason: str) -> None:
         if reason != self._last_problem:
             logger.warning("worker %s is down: %s", self.address, reason)
             self._last_problem = reason
+        self._release_hold()
         self.stats = None
         if self.state is not WorkerState.DOWN:
             self.state = WorkerState.DOWN
@@ -305,13 +397,16 @@ class WorkerClient:
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
+        for request_id in list(self._listeners):
+            self._end_as_lost(request_id, reason)
+
+    def _end_as_lost(self, request_id: str, reason: str) -> None:
         error = EngineError(
             code=ErrorCode.ENGINE_DEAD,
             message=f"worker {self.address} was lost: {reason}",
             is_retryable=True,
         )
-        for request_id in list(self._listeners):
-            self._end_with(request_id, error)
+        self._end_with(request_id, error)
 
     def _end_with(self, request_id: str, error: EngineError) -> None:
         listener = self._listeners.get(request_id)
@@ -324,6 +419,12 @@ class WorkerClient:
                     error=error,
                 )
             )
+
+
+def _is_refused(error: Exception) -> bool:
+    # gRPC has one status for all that can be wrong with a connection. If its words change, requests
+    # of a worker that is gone wait for reattach_s.
+    return "Connection refused" in _reason(error)
 
 
 def _reason(error: Exception) -> str:

@@ -1,18 +1,28 @@
-"""The workers of a router: which can be used, which fit together, and who takes a request."""
+"""The workers of a router: which there are, which can be used, and who takes a request."""
 
+import asyncio
+import contextlib
 import logging
+import math
 import secrets
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, WorkerRole
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.routing import ROUTING_POLICIES, RoutingPolicy
-from pdserve_router.worker_client import LinkTimings, WorkerClient, WorkerState
+from pdserve_router.attach_client import LinkTimings
+from pdserve_router.discovery import Discovery
+from pdserve_router.pairs import SETTLE_S, Pairs
+from pdserve_router.route_chooser import Route, RouteChooser, RoutingRules
+from pdserve_router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
+
+# A worker, or a prefill and a decode worker together.
+Failing = WorkerClient | tuple[WorkerClient, WorkerClient]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +36,8 @@ class ModelLimits:
     logits_processors: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """The workers of one request. Without `prefill`, decode does it all for `reason`."""
-
-    decode: WorkerClient
-    prefill: WorkerClient | None = None
-    reason: str = ""
-
-    @property
-    def path(self) -> str:
-        return "local" if self.prefill is None else "disaggregated"
-
-
 class WorkerPool:
-    """A fixed list of workers, each attached as long as it lives."""
+    """The workers that are listed, each attached as long as it is; lists may change at any time."""
 
     def __init__(
         self,
@@ -48,121 +45,229 @@ class WorkerPool:
         prefill: Sequence[str],
         decode: Sequence[str],
         router_id: str,
-        routing_policy: str,
+        rules: RoutingRules,
         metrics: RouterMetrics,
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
     ) -> None:
+        """`prefill` and `decode` are host:port or sources as in `discovery`; `on_change` is called
+        when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
+        """
+        self._router_id = router_id
+        self._router_epoch = secrets.token_hex(16)
+        self._timings = timings
+        self._rules = rules
         self._metrics = metrics
         self._notify = on_change
-        epoch = secrets.token_hex(16)
-
-        def client(address: str, role: WorkerRole) -> WorkerClient:
-            return WorkerClient(
-                address,
-                role=role,
-                router_id=router_id,
-                router_epoch=epoch,
-                on_change=self._on_change,
-                timings=timings,
+        self._changed = asyncio.Event()
+        self._pairs = Pairs(
+            require_transport=rules.require_transport, metrics=metrics, on_change=self._on_change
+        )
+        self._chooser = RouteChooser(rules, self._pairs)
+        self._sources = {
+            role: Discovery(
+                role,
+                entries,
+                on_addresses=self._on_addresses,
+                errors=metrics.discovery_errors,
             )
-
-        self.prefill = tuple(client(address, WorkerRole.PREFILL) for address in prefill)
-        self.decode = tuple(client(address, WorkerRole.DECODE) for address in decode)
-        self._policies: dict[WorkerRole, RoutingPolicy] = {
-            role: ROUTING_POLICIES[routing_policy]() for role in WorkerRole
+            for role, entries in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
         }
+        self._workers = {
+            role: tuple(self._client(role, address) for address in source.static)
+            for role, source in self._sources.items()
+        }
+        # No longer listed, with requests that run to their end.
+        self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._settles_at = math.inf
+        self._settle_timer: asyncio.TimerHandle | None = None
+        # From the first time it is ready until no decode worker is: then first proofs are not
+        # waited for.
+        self._was_ready = False
         self.limits: ModelLimits | None = None
-        self._pairs: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
-        self._is_mismatch_logged = False
-        self._namesakes: frozenset[str] = frozenset()
         self._refresh()
 
     @property
+    def prefill(self) -> tuple[WorkerClient, ...]:
+        return self._workers[WorkerRole.PREFILL]
+
+    @property
+    def decode(self) -> tuple[WorkerClient, ...]:
+        return self._workers[WorkerRole.DECODE]
+
+    @property
     def is_ready(self) -> bool:
-        """True if a request could be served now: decode workers can also work alone."""
-        return any(worker.is_ready for worker in self.decode)
+        """True if a request could be served now as it should be. Decode workers can work alone; but
+        at first the proofs of pairs are waited for, for up to 10 s, so that no request is local
+        just because it came early. With `require_disaggregation` it takes a proven pair.
+        """
+        if not any(worker.is_ready for worker in self.decode):
+            return False
+        if self._pairs.usable():
+            return True
+        return not self._rules.require_disaggregation and (
+            self._was_ready or not self._is_settling()
+        )
 
     def start(self) -> None:
-        for worker in (*self.prefill, *self.decode):
+        for worker in (*self.decode, *self.prefill):
             worker.start()
+        for source in self._sources.values():
+            source.start()
+        self._settles_at = time.monotonic() + SETTLE_S
+        self._settle_timer = asyncio.get_running_loop().call_later(SETTLE_S, self._on_change)
 
     async def close(self) -> None:
-        for worker in (*self.prefill, *self.decode):
-            await worker.close()
+        if self._settle_timer is not None:
+            self._settle_timer.cancel()
+        await asyncio.gather(*(source.close() for source in self._sources.values()))
+        await self._pairs.close()
+        for task in self._leaving.values():
+            task.cancel()
+        workers = (*self.decode, *self.prefill, *self._leaving)
+        await asyncio.gather(
+            *self._leaving.values(),
+            *self._closing,
+            *(worker.close() for worker in workers),
+            return_exceptions=True,
+        )
 
     def model_limits(self) -> ModelLimits:
         """Return what requests are checked against. Raises NoWorkerError if no decode worker is
         ready.
         """
-        if self.limits is None or not self.is_ready:
+        if self.limits is None or not any(worker.is_ready for worker in self.decode):
             states = ", ".join(f"{w.address} {w.state.value}" for w in self.decode)
-            raise NoWorkerError(f"no decode worker is ready ({states})", retry_after_ms=1000)
+            raise NoWorkerError(
+                f"no decode worker is ready ({states or 'none is listed'})", retry_after_ms=1000
+            )
         return self.limits
 
-    def route(self, request: EngineCoreRequest, *, enable_disaggregation: bool) -> Route:
-        """Choose the workers of a request. Raises NoWorkerError if no decode worker is ready."""
-        params = request.sampling_params
-        if params is not None and params.use_beam_search:
-            return self._local(request, "beam_search")
-        if params is not None and params.max_tokens == 1:
-            return self._local(request, "max_tokens_1")
-        if not enable_disaggregation:
-            return self._local(request, "disabled")
-        if not self._pairs:
-            return self._local(request, "no_prefill_worker")
-        prefill = self._policies[WorkerRole.PREFILL].pick(tuple(self._pairs), request)
-        decode = self._policies[WorkerRole.DECODE].pick(self._pairs[prefill], request)
-        return Route(prefill=prefill, decode=decode)
-
-    def _local(self, request: EngineCoreRequest, reason: str) -> Route:
+    def route(
+        self, request: EngineCoreRequest, *, exclude: AbstractSet[WorkerClient] = frozenset()
+    ) -> Route:
+        """Choose the workers of a request or of its next attempt, none of those in `exclude`.
+        Raises NoWorkerError if no other decode worker is ready or, where disaggregation is
+        required, no other pair; OverloadedError if there it would have to wait too long.
+        """
         self.model_limits()
-        ready = [worker for worker in self.decode if worker.is_ready]
-        return Route(decode=self._policies[WorkerRole.DECODE].pick(ready, request), reason=reason)
+        return self._chooser.choose(
+            request,
+            prefill=[w for w in self.prefill if w.is_ready and w not in exclude],
+            decode=[w for w in self.decode if w.is_ready and w not in exclude],
+        )
+
+    def report_failure(self, failing: Failing) -> None:
+        """A request failed because of a worker, or of a pair (prefill, decode). Three in a row keep
+        requests away from it for a while, longer each time (`CircuitBreaker`).
+
+        What counts for a worker: INTERNAL, and tokens that are missing or contradict others. For a
+        pair: `kv_lost`, KV_TRANSFER_FAILED, KV_EXPIRED. What does not: ENGINE_DEAD, DRAINING and
+        OVERLOADED, which the worker's link, state and load say already, and all that is the
+        request's or the client's doing.
+        """
+        if isinstance(failing, tuple):
+            self._pairs.report_failure(*failing)
+            return
+        was_open = failing.breaker.is_open
+        failing.breaker.report_failure()
+        if failing.breaker.is_open and not was_open:
+            logger.warning("worker %s keeps failing: it gets no requests", failing.address)
+            self._on_change()
+
+    def report_success(self, working: Failing) -> None:
+        """A worker did its part of a request, or a pair its handoff (the KV came)."""
+        if isinstance(working, tuple):
+            self._pairs.report_success(*working)
+            return
+        was_open = working.breaker.is_open
+        working.breaker.report_success()
+        if was_open:
+            logger.info("worker %s works again", working.address)
+            self._on_change()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return once a worker or a pair has changed, or a failing worker may be tried again, at
+        the latest after `timeout_s`.
+        """
+        workers = (*self.decode, *self.prefill)
+        trials = (worker.breaker.retry_in_s for worker in workers if worker.is_ready)
+        wait_s = min(timeout_s, min((trial for trial in trials if trial > 0), default=math.inf))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), wait_s)
+
+    def _is_settling(self) -> bool:
+        is_early = time.monotonic() < self._settles_at
+        is_connecting = any(worker.state is WorkerState.CONNECTING for worker in self.prefill)
+        return self._rules.disaggregation and (
+            self._pairs.is_settling or (is_early and is_connecting)
+        )
+
+    def _client(self, role: WorkerRole, address: str) -> WorkerClient:
+        return WorkerClient(
+            address,
+            role=role,
+            router_id=self._router_id,
+            router_epoch=self._router_epoch,
+            on_change=self._on_change,
+            timings=self._timings,
+        )
+
+    def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
+        before = {worker.address: worker for worker in self._workers[role]}
+        self._workers[role] = tuple(
+            before.get(address) or self._join(role, address) for address in addresses
+        )
+        for worker in set(before.values()) - set(self._workers[role]):
+            self._leaving[worker] = asyncio.create_task(
+                self._leave(worker), name=f"leave {worker.address}"
+            )
+        self._on_change()
+
+    def _join(self, role: WorkerRole, address: str) -> WorkerClient:
+        for worker, task in self._leaving.items():
+            if (worker.role, worker.address) == (role, address):
+                # A second link to it would end what runs over the first.
+                task.cancel()
+                del self._leaving[worker]
+                return worker
+        worker = self._client(role, address)
+        worker.start()
+        return worker
+
+    async def _leave(self, worker: WorkerClient) -> None:
+        logger.info("worker %s has left the list", worker.address)
+        await worker.wait_until_idle()
+        task = self._leaving.pop(worker)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        await worker.close()
 
     def _on_change(self) -> None:
         self._refresh()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         self._notify()
 
     def _refresh(self) -> None:
         workers = (*self.decode, *self.prefill)
-        infos = [w.info for w in workers if w.is_ready and w.info is not None]
-        self.limits = _limits(infos)
-        # Workers know their links by engine_id: two of one name would be taken for each other.
-        counts = Counter(info.engine_id for info in infos)
-        self._log_namesakes(frozenset(name for name, count in counts.items() if count > 1))
-        ready = [worker for worker in self.decode if worker.is_ready]
-        pairs = {
-            prefill: tuple(
-                decode
-                for decode in ready
-                if _can_pair(prefill, decode) and not self._namesakes & _names(prefill, decode)
-            )
-            for prefill in self.prefill
-            if prefill.is_ready
-        }
-        self._pairs = {prefill: decodes for prefill, decodes in pairs.items() if decodes}
-        self._log_mismatch(bool(ready and pairs) and not self._pairs)
-        for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
+        self.limits = _limits([w.info for w in workers if w.is_ready and w.info is not None])
+        if self._rules.disaggregation:
+            self._pairs.update(self.prefill, self.decode)
+        self._chooser.keep(self.decode)
+        has_decode = any(worker.is_ready for worker in self.decode)
+        self._was_ready = has_decode and (self._was_ready or self.is_ready)
+        self._count()
+
+    def _count(self) -> None:
+        for role, workers in self._workers.items():
+            name = role.name.lower()
             for state in WorkerState:
                 count = sum(worker.state is state for worker in workers)
-                self._metrics.workers.labels(role=role, state=state.value).set(count)
-
-    def _log_namesakes(self, names: frozenset[str]) -> None:
-        for name in sorted(names - self._namesakes):
-            logger.error(
-                "several workers call themselves %s: no handoffs for them, set their --engine-id",
-                name,
-            )
-        self._namesakes = names
-
-    def _log_mismatch(self, is_mismatch: bool) -> None:
-        if is_mismatch and not self._is_mismatch_logged:
-            logger.warning(
-                "no prefill worker has the kv_compatibility_hash of a decode worker: "
-                "decode workers serve alone"
-            )
-        self._is_mismatch_logged = is_mismatch
+                self._metrics.workers.labels(role=name, state=state.value).set(count)
+            num_failing = sum(worker.breaker.is_open for worker in workers)
+            self._metrics.workers_failing.labels(role=name).set(num_failing)
 
 
 def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
@@ -178,13 +283,3 @@ def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
             if all(name in info.logits_processors for info in infos)
         ),
     )
-
-
-def _names(*workers: WorkerClient) -> set[str]:
-    return {worker.info.engine_id for worker in workers if worker.info is not None}
-
-
-def _can_pair(prefill: WorkerClient, decode: WorkerClient) -> bool:
-    if prefill.info is None or decode.info is None:
-        return False
-    return prefill.info.kv_compatibility_hash == decode.info.kv_compatibility_hash

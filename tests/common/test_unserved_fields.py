@@ -24,6 +24,7 @@ INFO = types.EngineInfo(
     kv_compatibility_hash="h",
     kv_transport="shm",
     determinism="exact",
+    numerics_id="n",
     version="v",
 )
 REQUEST = types.EngineCoreRequest(
@@ -43,6 +44,7 @@ SERVED = {
     "external_req_id",
     "kv_transfer_params",
     "attempt",
+    "resume_output_token_ids",
     "deadline",
     "fork_of",
 }
@@ -59,7 +61,6 @@ REFUSED = {
     "resumable": True,
     "reasoning_ended": False,
     "reasoning_parser_kwargs": {"k": "v"},
-    "resume_output_token_ids": (1,),
 }
 
 

@@ -42,6 +42,7 @@ INFO = EngineInfo(
     kv_compatibility_hash="h",
     kv_transport="shm",
     determinism="exact",
+    numerics_id="n",
     version="v",
     logits_processors=("known",),
 )
@@ -190,7 +191,6 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
         ({"request_id": "a\nb"}, "request_id must be printable ASCII"),
         ({"sampling_params": None}, "sampling_params is unset"),
         ({"resumable": True}, "resumable is set: not served yet"),
-        ({"resume_output_token_ids": (1,)}, "resume_output_token_ids is set"),
         ({"kv_transfer_params": KVTransferParams()}, "needs exactly one of"),
         (
             {"kv_transfer_params": KVTransferParams(do_remote_decode=True, remote_engine_id="d")},
@@ -244,6 +244,33 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
 )
 def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
+        validate_engine_core_request(
+            dataclasses.replace(REQUEST, **fields),  # type: ignore[arg-type]
+            INFO,
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"resume_output_token_ids": (1, 100)}, "resume_output_token_ids has 100, token ids are"),
+        ({"resume_output_token_ids": (1,) * 5}, "has 5 tokens, the request ends after 5"),
+        (
+            {
+                "resume_output_token_ids": (1, 2),
+                "sampling_params": SamplingParams(max_tokens=2),
+            },
+            "has 2 tokens, the request ends after 2",
+        ),
+        ({"attempt": 1001}, "attempt is 1001, must be at most 1000"),
+    ],
+)
+def test_a_resumed_request_has_something_left_to_generate(
+    fields: dict[str, object], refusal: str
+) -> None:
+    resumed = dataclasses.replace(REQUEST, attempt=1, resume_output_token_ids=(1, 2, 3, 4))
+    validate_engine_core_request(resumed, INFO)
+    with pytest.raises(InvalidRequestError, match=refusal):
         validate_engine_core_request(
             dataclasses.replace(REQUEST, **fields),  # type: ignore[arg-type]
             INFO,

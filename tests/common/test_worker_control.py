@@ -1,130 +1,21 @@
 """A worker's services around a real engine: what operators, health checks and routers see."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry
+from grpc_health.v1 import health_pb2
+from worker_driver import Worker, add, collect, ends, has_started, read_until
 
 from pdserve.v1 import control_service_pb2 as control_pb2
-from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.rpc import RpcServer
-from pdserve_common.worker import control_service, process
-from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
-from pdserve_engine.client import InprocEngineClient
-from pdserve_engine.config import EngineConfig
 
 pytestmark = pytest.mark.slow
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class Worker:
-    """One worker in this process, and stubs that call it."""
-
-    def __init__(self, engine: InprocEngineClient, channel: grpc.aio.Channel) -> None:
-        self.engine = engine
-        self.core: Any = service_grpc.EngineCoreServiceStub(channel)
-        self.control: Any = control_grpc.ControlServiceStub(channel)
-        self._health: Any = health_pb2_grpc.HealthStub(channel)
-
-    async def health(self) -> set[int]:
-        names = ("", SERVICE_NAME, control_service.SERVICE_NAME)
-        checks = [health_pb2.HealthCheckRequest(service=name) for name in names]
-        return {(await self._health.Check(check, timeout=5)).status for check in checks}
-
-    async def load(self) -> Any:
-        return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=5)
-
-    @contextlib.asynccontextmanager
-    async def attach(self, name: str) -> AsyncIterator[Any]:
-        call = self.core.Attach(timeout=20)
-        hello = service_pb2.AttachHello(router_id=name, router_epoch="0" * 32)
-        await call.write(service_pb2.AttachRequest(hello=hello))
-        assert (await call.read()).WhichOneof("message") == "welcome"
-        beating = asyncio.create_task(beat(call))
-        yield call
-        beating.cancel()
-        call.cancel()
-
-
-@pytest.fixture
-async def worker(make_model: Callable[..., Path]) -> AsyncIterator[Worker]:
-    config = EngineConfig(
-        model=str(make_model()),
-        num_threads=1,
-        kv_connector="none",
-        kv_cache_memory_mib=8,
-        max_num_seqs=4,
-    )
-    engine = await InprocEngineClient.load(
-        config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())
-    )
-    server = RpcServer("127.0.0.1", 0)
-    servicer = EngineCoreServicer(engine)
-    service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
-    readiness = control_service.Readiness(engine, server, servicer)
-    controls = control_service.ControlServicer(engine, readiness, drain_timeout_s=10.0)
-    controls.add_to_server(server.server)
-    await server.start([SERVICE_NAME, control_service.SERVICE_NAME])
-    await readiness.tell()
-    stop = asyncio.Event()
-    watch = asyncio.create_task(process._wait_for_the_end(stop, engine, readiness))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        yield Worker(engine, channel)
-    stop.set()
-    await watch
-    servicer.stop()
-    await server.stop(1.0)
-    await engine.close()
-
-
-async def beat(call: Any) -> None:
-    while True:
-        await asyncio.sleep(1.0)
-        await call.write(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))
-
-
-def add(request_id: str, max_tokens: int) -> service_pb2.AttachRequest:
-    request = core_pb2.EngineCoreRequest(request_id=request_id, prompt_token_ids=[5, 6, 7])
-    request.sampling_params.temperature = 0.0
-    request.sampling_params.max_tokens = max_tokens
-    request.sampling_params.ignore_eos = True
-    return service_pb2.AttachRequest(add_request=request)
-
-
-async def read_until(call: Any, condition: Callable[[Any], bool]) -> list[Any]:
-    """Return the messages up to the first that fulfils `condition`."""
-    messages = []
-    while True:
-        message = await asyncio.wait_for(call.read(), 10)
-        assert message is not grpc.aio.EOF, "the stream ended"
-        messages.append(message)
-        if condition(message):
-            return messages
-
-
-async def collect(call: Any) -> list[Any]:
-    return [message async for message in call]
-
-
-def ends(message: Any) -> bool:
-    return any(output.finish_reason for output in message.outputs.outputs)
-
-
-def has_started(message: Any) -> bool:
-    return bool(message.outputs.outputs)
 
 
 async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> None:
@@ -253,7 +144,7 @@ async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worke
         assert (await worker.load()).draining
 
 
-async def test_a_drain_aborts_what_is_left_at_its_timeout(worker: Worker) -> None:
+async def test_a_drain_hands_back_what_is_left_at_its_timeout(worker: Worker) -> None:
     async with worker.attach("one") as router:
         await router.write(add("long", 2000))
         await read_until(router, has_started)
@@ -261,7 +152,8 @@ async def test_a_drain_aborts_what_is_left_at_its_timeout(worker: Worker) -> Non
         *_, last = await collect(call)
         assert last.drained
         (end,) = [m for m in await read_until(router, ends) if ends(m)]
-        assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_ABORT
+        assert end.outputs.outputs[-1].error.code == core_pb2.ERROR_CODE_DRAINING
+        assert end.outputs.outputs[-1].error.retryable
 
 
 async def test_a_drain_timeout_has_a_limit(worker: Worker) -> None:

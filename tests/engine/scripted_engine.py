@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
+    EngineError,
     FinishReason,
+    KVLost,
     KVTransferParams,
     KVTransferStats,
     SamplingParams,
@@ -19,7 +21,19 @@ from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.request import Request
 from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.kv_transfer.base import KVConnector, KVConnectorMetadata, KVConnectorOutput
+from pdserve_engine.kv_transfer.base import (
+    BlocksClaimed,
+    BlocksConfirmed,
+    BlocksFreed,
+    BlocksReturned,
+    KVConnector,
+    KVNews,
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+    TransferFinished,
+    TransferLost,
+)
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -144,8 +158,11 @@ class Engine:
         return self.executor.steps[-1] if self.executor.steps else None
 
     def run(self, max_steps: int = 1000) -> None:
+        num_polls = 0
         for _ in range(max_steps):
-            if not self.core.has_work():
+            # The connector would wake the engine up: D is asked in one poll, answers in the next.
+            num_polls = 0 if self.core.has_work() else num_polls + 1
+            if num_polls > 2:
                 return
             self.step()
         raise AssertionError(f"not finished after {max_steps} steps")
@@ -184,44 +201,77 @@ class ScriptedConnector(KVConnector):
     """Both roles of a connector without any transport: the test says when things happen."""
 
     def __init__(self) -> None:
-        self.output = KVConnectorOutput()
-        self.first_tokens: dict[str, int] = {}
-        self.loading: dict[str, tuple[list[int], int]] = {}
+        self.news: list[KVNews] = []
+        # P: whether D reserves blocks at once, when it is asked.
+        self.grants_at_once = True
+        self.asked: dict[str, Request] = {}
+        self.revoked: set[str] = set()
+        self.announced: dict[str, int] = {}
+        self.preempted: list[str] = []
         self.held: dict[str, list[int]] = {}
-        self.zombies: dict[str, list[int]] = {}
         self.aborted_sessions: list[str] = []
+        # D
+        self.tickets: dict[str, Request] = {}
+        self.loading: dict[str, tuple[list[int], int]] = {}
+        self.deferred: list[str] = []
+        self.zombies: dict[str, list[int]] = {}
 
-    def on_new_request(self, request: Request) -> None:
+    # ---- what the scheduler calls
+
+    def register_kv_cache(self, kv_cache: object) -> None:
         pass
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return request.num_prompt_tokens - num_computed_tokens, True
+    def on_new_request(self, request: Request) -> None:
+        if request.do_remote_prefill:
+            self.tickets[request.request_id] = request
 
-    def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
-        return (self.first_tokens[request_id],)
+    def ask(self, request: Request) -> None:
+        self.asked[request.request_id] = request
+        if self.grants_at_once:
+            self.allow(request.request_id)
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
+    def on_started(self, request: Request) -> bool:
+        return request.request_id not in self.revoked
+
+    def on_blocks_computed(
+        self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]
     ) -> None:
-        self.loading[request.request_id] = (held(block_ids), num_external_tokens)
+        assert num_tokens <= len(block_ids[0]) * BLOCK_SIZE
+        self.announced[request.request_id] = num_tokens
 
-    def build_connector_meta(self) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
+    def on_preempted(self, request: Request) -> None:
+        self.preempted.append(request.request_id)
+        self.announced.pop(request.request_id, None)
 
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+    def grant(
+        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
+        num_external = request.num_tokens - num_cached_tokens
+        self.loading[request.request_id] = (held(block_ids), num_external)
+        return True
+
+    def defer(self, request: Request) -> None:
+        self.deferred.append(request.request_id)
+
+    def reclaim(self) -> Request | None:
+        for request_id in reversed(self.loading):
+            if request_id not in self.announced:
+                del self.loading[request_id]
+                return self.tickets[request_id]
+        return None
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        self.tickets.pop(request.request_id, None)
         if request.request_id in self.loading:
             del self.loading[request.request_id]
-            self.zombies[request.request_id] = held(block_ids)
-            return True
+            self.zombies.setdefault(request.request_id, []).extend(held(block_ids))
+            return frozenset(held(block_ids))
         if request.is_handed_off:
             self.held[request.request_id] = held(block_ids)
-            return True
-        return False
-
-    def failure(self) -> str | None:
-        return None
+            return frozenset(held(block_ids))
+        return frozenset()
 
     def abort_session(self, request_id: str) -> None:
         self.aborted_sessions.append(request_id)
@@ -230,43 +280,79 @@ class ScriptedConnector(KVConnector):
         for request_id in list(self.held):
             self.release(request_id)
 
-    def take_output(self) -> KVConnectorOutput:
-        output, self.output = self.output, KVConnectorOutput()
-        return output
+    def take_news(self) -> list[KVNews]:
+        news, self.news = self.news, []
+        return news
 
     def num_open_sessions(self) -> int:
         return len(self.loading) + len(self.held)
 
-    def register_kv_cache(self, kv_cache: object) -> None:
-        pass
-
-    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        pass
+    def failure(self) -> str | None:
+        return None
 
     def shutdown(self) -> None:
         pass
 
-    def announce(self, request_id: str, first_token: int) -> None:
-        self.first_tokens[request_id] = first_token
-        self.output.ready_to_load.append(request_id)
+    # ---- what the test makes happen: P
 
-    def finish_load(self, request_id: str) -> None:
-        del self.loading[request_id]
-        self.output.finished_recving[request_id] = KVTransferStats(
-            num_bytes=1,
-            num_blocks=1,
-            transport="test",
-            admit_s=0,
-            transfer_s=0,
-            release_ack_s=0,
-            exposed_s=0,
-        )
+    def allow(self, request_id: str) -> None:
+        self.news.append(StartAllowed(self.asked[request_id]))
 
-    def land(self, request_id: str) -> None:
-        self.output.landed_block_ids.extend(self.zombies.pop(request_id))
+    def forbid(self, request_id: str) -> None:
+        """D takes its blocks back; the scheduler hears of it with its next step."""
+        self.revoked.add(request_id)
+        self.news.append(StartForbidden(self.asked[request_id]))
 
     def release(self, request_id: str) -> None:
-        self.output.released_block_ids.extend(self.held.pop(request_id))
+        self.news.append(BlocksFreed(tuple(self.held.pop(request_id))))
+
+    # ---- D
+
+    def claim(self, request_id: str) -> None:
+        """P asks for blocks."""
+        self.news.append(BlocksClaimed(self.tickets[request_id]))
+
+    def confirm(self, request_id: str, num_tokens: int) -> None:
+        self.announced[request_id] = num_tokens
+        self.news.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
+
+    def finish_load(self, request_id: str) -> None:
+        """All KV is here, and P's first token."""
+        request = self.tickets[request_id]
+        first_token = next_token(list(request.all_token_ids))
+        del self.loading[request_id]
+        stats = KVTransferStats(
+            num_bytes=1,
+            num_blocks=1,
+            num_reads=1,
+            transport="test",
+            transfer_s=0,
+            exposed_s=0,
+            release_ack_s=0,
+        )
+        self.news.append(TransferFinished(request, (first_token,), stats))
+
+    def fail(self, request_id: str, error: EngineError) -> None:
+        self.news.append(TransferFailed(self.tickets[request_id], error))
+
+    def lose(self, request_id: str) -> None:
+        """P is gone; what is confirmed stays."""
+        lost = KVLost(
+            num_confirmed_tokens=self.announced.get(request_id, 0), reason="test", message="lost"
+        )
+        self.news.append(TransferLost(self.tickets[request_id], lost))
+
+    def give_back(self, request_id: str, *, is_reading: bool) -> None:
+        """P has preempted the request; a READ may still land in its blocks."""
+        block_ids, _ = self.loading.pop(request_id)
+        self.announced.pop(request_id, None)
+        if is_reading:
+            self.zombies.setdefault(request_id, []).extend(block_ids)
+        kept = frozenset(block_ids if is_reading else ())
+        self.news.append(BlocksReturned(self.tickets[request_id], kept))
+
+    def land(self, request_id: str) -> None:
+        self.news.append(BlocksFreed(tuple(self.zombies.pop(request_id))))
 
 
 ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d")

@@ -87,7 +87,7 @@ def test_blocks_of_a_request_that_ends_in_flight_are_not_given_to_a_pull(
     engine.core.abort_requests(["a"])
     assert engine.pool.num_free_blocks == 8 - len(used), "a step in flight still uses them"
     engine.add("d", [2] * 20, max_tokens=2, kv_transfer_params=ON_D)
-    connector.announce("d", expected([2] * 20, 1)[0])
+    connector.claim("d")
     engine.scheduler.update_from_kv_transfer()
     plan = engine.scheduler.schedule()
     assert not connector.loading

@@ -53,6 +53,25 @@ def test_freeing_twice_is_a_programming_error() -> None:
         pool.free_blocks([block])
 
 
+def test_blocks_are_dead_once_nobody_can_ask_for_their_content() -> None:
+    dead: list[list[int]] = []
+    pool = BlockPool(3, enable_caching=True, on_dead=lambda ids: dead.append(list(ids)))
+    blocks = pool.get_new_blocks(3)
+    pool.cache_block(blocks[0], b"h")
+    pool.touch([blocks[0]])
+    pool.free_blocks(blocks)
+    assert dead == [[1, 2]], "the first is held and cached"
+    pool.free_blocks([blocks[0]])
+    assert dead == [[1, 2]], "the first is cached"
+    pool.get_new_blocks(3)
+    assert dead == [[1, 2], [0]], "evicted; the others had died before"
+    pool.free_blocks(blocks[1:])
+    pool.cache_block(blocks[0], b"g")
+    pool.free_blocks(blocks[:1])
+    assert pool.reset_prefix_cache()
+    assert dead == [[1, 2], [0], [1, 2], [0]]
+
+
 def test_block_hashes_depend_on_everything_before_them() -> None:
     first = hash_block(ROOT_HASH, [1, 2])
     assert hash_block(first, [3, 4]) != hash_block(ROOT_HASH, [3, 4])

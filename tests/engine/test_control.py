@@ -213,8 +213,11 @@ async def test_a_pause_may_change_its_mode(client: Client) -> None:
     assert (await client.end_of("a")).finish_reason is FinishReason.ABORT
 
 
-async def test_one_verb_at_a_time_and_a_cancelled_one_is_undone(client: Client) -> None:
+async def test_one_verb_at_a_time_and_a_cancelled_one_is_undone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = client.engine
+    slow_down(engine, monkeypatch)
     await client.start("a")
     pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
     await until(lambda: engine.state().is_paused)
@@ -238,6 +241,18 @@ async def test_a_pause_that_takes_too_long_is_undone(
     monkeypatch.undo()
     assert client.engine.state() == EngineState()
     client.abort("a")
+
+
+def slow_down(engine: InprocEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LONG tokens take far longer than a test does, also on a busy machine."""
+    executor = engine._core.executor
+    execute = executor.execute_model
+
+    def execute_slowly(scheduled: Any) -> Any:
+        time.sleep(0.02)
+        return execute(scheduled)
+
+    monkeypatch.setattr(executor, "execute_model", execute_slowly)
 
 
 # ---- the prefix cache

@@ -184,13 +184,11 @@ async def test_a_request_gets_the_tokens_of_transformers_and_one_end(
 ) -> None:
     model = make_model(max_position_embeddings=MAX_MODEL_LEN)
     client.add("a", max_tokens=12)
-    assert engine.owner_of("a") == client.index
     assert await client.finish_reason("a") == FinishReason.LENGTH
     assert client.tokens("a") == hf_greedy(model, list(PROMPT), 12)
     indexes = [output.first_token_index for output in client.outputs("a")]
     lengths = [len(output.new_token_ids) for output in client.outputs("a")]
     assert indexes == [sum(lengths[:i]) for i in range(len(lengths))]
-    assert engine.owner_of("a") is None
     await until_idle(engine)
 
 
@@ -237,6 +235,82 @@ async def test_a_huge_deadline_does_not_end_the_engine(
     assert engine.problem() is None
 
 
+# ---- attempts
+
+
+async def test_a_higher_attempt_supersedes_the_one_that_runs(
+    engine: WorkerEngine, client: Client
+) -> None:
+    client.add("reference", max_tokens=40)
+    await client.end_of("reference")
+    wanted = client.tokens("reference")
+    client.add("again", max_tokens=1000)
+    await until(lambda: client.tokens("again"))
+    client.add("again", max_tokens=40, attempt=2, resume_output_token_ids=tuple(wanted[:7]))
+    num_before = len(client.outputs("again"))
+    end = await client.end_of("again")
+    assert (end.attempt, end.finish_reason) == (2, FinishReason.LENGTH)
+    later = client.outputs("again")[num_before:]
+    assert {output.attempt for output in later} == {2}
+    tokens = {o.first_token_index + i: t for o in later for i, t in enumerate(o.new_token_ids)}
+    assert tokens == {i: wanted[i] for i in range(min(tokens), 40)}
+    assert min(tokens) <= 7
+    await until_idle(engine)
+
+
+async def test_an_attempt_that_is_not_higher_is_refused(
+    engine: WorkerEngine, client: Client
+) -> None:
+    client.add("second", max_tokens=40, attempt=1)
+    for attempt in (0, 1):
+        with pytest.raises(InvalidRequestError, match="'second' is running already"):
+            client.add("second", attempt=attempt)
+    end = await client.end_of("second")
+    assert (end.attempt, end.finish_reason) == (1, FinishReason.LENGTH)
+
+
+async def test_a_front_end_cannot_supersede_anothers_request(
+    engine: WorkerEngine, client: Client
+) -> None:
+    other = Client(engine)
+    client.add("owned", max_tokens=40)
+    with pytest.raises(InvalidRequestError, match="'owned' is running already"):
+        other.add("owned", attempt=1)
+    assert await client.finish_reason("owned") == FinishReason.LENGTH
+    engine.unregister_client(other.index)
+
+
+async def test_an_attempt_that_ends_late_does_not_end_the_next(
+    engine: WorkerEngine, client: Client
+) -> None:
+    """The end of the lower one may be under way when the higher one comes."""
+    for round_ in range(20):
+        name = f"race-{round_}"
+        client.add(name, max_tokens=2)
+        await asyncio.sleep(round_ * 0.0005)
+        client.add(name, max_tokens=3, attempt=1)
+        await until(
+            lambda name=name: any(o.finished and o.attempt == 1 for o in client.outputs(name))
+        )
+        other = Client(engine)
+        other.add(name, max_tokens=1)  # the id is free again
+        assert await other.finish_reason(name) == FinishReason.LENGTH
+        engine.unregister_client(other.index)
+    await until_idle(engine)
+
+
+async def test_an_abort_after_superseding_ends_the_higher_attempt(
+    engine: WorkerEngine, client: Client
+) -> None:
+    client.add("both", max_tokens=1000)
+    await until(lambda: client.tokens("both"))
+    client.add("both", max_tokens=1000, attempt=1)
+    engine.abort_requests(client.index, ["both"])
+    end = await client.end_of("both")
+    assert (end.attempt, end.finish_reason) == (1, FinishReason.ABORT)
+    await until_idle(engine)
+
+
 # ---- aborts
 
 
@@ -251,7 +325,6 @@ async def test_running_and_queued_requests_can_be_aborted(
     for name in ("queued", running[0]):
         assert await client.finish_reason(name) == FinishReason.ABORT
     assert client.tokens("queued") == []
-    assert all(engine.owner_of(name) == client.index for name in running[1:])
     engine.abort_requests(client.index, running)
     await until(lambda: sorted(client.ended()) == sorted([*running, "queued"]))
     await until_idle(engine)
@@ -286,9 +359,12 @@ async def test_a_front_end_that_leaves_takes_its_requests_along(engine: WorkerEn
     await until(lambda: client.messages)
     engine.unregister_client(client.index)
     num_messages = len(client.messages)
-    await until(lambda: engine.owner_of("left") is None)
-    assert len(client.messages) == num_messages
     await until_idle(engine)
+    assert len(client.messages) == num_messages
+    other = Client(engine)
+    other.add("left")
+    assert await other.finish_reason("left") == FinishReason.LENGTH
+    engine.unregister_client(other.index)
 
 
 # ---- what is told of the engine
@@ -425,7 +501,7 @@ async def test_draining_lets_what_runs_finish_and_takes_nothing_new(
         assert await engine.drain(1.0)
 
 
-async def test_a_drain_that_takes_too_long_aborts_the_rest(
+async def test_a_drain_that_takes_too_long_hands_the_rest_back(
     kind: str, start: Callable[..., Any]
 ) -> None:
     async with start(kind) as engine:
@@ -434,7 +510,14 @@ async def test_a_drain_that_takes_too_long_aborts_the_rest(
             client.add(f"rest-{number}", max_tokens=2000)
         assert not await engine.drain(0.2)
         await until(lambda: len(client.ended()) == MAX_NUM_SEQS + 1)
-        assert {o.finish_reason for o in client.outputs() if o.finished} == {FinishReason.ABORT}
+        for end in (output for output in client.outputs() if output.finished):
+            assert end.finish_reason == FinishReason.ERROR
+            assert end.error is not None
+            assert end.error.code == ErrorCode.DRAINING
+            assert end.error.is_retryable
+        (first, *_) = client.outputs("rest-0")
+        assert first.new_token_ids, "what it had is delivered"
+        assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
 
 
 async def test_a_dead_engine_tells_every_front_end_and_takes_nothing_more(
@@ -454,7 +537,6 @@ async def test_a_dead_engine_tells_every_front_end_and_takes_nothing_more(
             assert told in error.message
         assert told in (engine.problem() or "")
         assert not engine.is_alive()
-        assert engine.owner_of("a") is None
         with pytest.raises(EngineDeadError):
             one.add("b")
         with pytest.raises(EngineDeadError):

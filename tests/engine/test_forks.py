@@ -53,7 +53,7 @@ def test_branches_share_what_was_pulled() -> None:
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
     assert not engine.executor.steps or not engine.executor.steps[-1].num_scheduled_tokens
-    connector.announce(names[0], expected(PROMPT, 1)[0])
+    connector.claim(names[0])
     engine.step()
     engine.step()
     connector.finish_load(names[0])

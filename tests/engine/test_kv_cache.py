@@ -1,6 +1,7 @@
 """The KV pool's memory."""
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,23 @@ def test_views_outlive_close_without_fault() -> None:
     cache.close()
     assert not view.any()
     assert cache.tensor.numel() == 0
+
+
+def test_checksums_tell_blocks_apart_by_every_byte() -> None:
+    cache = KVCache(SPEC, num_blocks=4, device=torch.device("cpu"))
+    cache.tensor[1:].fill_(1.5)
+    cache.tensor[3, -1, -1, -1, -1, -1] = 2.0
+    zeros, same, equal, other = cache.block_checksums(range(4))
+    assert same == equal == zlib.crc32(cache.tensor[1].view(torch.uint8).numpy())
+    assert len({zeros, same, other}) == 3
+    assert cache.block_checksums([3, 0]) == (other, zeros)
+
+
+def test_poison_fills_the_named_blocks_alone() -> None:
+    cache = KVCache(SPEC, num_blocks=4, device=torch.device("cpu"))
+    cache.poison([3, 1])
+    assert cache.tensor[[1, 3]].isnan().all()
+    assert not cache.tensor[[0, 2]].any()
 
 
 def test_the_budget_is_cut_into_whole_blocks() -> None:

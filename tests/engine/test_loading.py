@@ -143,6 +143,11 @@ def test_block_sizes_that_kernels_cannot_do_are_refused_at_once(block_size: int)
         EngineConfig(block_size=block_size)
 
 
+def test_checksums_are_for_pools_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="kv_checksums is set, device is cuda, must be cpu"):
+        EngineConfig(kv_checksums=True, device="cuda")
+
+
 def test_a_prompt_budget_below_the_batch_size_still_warms_up(model: Path) -> None:
     with loaded(model, max_num_batched_tokens=4, max_num_seqs=64) as engine:
         assert engine.info.max_num_seqs == 64

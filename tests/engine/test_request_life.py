@@ -54,12 +54,14 @@ def events(engine: Engine, request_id: str) -> list[E]:
 def pulled(engine: Engine, connector: ScriptedConnector, name: str, *, is_lost: bool) -> None:
     prompt = [len(name)] * 10
     engine.add(name, prompt, kv_transfer_params=ON_D)
-    connector.announce(name, expected(prompt, 1)[0])
+    connector.claim(name)
     engine.step()
     engine.step()
     assert name in connector.loading
     if is_lost:
-        connector.output.failed_recving[name] = LOST
+        connector.lose(name)
+        engine.step()
+        connector.fail(name, LOST)
     else:
         connector.finish_load(name)
     engine.run()
@@ -87,7 +89,7 @@ def test_every_status_is_reached_from_where_it_may_be(
         (S.WAITING, S.RUNNING),
         (S.RUNNING, S.PREEMPTED),
         (S.PREEMPTED, S.RUNNING),
-        # D: a ticket, which is announced, pulls, and is ready or lost.
+        # D: a ticket, and then its KV is here or lost.
         (S.WAITING, S.WAITING_FOR_REMOTE_KVS),
         (S.WAITING_FOR_REMOTE_KVS, S.WAITING),
         (S.WAITING_FOR_REMOTE_KVS, S.FINISHED_ERROR),
@@ -119,6 +121,7 @@ def test_a_pull_has_events_of_its_own() -> None:
     assert accepted[0] == lost[0] == E.QUEUED
     assert accepted.index(E.KV_ACCEPTED) < accepted.index(E.SCHEDULED)
     assert lost[-1] == E.KV_LOST
+    assert E.KV_TRANSFER_STARTED in lost
     assert E.KV_ACCEPTED not in lost
 
 

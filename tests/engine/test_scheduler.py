@@ -257,7 +257,7 @@ def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_firs
     prompt = list(range(prompt_len))
     engine.add("a", prompt, max_tokens=6, kv_transfer_params=ON_D)
     engine.step()
-    connector.announce("a", expected(prompt, 1)[0])
+    connector.claim("a")
     engine.step()
     engine.step()
     assert connector.loading["a"][1] == prompt_len
@@ -281,7 +281,7 @@ def test_a_pull_skips_what_the_decode_worker_has_cached() -> None:
     engine.run()
     engine.add("b", prompt, kv_transfer_params=ON_D)
     engine.step()
-    connector.announce("b", expected(prompt, 1)[0])
+    connector.claim("b")
     engine.step()
     engine.step()
     assert connector.loading["b"][1] == 2
@@ -297,7 +297,7 @@ def test_blocks_of_an_aborted_pull_come_back_only_when_its_read_has_landed() -> 
     engine = Engine(connector=connector)
     engine.add("a", list(range(10)), kv_transfer_params=ON_D)
     engine.step()
-    connector.announce("a", 1)
+    connector.claim("a")
     engine.step()
     engine.step()
     engine.core.abort_requests(["a"])
@@ -315,7 +315,7 @@ def test_a_failed_pull_ends_the_request_with_the_connectors_error() -> None:
     engine.add("a", list(range(10)), kv_transfer_params=ON_D)
     engine.step()
     error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone", is_retryable=True)
-    connector.output.failed_recving["a"] = error
+    connector.fail("a", error)
     engine.step()
     assert engine.outputs["a"][-1].error == error
     engine.assert_idle()

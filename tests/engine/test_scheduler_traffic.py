@@ -21,8 +21,14 @@ MAX_SETTLE_STEPS = 3000
 EVENTS = {
     "nothing": 8,
     "kv": 6,
+    "allow": 3,
+    "forbid": 0.5,
+    "confirm": 2,
+    "lose": 0.5,
+    "give_back": 0.5,
+    "again": 1,
     "add": 4,
-    "announce": 4,
+    "claim": 4,
     "add_d": 3,
     "add_p": 2,
     "abort": 2,
@@ -50,7 +56,8 @@ class Traffic:
         self.connector = connector
         self.rng = rng
         self.added: dict[str, Added] = {}
-        self.announced: set[str] = set()
+        self.claimed: set[str] = set()
+        self.attempts: dict[str, int] = {}
         self.num_resets = 0
         self._ids = itertools.count()
         self._fault: Exception | None = None
@@ -68,12 +75,18 @@ class Traffic:
                 self.add("fork", None, fork_of=source)
         elif kind == "abort" and self.added:
             self.engine.core.abort_requests([self.rng.choice(list(self.added))])
-        elif kind == "announce":
-            self.announce(limit=1)
+        elif kind == "claim":
+            self.claim(limit=1)
         elif kind == "kv":
             for pool, end in zip(pools, ends, strict=True):
                 if pool:
                     end(self.rng.choice(list(pool)))
+        elif kind in ("allow", "forbid"):
+            self.grant(kind)
+        elif kind in ("confirm", "lose", "give_back"):
+            self.disturb_pull(kind)
+        elif kind == "again" and self.added:
+            self.send_again(self.rng.choice(list(self.added)))
         elif kind == "reset":
             self.reset()
         elif kind == "fault":
@@ -103,12 +116,62 @@ class Traffic:
         self.added[request_id] = Added(prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
         return request_id
 
-    def announce(self, limit: int) -> None:
-        tickets = [rid for rid in self.engine.scheduler.remote_kvs if rid not in self.announced]
+    def claim(self, limit: int) -> None:
+        tickets = [rid for rid in self.connector.tickets if rid not in self.claimed]
         for request_id in tickets[:limit]:
-            self.announced.add(request_id)
-            first = expected(self.added[request_id].prompt, 1)[0]
-            self.connector.announce(request_id, first)
+            self.claimed.add(request_id)
+            self.connector.claim(request_id)
+
+    def grant(self, kind: str) -> None:
+        """P: D gives its blocks, or takes them back from a request that has not started."""
+        decodes = self.engine.scheduler.remote_decodes
+        asked = [r for r in decodes if r.request_id in self.connector.asked]
+        if kind == "forbid":
+            asked = [r for r in self.engine.scheduler.waiting if r in decodes._granted]
+        if not asked:
+            return
+        request_id = self.rng.choice(asked).request_id
+        if kind == "allow":
+            self.connector.revoked.discard(request_id)
+            self.connector.allow(request_id)
+        else:
+            self.connector.forbid(request_id)
+
+    def disturb_pull(self, kind: str) -> None:
+        connector = self.connector
+        if not connector.loading:
+            return
+        request_id = self.rng.choice(list(connector.loading))
+        if kind == "confirm":
+            num_tokens = connector.tickets[request_id].num_tokens
+            connector.confirm(request_id, self.rng.randrange(num_tokens + 1))
+        elif kind == "lose":
+            connector.lose(request_id)
+        else:
+            connector.give_back(request_id, is_reading=self.rng.random() < 0.5)
+            self.claimed.discard(request_id)
+
+    def send_again(self, request_id: str) -> None:
+        """The next attempt, with what has come so far, on whatever way."""
+        outputs = self.engine.outputs.get(request_id, [])
+        if request_id not in self.engine.scheduler.requests or "source" in request_id:
+            return
+        self.attempts[request_id] = self.attempts.get(request_id, 0) + 1
+        delivered = tuple(token for output in outputs for token in output.new_token_ids)
+        added = self.added[request_id]
+        self.claimed.discard(request_id)
+        self.connector.asked.pop(request_id, None)
+        self.connector.revoked.discard(request_id)
+        self.engine.add(
+            request_id,
+            added.prompt,
+            added.num_tokens,
+            attempt=self.attempts[request_id],
+            resume_output_token_ids=delivered,
+            kv_transfer_params=ON_P
+            if request_id.startswith("add_p")
+            else self.rng.choice([None, ON_D]),
+        )
 
     def reset(self) -> None:
         """A reset succeeds exactly when nobody holds a block, and then nothing is cached."""
@@ -131,13 +194,19 @@ class Traffic:
         is_faulty = was_faulty or bool(scheduler._suspects)
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
-            self._check_order(queue, set(scheduler.waiting))
+            forbidden = set(scheduler.remote_decodes)
+            before = [request for request in queue if request not in forbidden]
+            self._check_order(before, set(scheduler.waiting))
 
     def settle(self) -> None:
         """Let everything that can happen happen, until nothing is left."""
         self.engine.scheduler.pause_state = PauseState.UNPAUSED
         for _ in range(MAX_SETTLE_STEPS):
-            self.announce(limit=1000)
+            self.claim(limit=1000)
+            for request in self.engine.scheduler.remote_decodes:
+                if request.request_id in self.connector.asked:
+                    self.connector.revoked.discard(request.request_id)
+                    self.connector.allow(request.request_id)
             for pool, end in (
                 (self.connector.loading, self.connector.finish_load),
                 (self.connector.zombies, self.connector.land),
@@ -197,6 +266,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
     num_blocks: int,
 ) -> None:
     connector = ScriptedConnector()
+    connector.grants_at_once = False
     engine = Engine(
         num_blocks=num_blocks * len(windows),
         connector=connector,

@@ -77,7 +77,7 @@ def test_v0_mode_decodes_what_was_pulled() -> None:
     engine = Engine(connector=connector, scheduling_mode="v0", max_num_batched_tokens=32)
     engine.add("pulled", [5] * 10, kv_transfer_params=ON_D)
     engine.add("local", [6] * 10)
-    connector.announce("pulled", expected([5] * 10, 1)[0])
+    connector.claim("pulled")
     engine.step()
     connector.finish_load("pulled")
     engine.run()

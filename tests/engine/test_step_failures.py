@@ -138,7 +138,7 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
         engine.add(name, [ord(name)] * 6, max_tokens=20)
     for name in ("d1", "d2"):
         engine.add(name, [ord(name[1])] * 10, max_tokens=12, kv_transfer_params=ON_D)
-        connector.announce(name, expected([ord(name[1])] * 10, 1)[0])
+        connector.claim(name)
     engine.step()
     engine.step()
     for name in list(connector.loading):

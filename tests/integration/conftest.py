@@ -8,11 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
@@ -77,41 +72,18 @@ class RunningStack(Stack):
                 "pdserve_requests_running",
                 "pdserve_requests_waiting",
             ):
-                if samples[sample]:
-                    left[f"{name} {sample}"] = samples[sample]
+                if value := _value(samples, sample):
+                    left[f"{name} {sample}"] = value
         if in_flight := self.metrics("router")["pdserve_requests_in_flight"]:
             left["router in flight"] = in_flight
         return left
 
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-VOCAB_SIZE = 300
-
-
-@pytest.fixture(scope="session")
-def make_served_model(make_model: Callable[..., Path]) -> Callable[..., Path]:
-    """make_model's random models with what a router needs besides: a byte-level tokenizer."""
-
-    def make(architecture: str, **overrides: object) -> Path:
-        folder = make_model(architecture, vocab_size=VOCAB_SIZE, **overrides)
-        if not (folder / "tokenizer.json").exists():
-            alphabet = sorted(ByteLevel.alphabet())
-            vocab = {"<bos>": 0, "<eos>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
-            tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
-            tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-            tokenizer.decoder = ByteLevelDecoder()
-            tokenizer.add_special_tokens(["<bos>", "<eos>"])
-            fast = PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>"
-            )
-            fast.chat_template = CHAT_TEMPLATE
-            fast.save_pretrained(folder)
-        return folder
-
-    return make
+def _value(samples: dict[str, float], name: str) -> float:
+    """A sample, or the sum over the labels it has."""
+    if name in samples:
+        return samples[name]
+    return sum(value for sample, value in samples.items() if sample.startswith(name + "{"))
 
 
 StartStack = Callable[..., "contextlib.AbstractContextManager[RunningStack]"]

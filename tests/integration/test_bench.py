@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.bench import RequestResult, percentile, summarize
 
 pytestmark = pytest.mark.slow
@@ -34,8 +35,10 @@ def test_a_load_is_generated_and_measured(stack: Any) -> None:
     figures = json.loads(result.stdout)
     assert (figures["num_requests"], figures["num_failed"]) == (6, 0)
     assert figures["requests_per_s"] > 0
-    for name in ("ttft_ms", "tpot_ms", "itl_ms"):
+    assert figures["num_recovered"] == 0
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "first_itl_ms"):
         assert 0 < figures[f"{name}_p50"] <= figures[f"{name}_p90"] <= figures[f"{name}_p99"]
+    assert 0 <= figures["kv_exposed_ms_p50"] < figures["first_itl_ms_p99"]
     router = stack.metrics("router")
     model = f'{{model="{Path(stack.config.model).name}"}}'
     assert router[f"pdserve_prompt_tokens_total{model}"] == 6 * 30
@@ -51,9 +54,16 @@ def test_failures_are_counted_and_end_with_status_1(stack: Any) -> None:
 
 
 def test_figures_of_known_times() -> None:
+    handed_over = pb2.RequestMetrics(
+        prefill_engine_id="p",
+        first_itl_ns=8_000_000,
+        kv_transfer_exposed_ns=500_000,
+        num_redrives=1,
+    )
+    local = pb2.RequestMetrics(first_itl_ns=70_000_000)
     results = [
-        RequestResult(start=0.0, token_times=[0.1, 0.2, 0.4], num_tokens=3),
-        RequestResult(start=1.0, token_times=[3.0, 3.1], num_tokens=3),
+        RequestResult(start=0.0, token_times=[0.1, 0.2, 0.4], num_tokens=3, metrics=handed_over),
+        RequestResult(start=1.0, token_times=[3.0, 3.1], num_tokens=3, metrics=local),
         RequestResult(start=1.0, error="refused"),
     ]
     limits = argparse.Namespace(goodput_ttft_ms=1000.0, goodput_tpot_ms=200.0)
@@ -68,6 +78,10 @@ def test_figures_of_known_times() -> None:
     # Two tokens that come together: of the request's three, two came after the first message.
     assert figures["tpot_ms_p99"] == pytest.approx(150.0)
     assert figures["itl_ms_p50"] == pytest.approx(100.0)
+    assert figures["num_recovered"] == 1
+    # Only of requests with a handoff.
+    assert figures["first_itl_ms_p99"] == pytest.approx(8.0)
+    assert figures["kv_exposed_ms_p50"] == pytest.approx(0.5)
 
 
 def test_percentiles_are_values_that_were_seen() -> None:

@@ -36,9 +36,14 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
     for expected in (
         "time to first token (TTFT)",
         "prefill queue",
+        "waiting for D's blocks",
         "first to second token (first ITL)",
+        "release acknowledged",
+        "into D's batch",
         "first decode step",
         "GB/s over",
+        "under prefill",
+        "tokens are       exact",
         "mean ITL",
         "disaggregated: prefill-0 -> decode-0",
     ):

@@ -91,7 +91,8 @@ async def test_tokens_equal_transformers(
         finally:
             await client.close()
         router = stack.metrics("router")
-        assert router['pdserve_handoffs_total{outcome="completed"}'] == 26
+        # A prompt of one token is not worth a handoff: it was sent six times.
+        assert router['pdserve_handoffs_total{outcome="completed"}'] == 20
         assert stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] > 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import grpc
 import pytest
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
+from pdserve_client.stack import ServiceProcess
 from pdserve_common.engine_types import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -124,8 +127,9 @@ async def test_the_stages_sum_to_what_the_router_measured(stack: Any, client: As
     )  # fmt: skip
     assert ttft == metrics.ttft_ns
     first_itl = (
-        metrics.kv_transfer_exposed_ns + metrics.first_decode_step_ns + metrics.decode_return_ns
-    )
+        metrics.kv_transfer_exposed_ns + metrics.release_ack_ns + metrics.decode_admit_ns
+        + metrics.first_decode_step_ns + metrics.decode_return_ns
+    )  # fmt: skip
     assert first_itl == metrics.first_itl_ns
     assert 0 < metrics.ttft_ns <= first - started
     assert metrics.kv_transfer_bytes > 0
@@ -147,6 +151,59 @@ async def test_every_hop_exports_its_metrics(stack: Any, client: AsyncClient) ->
     assert prefill['pdserve_kv_release_acks_total{valid="true"}'] > 0
     moved = {name: value for name, value in decode.items() if "kv_transfer_bytes_total" in name}
     assert sum(moved.values()) > 0
+
+
+def second_router(stack: Any, folder: Path) -> ServiceProcess:
+    """One more router of the same workers, not started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ports = {"--grpc-port": port, "--http-port": 0, "--metrics-port": 0}
+    flags = [flag for flag in stack.router.flags if flag.split("=")[0] not in ports]
+    flags += [f"{name}={value}" for name, value in ports.items()]
+    return ServiceProcess("router-1", "pdserve_router", port, 0, flags, folder / "router-1.log")
+
+
+def answer_of(outputs: list[pb2.RequestOutput]) -> tuple[str, list[int], list[str]]:
+    completions = [output.outputs[0] for output in outputs]
+    return (
+        "".join(completion.text for completion in completions),
+        [token_id for completion in completions for token_id in completion.token_ids],
+        [str(position) for each in completions for position in each.logprobs.positions],
+    )
+
+
+async def test_an_answer_outlives_the_router_that_is_killed_under_it(
+    stack: Any, client: AsyncClient, tmp_path: Path
+) -> None:
+    prompt = list(range(3, 100))
+    params = SamplingParams(
+        seed=5, presence_penalty=0.5, logprobs=1, max_tokens=150, ignore_eos=True
+    )
+    whole = [output async for output in client.generate(prompt, params, timeout_s=60)]
+    router = second_router(stack, tmp_path)
+    router.start()
+    address = f"127.0.0.1:{router.port}"
+    # It answers UNAVAILABLE until it is up.
+    waiting = AsyncClient(address, max_resumes=100)
+    resuming = AsyncClient([address, stack.grpc_address])
+    outputs = []
+    try:
+        await collect(waiting, [5], 1)
+        async for output in resuming.generate(prompt, params, timeout_s=60):
+            outputs.append(output)
+            if len(outputs) == 10:
+                router.process.kill()
+    finally:
+        router.process.kill()
+        router.process.wait()
+        await waiting.close()
+        await resuming.close()
+    assert answer_of(outputs) == answer_of(whole)
+    assert [output.finished for output in outputs].count(True) == 1
+    assert outputs[-1].usage.num_output_tokens == 150
+    assert outputs[-1].metrics.determinism == "exact"
+    stack.assert_idle()
 
 
 async def test_sampling_repeats_with_its_seed_and_differs_without(client: AsyncClient) -> None:

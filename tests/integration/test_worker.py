@@ -1,6 +1,11 @@
 """A worker as users of its stubs see it: EngineCoreService, health, reflection, bad input."""
 
 import asyncio
+import re
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from safetensors.torch import load_file, save_file
 
+from pdserve.v1 import control_service_pb2 as control_pb2
+from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
@@ -180,6 +188,102 @@ async def test_a_router_that_goes_away_takes_its_requests_with_it(stack: Any, st
     await asyncio.wait_for(call.read(), 10)
     call.cancel()
     stack.assert_idle()
+
+
+def start_worker(role: str, model: Path, *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", f"pdserve_{role}", "--model", str(model)]
+    command += ["--num-threads", "1", "--kv-cache-memory-mib", "32", *flags]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def port_of(worker: "subprocess.Popen[str]") -> int:
+    """Wait until the worker serves."""
+    assert worker.stderr is not None
+    for line in worker.stderr:
+        if found := re.search(r"ready on [\d.]+:(\d+)", line):
+            return int(found[1])
+    raise AssertionError("it has ended")
+
+
+async def test_a_drain_hands_back_what_is_left_and_tells_everyone_first(
+    make_served_model: Callable[..., Path],
+) -> None:
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=8192)
+    worker = start_worker("decode", model, "--drain-timeout-s", "0.2")
+    port = await asyncio.to_thread(port_of, worker)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = await attach(service_grpc.EngineCoreServiceStub(channel), "router")
+        long = request("long")
+        long.sampling_params.max_tokens = 8000
+        await call.write(service_pb2.AttachRequest(add_request=long))
+        await asyncio.wait_for(call.read(), 10)
+        worker.send_signal(signal.SIGTERM)
+        message = await asyncio.wait_for(call.read(), 10)
+        while not message.heartbeat.draining:
+            message = await asyncio.wait_for(call.read(), 10)
+        check = health_pb2.HealthCheckRequest()
+        health = await health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await call.write(service_pb2.AttachRequest(add_request=request("late")))
+        ends = await outputs_by_request(call)
+        for request_id in ("late", "long"):
+            assert ends[request_id].error.code == core_pb2.ERROR_CODE_DRAINING
+            assert ends[request_id].error.retryable
+        assert await call.code() is grpc.StatusCode.OK
+    _, log = await asyncio.to_thread(worker.communicate, timeout=10)
+    assert worker.returncode == 0
+    assert "handed the rest back" in log
+
+
+async def test_a_drain_waits_for_kv_sessions_and_says_how_many_there_are(
+    make_served_model: Callable[..., Path],
+) -> None:
+    worker = start_worker("prefill", make_served_model("LlamaForCausalLM"))
+    port = await asyncio.to_thread(port_of, worker)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = await attach(service_grpc.EngineCoreServiceStub(channel), "router")
+        for name in ("one", "two"):
+            message = request(name)
+            message.kv_transfer_params.do_remote_decode = True
+            message.kv_transfer_params.remote_engine_id = "a decode worker that never comes"
+            await call.write(service_pb2.AttachRequest(add_request=message))
+        # A bad one is answered in order: by then the engine has the others.
+        await call.write(service_pb2.AttachRequest(add_request=request("", prompt_token_ids=[])))
+        await outputs_of(call, "")
+        control = control_grpc.ControlServiceStub(channel)
+        progress = [p async for p in control.Drain(control_pb2.DrainRequest(timeout_ms=1500))]
+        counts = [(p.num_requests, p.num_open_kv_sessions, p.drained) for p in progress]
+        assert (2, 2, False) in counts
+        assert counts[-1] == (0, 0, True)
+        worker.send_signal(signal.SIGTERM)
+        ends = await outputs_by_request(call)
+        errors = {ends[name].error.code for name in ("one", "two")}
+        assert errors == {core_pb2.ERROR_CODE_DRAINING}
+    await asyncio.to_thread(worker.communicate, timeout=10)
+    assert worker.returncode == 0
+
+
+async def outputs_by_request(call: Any) -> dict[str, core_pb2.EngineCoreOutput]:
+    """Read to the stream's end; return each request's last output."""
+    last = {}
+    while (message := await asyncio.wait_for(call.read(), 10)) is not grpc.aio.EOF:
+        last.update({output.request_id: output for output in message.outputs.outputs})
+    return last
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_computes_nonsense_does_not_start(
+    role: str, make_served_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(make_served_model("LlamaForCausalLM"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    worker = start_worker(role, model)
+    _, log = worker.communicate(timeout=60)
+    assert worker.returncode == 1
+    (line,) = [line for line in log.splitlines() if "cannot start" in line]
+    assert "the self-check failed: logits had" in line
 
 
 async def test_every_process_answers_health_and_reflection(stack: Any) -> None:

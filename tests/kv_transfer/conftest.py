@@ -15,12 +15,21 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
-from pdserve_common.kv_types import KVLinkWelcome, new_epoch
+from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv_groups import group_layers
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.base import (
+    BlocksClaimed,
+    BlocksFreed,
+    BlocksReturned,
+    KVIdentity,
+    KVTransport,
+    ReadResult,
+    StartAllowed,
+)
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.links import KVLink
@@ -48,8 +57,13 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 
 def make_pool(seed: int, num_blocks: int = NUM_BLOCKS, spec: KVCacheSpec = SPEC) -> KVCache:
     pool = KVCache(spec, num_blocks=num_blocks, device=torch.device("cpu"))
-    pool.tensor.copy_(torch.rand(pool.tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    fill(pool, seed)
     return pool
+
+
+def fill(pool: KVCache, seed: int) -> None:
+    """Again after registration, whose self-check leaves zeros."""
+    pool.tensor.copy_(torch.rand(pool.tensor.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def make_identity(engine_id: str, **changes: Any) -> KVIdentity:
@@ -64,7 +78,7 @@ def make_identity(engine_id: str, **changes: Any) -> KVIdentity:
 
 def welcome_of(identity: KVIdentity, transport: KVTransport, link: int = 1) -> KVLinkWelcome:
     return KVLinkWelcome(
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         engine_id=identity.engine_id,
         epoch=identity.epoch,
         compatibility_hash=identity.compatibility_hash,
@@ -125,6 +139,18 @@ class FaultTransport(KVTransport):
         for args in held:
             self.inner.read(*args)
 
+    def land(self, index: int = 0) -> None:
+        """One held READ really happens now; returns when its `on_done` has run."""
+        peer, remote, local, timeout_s, on_done, on_stall = self.held.pop(index)
+        is_over = threading.Event()
+
+        def landed(result: ReadResult) -> None:
+            on_done(result)
+            is_over.set()
+
+        self.inner.read(peer, remote, local, timeout_s, landed, on_stall)
+        assert is_over.wait(5.0), "the READ has not landed"
+
     def fail(self, error: str) -> None:
         held, self.held = self.held, []
         for peer, _, _, _, on_done, _ in held:
@@ -157,6 +183,15 @@ class FaultTransport(KVTransport):
 
     def set_exporting(self, is_exporting: bool) -> None:
         self.inner.set_exporting(is_exporting)
+
+    def poke(self) -> None:
+        self.inner.poke()
+
+    def self_check(self) -> None:
+        self.inner.self_check()
+
+    def num_stalled_reads(self) -> int:
+        return self.inner.num_stalled_reads()
 
     def num_pending_reads(self) -> int:
         return len(self.held) + self.inner.num_pending_reads()
@@ -197,19 +232,121 @@ class Wire:
         self.closed_because = reason
 
 
-class Pair:
-    """A P and a D, their pools, and the scheduler's part of the handoff."""
+class PSide:
+    """A P without an engine: pool, transport, connector, and the scheduler's part of the handoff.
+    Alone, its D is the test.
+    """
 
-    def __init__(self, kind: str, spec: KVCacheSpec = SPEC) -> None:
+    def __init__(self, kind: str = "local", spec: KVCacheSpec = SPEC, **options: Any) -> None:
         self.kind = kind
         self.layout = spec.layout()
         self.registry = LocalRegistry()
         self.now = 1000.0
         self.num_wakeups = 0
-        self.p_seed = 1
-        self.p_pool, self.d_pool = make_pool(1, spec=spec), make_pool(2, spec=spec)
-        self.p_blocks, self.d_blocks = Blocks(), Blocks()
-        self.p_metrics, self.d_metrics = (KVTransferMetrics(CollectorRegistry()) for _ in range(2))
+        self.p_pool, self.p_blocks = make_pool(1, spec=spec), Blocks()
+        self.p_metrics = KVTransferMetrics(CollectorRegistry())
+        self.p_tables: dict[Request, tuple[list[int], ...]] = {}
+        self.to_d = Wire()
+        self.p_link: KVLink | None = None
+        self.start_p(**options)
+
+    def _common(self) -> dict[str, Any]:
+        def wake() -> None:
+            self.num_wakeups += 1
+
+        return {"wakeup": wake, "step_seq": lambda: 7, "clock": lambda: self.now}
+
+    def start_p(self, **options: Any) -> None:
+        identity = make_identity("p0", layout=self.layout)
+        self.p_transport = make_transport(self.kind, identity, registry=self.registry)
+        self.p_identity = identity
+        self.p = ProducerConnector(
+            self.p_transport,
+            identity=identity,
+            metrics=self.p_metrics,
+            session_timeout_s=30.0,
+            **options,
+            **self._common(),
+        )
+        self.p.register_kv_cache(self.p_pool)
+        fill(self.p_pool, seed=1)
+
+    def request(
+        self, side: str, request_id: str = "r0", num_tokens: int = 40, **fields: Any
+    ) -> Request:
+        params = KVTransferParams(
+            do_remote_decode=side == "p",
+            do_remote_prefill=side == "d",
+            remote_engine_id="d0" if side == "p" else "p0",
+            remote_host="127.0.0.1",
+            remote_port=1,
+        )
+        core = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(range(num_tokens)),
+            sampling_params=SamplingParams(max_tokens=8),
+            kv_transfer_params=params,
+            **fields,
+        )
+        return Request(core, max_model_len=512, seed=0)
+
+    def ask(self, request_id: str = "r0", **fields: Any) -> Request:
+        """The request's turn is near: P asks D for blocks."""
+        request = self.request("p", request_id, **fields)
+        self.p.on_new_request(request)
+        self.p.ask(request)
+        return request
+
+    def start(self, request: Request) -> bool:
+        """The request joins P's batch, if it still may."""
+        if not self.p.on_started(request):
+            return False
+        num_blocks = -(-(request.num_tokens + 1) // BLOCK_SIZE)
+        self.p_tables[request] = tuple(self.p_blocks.take(num_blocks) for _ in self.layout.groups)
+        return True
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """A step is over after which `num_tokens` tokens are computed."""
+        self.p.on_blocks_computed(request, num_tokens, self.p_tables[request])
+
+    def preempt(self, request: Request) -> None:
+        self.p.on_preempted(request)
+        for block_ids in self.p_tables.pop(request):
+            self.p_blocks.give(block_ids)
+
+    def end_p(
+        self, request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+    ) -> frozenset[int]:
+        """The request ends on P, by default with its first token; returns the kept blocks."""
+        if status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            request.append_output_token_ids((77,))
+        request.status = status
+        tables = self.p_tables.pop(request, tuple([] for _ in self.layout.groups))
+        kept = self.p.request_finished(request, tables)
+        for block_ids in tables:
+            self.p_blocks.give([i for i in block_ids if i not in kept and i != NULL_BLOCK_ID])
+        return kept
+
+    def take_p_news(self) -> list[Any]:
+        """What P's scheduler takes; freed blocks are given back."""
+        news = self.p.take_news()
+        for item in news:
+            if isinstance(item, BlocksFreed):
+                self.p_blocks.give(item.block_ids)
+        return news
+
+    def late(self, side: str) -> float:
+        return float(getattr(self, f"{side}_metrics").late_messages._value.get())
+
+
+class Pair(PSide):
+    """A P and a D, their pools, and what both schedulers do for the handoff."""
+
+    def __init__(self, kind: str, spec: KVCacheSpec = SPEC) -> None:
+        super().__init__(kind, spec)
+        self.d_pool, self.d_blocks = make_pool(2, spec=spec), Blocks()
+        self.d_metrics = KVTransferMetrics(CollectorRegistry())
+        self.d_tables: dict[Request, tuple[list[int], ...]] = {}
         self.dialed: list[str] = []
         d_identity = make_identity("d0", layout=self.layout)
         self.transport = FaultTransport(make_transport(kind, d_identity, registry=self.registry))
@@ -218,29 +355,14 @@ class Pair:
         )
         self.d.bind_link_pool(lambda engine_id, host, port: self.dialed.append(engine_id))
         self.d.register_kv_cache(self.d_pool)
-        self.start_p()
-        self.to_d = self.to_p = Wire()
-        self.p_link: KVLink | None = None
+        fill(self.d_pool, seed=2)
+        self.to_p = Wire()
         self.d_link: KVLink | None = None
-
-    def _common(self) -> dict[str, Any]:
-        def wake() -> None:
-            self.num_wakeups += 1
-
-        return {"wakeup": wake, "step_seq": lambda: 7, "clock": lambda: self.now}
-
-    def start_p(self) -> None:
-        identity = make_identity("p0", layout=self.layout)
-        transport = make_transport(self.kind, identity, registry=self.registry)
-        self.p_identity = identity
-        self.p = ProducerConnector(
-            transport,
-            identity=identity,
-            metrics=self.p_metrics,
-            session_timeout_s=30.0,
-            **self._common(),
-        )
-        self.p.register_kv_cache(self.p_pool)
+        # D's scheduler has room, and so many tokens of every prompt cached.
+        self.has_room = True
+        self.num_cached_tokens = 0
+        # Taken by `wait_for` and not waited for yet.
+        self.told: list[Any] = []
 
     def connect(self) -> None:
         self.to_d, self.to_p = Wire(), Wire()
@@ -264,93 +386,91 @@ class Pair:
         self.p.link_lost(self.p_link, "cut")
         self.d.link_lost(self.d_link, "cut")
 
-    def request(
-        self, side: str, request_id: str = "r0", num_tokens: int = 40, **fields: Any
-    ) -> Any:
-        params = KVTransferParams(
-            do_remote_decode=side == "p",
-            do_remote_prefill=side == "d",
-            remote_engine_id="d0" if side == "p" else "p0",
-            remote_host="127.0.0.1",
-            remote_port=1,
-        )
-        core = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(range(num_tokens)),
-            sampling_params=SamplingParams(max_tokens=8),
-            kv_transfer_params=params,
-            **fields,
-        )
-        return Request(core, max_model_len=512, seed=0)
-
     def ticket(self, request_id: str = "r0", **fields: Any) -> Request:
         request = self.request("d", request_id, **fields)
         self.d.on_new_request(request)
         return request
 
-    def prefill(
-        self,
-        request_id: str = "r0",
-        status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
-        **fields: Any,
-    ) -> tuple[Request, list[int]]:
-        """P computes the prompt, samples a token and ends the request."""
-        request = self.request("p", request_id, **fields)
-        self.p.on_new_request(request)
-        block_ids = self.p_blocks.take(-(-(request.num_tokens + 1) // BLOCK_SIZE))
-        request.append_output_token_ids((77,))
-        request.status = status
-        if not self.p.request_finished(request, (block_ids,)):
-            self.p_blocks.give(block_ids)
-        return request, block_ids
-
-    def allocate(self, request: Request, num_hit_tokens: int = 0) -> list[int]:
-        """D's scheduler admits an announced request and starts its load."""
-        num_external, _ = self.d.get_num_new_matched_tokens(request, num_hit_tokens)
-        assert num_external is not None
-        block_ids = self.d_blocks.take(-(-request.num_tokens // BLOCK_SIZE))
-        self.d.update_state_after_alloc(request, (block_ids,), num_external)
-        self.d.start_load_kv(self.d.build_connector_meta())
-        return block_ids
-
-    def end_d(
-        self, request: Request, block_ids: list[int], status: RequestStatus | None = None
-    ) -> bool:
-        request.status = status or RequestStatus.FINISHED_ABORTED
-        is_kept = self.d.request_finished(request, (block_ids,))
-        if not is_kept:
+    def reserve(self, request: Request) -> bool:
+        """D's scheduler answers a claim."""
+        if not self.has_room:
+            self.d.defer(request)
+            return False
+        num_blocks = -(-(request.num_tokens + 1) // BLOCK_SIZE)
+        tables = tuple(self.d_blocks.take(num_blocks) for _ in self.layout.groups)
+        if self.d.grant(request, tables, self.num_cached_tokens):
+            self.d_tables[request] = tables
+            return True
+        for block_ids in tables:
             self.d_blocks.give(block_ids)
-        return is_kept
+        return False
 
-    def collect(self) -> Any:
-        """What the schedulers take: blocks are given back, D's news is returned."""
-        self.p_blocks.give(self.p.take_output().released_block_ids)
-        news = self.d.take_output()
-        self.d_blocks.give(news.landed_block_ids)
+    def take_d_news(self) -> list[Any]:
+        """What D's scheduler takes: it answers claims, blocks that come back are free."""
+        news = self.d.take_news()
+        for item in news:
+            match item:
+                case BlocksClaimed(request=request):
+                    self.reserve(request)
+                case BlocksFreed(block_ids=block_ids):
+                    self.d_blocks.give(block_ids)
+                case BlocksReturned(request=request, kept=kept):
+                    self._give_d(request, kept)
         return news
 
-    def finish(self, request_id: str = "r0") -> Any:
-        """Run until D has the blocks of `request_id`, or has lost them; returns the news."""
+    def end_d(
+        self, request: Request, status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> frozenset[int]:
+        """The request ends on D; returns the blocks that D still keeps."""
+        request.status = status
+        tables = self.d_tables.get(request, tuple([] for _ in self.layout.groups))
+        kept = self.d.request_finished(request, tables)
+        self._give_d(request, kept)
+        return kept
 
-        def is_over() -> Any:
+    def _give_d(self, request: Request, kept: frozenset[int]) -> None:
+        for block_ids in self.d_tables.pop(request, ()):
+            self.d_blocks.give([i for i in block_ids if i not in kept])
+
+    def collect(self) -> list[Any]:
+        """Deliver messages and let both schedulers take their news until there are none."""
+        collected: list[Any] = []
+        while True:
             self.pump()
-            news = self.collect()
-            over = request_id in news.finished_recving or request_id in news.failed_recving
-            return news if over else None
+            news = [*self.take_p_news(), *self.take_d_news()]
+            if not news and not self.to_d.messages and not self.to_p.messages:
+                return collected
+            collected += news
 
-        return wait_until(is_over)
+    def wait_for(self, wanted: type, request_id: str = "r0") -> Any:
+        """Run until a scheduler is told `wanted` of `request_id`; returns the news."""
+
+        def find() -> Any:
+            self.told += self.collect()
+            for item in self.told:
+                if isinstance(item, wanted) and item.request.request_id == request_id:
+                    self.told.remove(item)
+                    return item
+            return None
+
+        return wait_until(find)
+
+    def prefill(self, request_id: str = "r0", *, chunk: int = 16, **fields: Any) -> Request:
+        """P asks, is granted, computes the prompt in chunks, samples a token and hands it over."""
+        request = self.ask(request_id, **fields)
+        self.wait_for(StartAllowed, request_id)
+        assert self.start(request)
+        for num_tokens in range(chunk, request.num_tokens, chunk):
+            self.compute(request, num_tokens)
+        self.end_p(request)
+        return request
 
     def check_baseline(self) -> None:
         """Nothing is left behind on either side."""
         wait_until(lambda: self.transport.num_pending_reads() == 0)
-        self.pump()
         self.collect()
         assert sorted(self.p_blocks.free) == sorted(self.d_blocks.free) == list(range(NUM_BLOCKS))
         assert self.p.num_open_sessions() == self.d.num_open_sessions() == 0
-
-    def late(self, side: str) -> float:
-        metrics = self.p_metrics if side == "p" else self.d_metrics
-        return float(metrics.late_messages._value.get())
 
     def close(self) -> None:
         self.transport.is_holding = False
@@ -375,6 +495,9 @@ def kit() -> SimpleNamespace:
         welcome_of=welcome_of,
         num_fds=num_fds,
         Landed=Landed,
+        PSide=PSide,
+        FaultTransport=FaultTransport,
+        Wire=Wire,
         Pair=Pair,
         NUM_BLOCKS=NUM_BLOCKS,
         SPEC=SPEC,

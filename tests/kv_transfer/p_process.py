@@ -1,7 +1,7 @@
 """A prefill worker without an engine, for test_kv_link.py: p_process.py HASH TRANSPORT.
 
-Prints its port, then obeys lines on stdin: `prefill ID NUM_TOKENS` hands a request over, `state`
-prints what it holds as JSON.
+Prints its port, then obeys lines on stdin: `prefill ID NUM_TOKENS` hands a request over as soon as
+D has granted it, in chunks of 4 blocks; `state` prints what it holds as JSON.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,52 +20,87 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, Sam
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.kv_transfer.base import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
 
-blocks = kit.Blocks()
+CHUNK = 4 * kit.BLOCK_SIZE
+
+
+class Prefills:
+    """What P's engine does, on the event loop."""
+
+    def __init__(self, compatibility_hash: str, require_transport: str) -> None:
+        identity = kit.make_identity("p0", compatibility_hash=compatibility_hash)
+        self._loop = asyncio.get_running_loop()
+        self.connector = ProducerConnector(
+            make_transport("nixl", identity, require_transport=require_transport),
+            identity=identity,
+            metrics=KVTransferMetrics(CollectorRegistry()),
+            wakeup=self._wake,
+            step_seq=lambda: 0,
+        )
+        pool = kit.make_pool(1)
+        self.connector.register_kv_cache(pool)
+        kit.fill(pool, 1)
+        self.blocks = kit.Blocks()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "cpu_s": time.process_time(),
+            "num_free": len(self.blocks.free),
+            "sessions": self.connector.num_open_sessions(),
+        }
+
+    def ask(self, request_id: str, num_tokens: int) -> None:
+        core = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(range(num_tokens)),
+            sampling_params=SamplingParams(max_tokens=8),
+            kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="d0"),
+        )
+        self.connector.ask(Request(core, max_model_len=4096, seed=0))
+
+    def take_news(self) -> None:
+        for news in self.connector.take_news():
+            match news:
+                case BlocksFreed(block_ids=block_ids):
+                    self.blocks.give(block_ids)
+                case StartAllowed(request=request):
+                    self.prefill(request)
+
+    def _wake(self) -> None:
+        self._loop.call_soon(self.take_news)  # not under the connector's lock
+
+    def prefill(self, request: Request) -> None:
+        if not self.connector.on_started(request):
+            return
+        tables = (self.blocks.take(-(-request.num_tokens // kit.BLOCK_SIZE)),)
+        for num_tokens in range(CHUNK, request.num_tokens, CHUNK):
+            self.connector.on_blocks_computed(request, num_tokens, tables)
+        request.append_output_token_ids((77,))
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        kept = self.connector.request_finished(request, tables)
+        self.blocks.give([i for i in tables[0] if i not in kept])
 
 
 async def main(compatibility_hash: str, require_transport: str) -> None:
-    identity = kit.make_identity("p0", compatibility_hash=compatibility_hash)
-    connector = ProducerConnector(
-        make_transport("nixl", identity, require_transport=require_transport),
-        identity=identity,
-        metrics=KVTransferMetrics(CollectorRegistry()),
-        wakeup=lambda: None,
-        step_seq=lambda: 0,
-    )
-    connector.register_kv_cache(kit.make_pool(1))
+    prefills = Prefills(compatibility_hash, require_transport)
     server = RpcServer("127.0.0.1", 0)
-    servicer = KvTransferServicer(connector)
+    servicer = KvTransferServicer(prefills.connector)
     servicer.add_to_server(server.server)
     await server.start([SERVICE_NAME])
     print(server.port, flush=True)
     loop = asyncio.get_running_loop()
     while words := (await loop.run_in_executor(None, sys.stdin.readline)).split():
-        blocks.give(connector.take_output().released_block_ids)
         if words[0] == "prefill":
-            prefill(connector, words[1], int(words[2]))
+            prefills.ask(words[1], int(words[2]))
         else:
-            state = {"cpu_s": time.process_time(), "num_free": len(blocks.free)}
-            print(json.dumps(state | {"sessions": connector.num_open_sessions()}), flush=True)
+            print(json.dumps(prefills.state()), flush=True)
     await servicer.close()
     await server.stop(1.0)
-    connector.shutdown()
-
-
-def prefill(connector: ProducerConnector, request_id: str, num_tokens: int) -> None:
-    core = EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(range(num_tokens)),
-        sampling_params=SamplingParams(max_tokens=8),
-        kv_transfer_params=KVTransferParams(do_remote_decode=True, remote_engine_id="d0"),
-    )
-    request = Request(core, max_model_len=4096, seed=0)
-    request.append_output_token_ids((77,))
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    connector.request_finished(request, (blocks.take(-(-num_tokens // kit.BLOCK_SIZE)),))
+    prefills.connector.shutdown()
 
 
 if __name__ == "__main__":

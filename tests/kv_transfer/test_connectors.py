@@ -3,7 +3,6 @@ block is lost or freed twice whatever happens.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,223 +10,297 @@ import torch
 
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
-    BlocksReady,
-    CancelRequest,
-    KVLinkHeartbeat,
-    KVSessionId,
-    PrefillDone,
-    Release,
-    ReleaseAck,
-    SessionEnded,
+from pdserve_common.kv_types import PROTOCOL_VERSION, Release, ReleaseAck, SessionEnded
+from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.kv_transfer.base import (
+    BlocksClaimed,
+    BlocksConfirmed,
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+    TransferFinished,
+    TransferLost,
 )
-from pdserve_engine.core.request import RequestStatus
 
 
-def code_of(news: Any, request_id: str = "r0") -> ErrorCode:
-    return news.failed_recving[request_id].code
+def handoff(pair: Any, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:
+    """Both legs of a request that P has been allowed to start, and has."""
+    request = pair.ticket(request_id, **fields)
+    prefill = pair.ask(request_id, **fields)
+    pair.wait_for(StartAllowed, request_id)
+    assert pair.start(prefill)
+    return request, prefill
 
 
-def test_a_finished_prefill_is_handed_over(pair: Any) -> None:
+def same_blocks(pair: Any, ours: list[int], theirs: list[int]) -> bool:
+    return torch.equal(pair.d_pool.tensor[ours], pair.p_pool.tensor[theirs])
+
+
+def test_a_prefill_is_handed_over_while_it_runs(pair: Any) -> None:
+    """A chunk is read and confirmed before the next one exists."""
     pair.connect()
-    request = pair.ticket()
-    assert pair.d.get_num_new_matched_tokens(request, 0) == (None, True)
-    _, p_blocks = pair.prefill()
-    assert pair.p.num_open_sessions() == 1
-    pair.pump()
-    assert pair.collect().ready_to_load == ["r0"]
-    d_blocks = pair.allocate(request)
-    stats = pair.finish().finished_recving["r0"]
-    assert torch.equal(pair.d_pool.tensor[d_blocks], pair.p_pool.tensor[p_blocks[:3]])
-    assert pair.d.transferred_output_token_ids("r0") == (77,)
-    assert stats.num_blocks == 3
-    assert stats.num_bytes == 3 * pair.p_pool.block_bytes
-    assert pair.d.get_num_new_matched_tokens(request, 0) == (0, False)
+    request, prefill = handoff(pair)
+    p_blocks, d_blocks = pair.p_tables[prefill][0], pair.d_tables[request][0]
+    for num_tokens in (16, 32):
+        pair.compute(prefill, num_tokens)
+        assert pair.wait_for(BlocksConfirmed).num_tokens == num_tokens
+        num_blocks = num_tokens // 16
+        assert same_blocks(pair, d_blocks[:num_blocks], p_blocks[:num_blocks])
+        pair.p_pool.tensor[p_blocks[num_blocks]] += 1  # the next step writes it only now
+    assert pair.end_p(prefill) == {p_blocks[2]}, "the others are read"
+    finished = pair.wait_for(TransferFinished)
+    assert finished.output_token_ids == (77,)
+    assert finished.stats.num_reads == finished.stats.num_blocks == 3
+    assert same_blocks(pair, d_blocks[:3], p_blocks[:3])
+    pair.end_d(request)
+    pair.check_baseline()
+
+
+def test_p_frees_what_is_read_before_the_rest_has_landed(pair: Any) -> None:
+    pair.connect()
+    request, prefill = handoff(pair, num_tokens=48)
+    pair.compute(prefill, 16)
+    pair.wait_for(BlocksConfirmed)
+    pair.transport.is_holding = True
+    pair.compute(prefill, 32)
+    assert len(pair.end_p(prefill)) == 2
     pair.collect()
-    assert len(pair.p_blocks.free) == 64, "P frees as soon as D has confirmed"
-    pair.end_d(request, d_blocks)
+    pair.transport.land()
+    assert pair.wait_for(BlocksConfirmed).num_tokens == 32
+    assert len(pair.p_blocks.free) == 63
+    pair.transport.land()
+    pair.wait_for(TransferFinished)
+    pair.end_d(request)
     pair.check_baseline()
 
 
-def test_blocks_that_d_has_cached_are_not_pulled(pair: Any) -> None:
+@pytest.mark.parametrize("num_cached", [16, 32])
+def test_what_d_has_cached_is_not_pulled(pair: Any, num_cached: int) -> None:
     pair.connect()
-    request = pair.ticket()
-    _, p_blocks = pair.prefill()
-    pair.pump()
-    before = pair.d_pool.tensor.clone()
-    assert pair.d.get_num_new_matched_tokens(request, 32) == (8, True)
-    d_blocks = pair.allocate(request, num_hit_tokens=32)
-    assert pair.finish().finished_recving["r0"].num_blocks == 1
-    before[d_blocks[2]] = pair.p_pool.tensor[p_blocks[2]]
-    assert torch.equal(pair.d_pool.tensor, before)
-    pair.end_d(request, d_blocks)
+    pair.num_cached_tokens = num_cached
+    request, prefill = handoff(pair)
+    p_blocks, d_blocks = pair.p_tables[prefill][0], pair.d_tables[request][0]
+    expected = pair.d_pool.tensor.clone()
+    pair.compute(prefill, 32)
+    pair.end_p(prefill)
+    num_blocks = num_cached // 16
+    assert pair.wait_for(TransferFinished).stats.num_blocks == 3 - num_blocks
+    expected[d_blocks[num_blocks:3]] = pair.p_pool.tensor[p_blocks[num_blocks:3]]
+    assert torch.equal(pair.d_pool.tensor, expected)
+    pair.end_d(request)
     pair.check_baseline()
 
 
-def test_a_prompt_that_d_has_cached_whole_needs_no_read(pair: Any) -> None:
+def test_a_prompt_that_d_has_cached_whole_moves_no_block(pair: Any) -> None:
     pair.connect()
+    pair.num_cached_tokens = 32
     request = pair.ticket(num_tokens=32)
     pair.prefill(num_tokens=32)
-    pair.pump()
-    d_blocks = pair.allocate(request, num_hit_tokens=32)
-    assert pair.finish().finished_recving["r0"].num_blocks == 0
-    assert pair.d.transferred_output_token_ids("r0") == (77,)
-    pair.end_d(request, d_blocks)
+    finished = pair.wait_for(TransferFinished)
+    assert finished.stats.num_reads == 0
+    assert finished.output_token_ids == (77,)
+    pair.end_d(request)
     pair.check_baseline()
 
 
-@pytest.mark.parametrize("order", ["link first", "prefill first", "ticket last"])
-def test_link_prefill_and_ticket_may_come_in_any_order(pair: Any, order: str) -> None:
-    if order == "link first":
-        pair.connect()
-        request = pair.ticket()
-        pair.prefill()
-    elif order == "prefill first":
-        pair.prefill()
+@pytest.mark.parametrize("order", ["link first", "question first", "ticket last"])
+def test_link_question_and_ticket_may_come_in_any_order(pair: Any, order: str) -> None:
+    if order == "question first":
+        prefill = pair.ask()
         request = pair.ticket()
         assert pair.dialed == ["p0"]
         pair.connect()
     else:
         pair.connect()
-        pair.prefill()
+        request = pair.ticket() if order == "link first" else None
+        prefill = pair.ask()
         pair.pump()
-        assert pair.d.num_open_sessions() == 0, "an announcement alone is no work of D's"
-        request = pair.ticket()
-    pair.pump()
-    assert pair.collect().ready_to_load == ["r0"]
-    d_blocks = pair.allocate(request)
-    assert "r0" in pair.finish().finished_recving
-    pair.end_d(request, d_blocks)
+        request = request or pair.ticket()
+    pair.wait_for(StartAllowed)
+    assert pair.start(prefill)
+    pair.end_p(prefill)
+    pair.wait_for(TransferFinished)
+    pair.end_d(request)
     pair.check_baseline()
 
 
-def test_only_one_link_is_asked_for(pair: Any) -> None:
-    requests = [pair.ticket(f"r{i}") for i in range(3)]
-    assert pair.dialed == ["p0"]
-    pair.d.link_failed("p0", "refused")
-    failed = pair.collect().failed_recving
-    assert sorted(failed) == ["r0", "r1", "r2"]
-    assert failed["r0"].message == "no link to p0: refused"
-    assert failed["r0"].is_retryable
-    pair.ticket("r3")
-    assert pair.dialed == ["p0", "p0"]
-    for request in requests:
-        pair.end_d(request, [])
+def test_p_waits_for_ds_room_without_holding_blocks(pair: Any) -> None:
+    pair.connect()
+    pair.has_room = False
+    request = pair.ticket()
+    prefill = pair.ask()
+    assert [type(n) for n in pair.collect()] == [BlocksClaimed]
+    assert not pair.start(prefill)
+    assert len(pair.p_blocks.free) == 64
+    pair.has_room = True
+    assert pair.reserve(request)
+    pair.wait_for(StartAllowed)
+    assert pair.start(prefill)
+    pair.end_p(prefill)
+    pair.wait_for(TransferFinished)
+    pair.end_d(request)
+    pair.check_baseline()
+
+
+def test_a_grant_that_is_taken_back_is_given_again(pair: Any) -> None:
+    pair.connect()
+    request = pair.ticket()
+    prefill = pair.ask()
+    pair.wait_for(StartAllowed)
+    assert pair.d.reclaim() is request
+    pair._give_d(request, frozenset())
+    pair.wait_for(StartForbidden)
+    assert pair.reserve(request)
+    pair.wait_for(StartAllowed)
+    assert pair.start(prefill)
+    pair.end_p(prefill)
+    pair.wait_for(TransferFinished)
+    pair.end_d(request)
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize("is_granted_again", [False, True])
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_grant_that_is_taken_back_while_p_starts_is_a_loss(
+    pair: Any, is_announced: bool, is_granted_again: bool
+) -> None:
+    pair.connect()
+    request, prefill = handoff(pair)
+    assert pair.d.reclaim() is request  # P has started, D does not know
+    pair._give_d(request, frozenset())
+    if is_announced:
+        pair.compute(prefill, 32)
+    if is_granted_again:
+        assert pair.reserve(request)
+    pair.wait_for(TransferLost)
+    assert pair.wait_for(TransferFailed).request is prefill
+    assert pair.end_p(prefill, RequestStatus.FINISHED_ERROR) == frozenset()
+    pair.end_d(request)
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize("stage", ["started", "reading", "confirmed"])
+def test_a_request_that_p_preempts_is_handed_over_later(pair: Any, stage: str) -> None:
+    pair.connect()
+    request, prefill = handoff(pair)
+    pair.transport.is_holding = stage == "reading"
+    if stage != "started":
+        pair.compute(prefill, 32)
+        pair.pump()
+    if stage == "confirmed":
+        pair.wait_for(BlocksConfirmed)
+    pair.preempt(prefill)
+    pair.p.ask(prefill)
+    pair.wait_for(StartAllowed)
+    late = pair.d_tables[request][0][:3]
+    if stage == "reading":
+        assert pair.d.num_open_sessions() == 2, "a zombie"
+        pair.transport.land()
+        pair.transport.is_holding = False
+    assert pair.start(prefill)
+    pair.compute(prefill, 32)
+    p_blocks = pair.p_tables[prefill][0]
+    pair.end_p(prefill)
+    assert pair.wait_for(TransferFinished).stats.num_blocks == 3
+    assert same_blocks(pair, late, p_blocks[:3])
+    pair.end_d(request)
+    pair.check_baseline()
 
 
 @pytest.mark.parametrize(
-    ("status", "code"),
+    ("status", "is_error"),
     [
-        (RequestStatus.FINISHED_STOPPED, ErrorCode.CANCELLED),
-        (RequestStatus.FINISHED_ABORTED, ErrorCode.CANCELLED),
-        (RequestStatus.FINISHED_ERROR, ErrorCode.KV_TRANSFER_FAILED),
+        (RequestStatus.FINISHED_STOPPED, False),
+        (RequestStatus.FINISHED_ABORTED, False),
+        (RequestStatus.FINISHED_ERROR, True),
     ],
 )
-@pytest.mark.parametrize("is_linked", [True, False])
-def test_a_request_that_ends_at_p_voids_the_ticket(
-    pair: Any, status: RequestStatus, code: ErrorCode, is_linked: bool
+@pytest.mark.parametrize("stage", ["unlinked", "waiting", "granted", "reading"])
+def test_a_request_that_ends_at_p_ends_the_ticket(
+    pair: Any, status: RequestStatus, is_error: bool, stage: str
 ) -> None:
-    if is_linked:
+    if stage != "unlinked":
         pair.connect()
-    request = pair.ticket()
-    pair.prefill(status=status)
-    if not is_linked:
-        pair.connect()
-    assert code_of(pair.finish()) is code
-    pair.end_d(request, [])
-    pair.check_baseline()
-
-
-def test_an_end_at_p_is_remembered_for_a_late_ticket(pair: Any) -> None:
-    pair.connect()
-    pair.prefill(status=RequestStatus.FINISHED_STOPPED)
-    pair.pump()
-    request = pair.ticket()
-    assert code_of(pair.collect()) is ErrorCode.CANCELLED
-    pair.end_d(request, [])
-    pair.check_baseline()
-
-
-def test_a_request_aborted_on_d_before_its_prefill_keeps_no_blocks_on_p(pair: Any) -> None:
-    pair.connect()
-    pair.end_d(pair.ticket(), [])
-    pair.pump()
-    pair.prefill()
-    assert pair.p.num_open_sessions() == 0
-    pair.check_baseline()
-
-
-@pytest.mark.parametrize("stage", ["announced", "allocated", "releasing", "accepted"])
-def test_an_abort_on_d_frees_both_sides(pair: Any, stage: str) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
-    d_blocks: list[int] = []
-    if stage == "allocated":
-        d_blocks = pair.d_blocks.take(3)
-        pair.d.update_state_after_alloc(request, (d_blocks,), 40)
-        metadata = pair.d.build_connector_meta()
-        assert not pair.end_d(request, d_blocks)
-        pair.d.start_load_kv(metadata)  # too late: nothing is read
-        assert pair.transport.num_pending_reads() == 0
+    if stage in ("granted", "reading"):
+        request, prefill = handoff(pair)
     else:
-        if stage != "announced":
-            d_blocks = pair.allocate(request)
-        if stage == "accepted":
-            pair.finish()
-        elif stage == "releasing":
-            wait_for_release(pair)
-        assert not pair.end_d(request, d_blocks)
-    pair.check_baseline()
-
-
-def wait_for_release(pair: Any) -> Release:
-    while True:
-        for message in list(pair.to_p.messages):
-            if isinstance(message, Release):
-                return message
-
-
-def test_blocks_of_an_aborted_read_come_back_when_it_has_landed(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
-    pair.transport.is_holding = True
-    d_blocks = pair.allocate(request)
-    assert pair.end_d(request, d_blocks), "a READ may still write into them"
-    pair.pump()
-    pair.collect()
-    assert len(pair.p_blocks.free) == 64, "P does not wait for D"
-    assert len(pair.d_blocks.free) == 61
-    assert pair.d_metrics.zombie_reads._value.get() == 1
-    assert pair.d_metrics.sessions._value.get() == 1
-    assert pair.d.num_open_sessions() == 1
+        request, prefill = pair.ticket(), pair.request("p")
+    if stage == "reading":
+        pair.transport.is_holding = True
+        pair.compute(prefill, 32)
+        pair.pump()
+    assert pair.end_p(prefill, status) == frozenset()
+    if stage == "unlinked":
+        pair.connect()
+    if is_error:
+        assert pair.wait_for(TransferLost).lost.message == "P p0 ended it: error"
+    else:
+        error = pair.wait_for(TransferFailed).error
+        assert error.code is ErrorCode.CANCELLED
+    assert bool(pair.end_d(request)) is (stage == "reading")
     pair.transport.let_go()
     pair.check_baseline()
-    assert pair.d_metrics.zombie_reads._value.get() == 0
-    assert pair.d_metrics.sessions._value.get() == 0
+
+
+@pytest.mark.parametrize("stage", ["asked", "granted", "reading", "handed off", "accepted"])
+def test_a_request_that_ends_at_d_frees_both_sides(pair: Any, stage: str) -> None:
+    pair.connect()
+    if stage == "asked":
+        pair.has_room = False
+        request, prefill = pair.ticket(), pair.ask()
+        pair.collect()
+    else:
+        request, prefill = handoff(pair)
+    if stage in ("reading", "handed off"):
+        pair.transport.is_holding = True
+        pair.compute(prefill, 32)
+        pair.pump()
+    if stage in ("handed off", "accepted"):
+        pair.end_p(prefill)
+    if stage == "accepted":
+        pair.wait_for(TransferFinished)
+    kept = pair.end_d(request)
+    assert bool(kept) is (stage in ("reading", "handed off"))
+    pair.collect()
+    if stage in ("asked", "granted", "reading"):
+        pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    assert len(pair.p_blocks.free) == 64, "P does not wait for D's READs"
+    assert len(pair.d_blocks.free) == 64 - len(kept)
+    pair.transport.let_go()
+    pair.check_baseline()
+
+
+def test_a_request_that_d_gave_up_is_not_prefilled_for_it(pair: Any) -> None:
+    pair.connect()
+    pair.end_d(pair.ticket())
+    pair.collect()
+    prefill = pair.ask()
+    assert pair.wait_for(TransferFailed).request is prefill
+    pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    pair.check_baseline()
 
 
 @pytest.mark.parametrize("fault", ["error", "stall"])
-def test_a_read_that_fails_fails_the_request_and_drops_the_link(pair: Any, fault: str) -> None:
+def test_a_read_that_fails_is_a_loss_of_its_request(pair: Any, fault: str) -> None:
     pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
+    request, prefill = handoff(pair)
+    pair.compute(prefill, 16)
+    pair.wait_for(BlocksConfirmed)
     pair.transport.is_holding = True
-    d_blocks = pair.allocate(request)
+    pair.compute(prefill, 32)
+    pair.pump()
     if fault == "error":
         pair.transport.fail("remote disconnect")
         assert pair.to_p.closed_because == "remote disconnect"
+        pair.p.link_lost(pair.p_link, "closed by D")
     else:
         pair.transport.stall()
-    news = pair.finish()
-    assert code_of(news) is ErrorCode.KV_TRANSFER_FAILED
-    assert news.failed_recving["r0"].is_retryable
-    assert pair.end_d(request, d_blocks) == (fault == "stall")
-    pair.p.link_lost(pair.p_link, "closed by D")
+    lost = pair.wait_for(TransferLost).lost
+    assert lost.reason == ("stall" if fault == "stall" else "read_error")
+    assert lost.num_confirmed_tokens == 16
+    assert pair.wait_for(TransferFailed).request is prefill
+    pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    assert bool(pair.end_d(request)) is (fault == "stall")
     pair.transport.let_go()
     pair.check_baseline()
 
@@ -235,93 +308,87 @@ def test_a_read_that_fails_fails_the_request_and_drops_the_link(pair: Any, fault
 def test_a_session_that_p_has_ended_is_not_accepted(pair: Any) -> None:
     """The copy may hold anything by then: rule K4."""
     pair.connect()
-    request = pair.ticket()
-    pair.prefill()
+    request, prefill = handoff(pair)
+    pair.transport.is_holding = True
+    pair.end_p(prefill)
     pair.pump()
-    d_blocks = pair.allocate(request)
-    release = wait_for_release(pair)
     pair.p.fence_all("cache_reset")
-    pair.to_d.messages.clear()  # SessionEnded is lost or late, the answer to Release decides
-    pair.p.on_message(pair.p_link, release)
-    pair.to_p.messages.clear()
-    news = pair.finish()
-    assert code_of(news) is ErrorCode.KV_EXPIRED
-    assert not news.finished_recving
-    pair.end_d(request, d_blocks)
+    (ended,) = pair.to_d.messages
+    assert isinstance(ended, SessionEnded)
+    pair.to_d.messages.clear()  # it is late: the answer to Release decides
+    pair.transport.land()
+    news = pair.wait_for(TransferLost)
+    assert news.lost.reason == "not_valid"
+    assert news.lost.num_confirmed_tokens == 0
+    assert not [n for n in pair.told if isinstance(n, BlocksConfirmed | TransferFinished)]
+    pair.end_d(request)
     pair.check_baseline()
 
 
-@pytest.mark.parametrize("stage", ["unannounced", "announced", "reading", "releasing"])
+@pytest.mark.parametrize("stage", ["ticket", "asked", "granted", "reading", "handed off"])
 def test_a_lost_link_ends_its_sessions_on_both_sides(pair: Any, stage: str) -> None:
     pair.connect()
-    request = pair.ticket()
-    d_blocks: list[int] = []
-    if stage != "unannounced":
-        pair.prefill()
-        pair.pump()
-    if stage in ("reading", "releasing"):
-        pair.transport.is_holding = stage == "reading"
-        d_blocks = pair.allocate(request)
-    if stage == "releasing":
-        wait_for_release(pair)
-    pair.cut()
-    assert code_of(pair.finish()) is ErrorCode.KV_TRANSFER_FAILED
-    assert pair.p.num_open_sessions() == 0
-    assert pair.end_d(request, d_blocks) == (stage == "reading")
-    pair.transport.let_go()
-    pair.check_baseline()
-
-
-@pytest.mark.parametrize("stage", ["waiting", "announced", "reading"])
-def test_p_ends_a_session_without_progress(pair: Any, stage: str) -> None:
-    if stage != "waiting":
-        pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
-    d_blocks: list[int] = []
-    if stage == "reading":
+    prefill = None
+    if stage == "ticket":
+        request = pair.ticket()
+    elif stage == "asked":
+        request, prefill = pair.ticket(), pair.ask()
+    else:
+        request, prefill = handoff(pair)
+    if stage in ("reading", "handed off"):
         pair.transport.is_holding = True
-        d_blocks = pair.allocate(request)
-    pair.now += 31
-    wakeups = pair.num_wakeups
-    pair.p.on_tick()
-    assert pair.num_wakeups > wakeups, "the engine may be idle"
+        pair.compute(prefill, 32)
+        pair.pump()
+    if stage == "handed off":
+        pair.end_p(prefill)
+        pair.pump()
+    pair.cut()
+    assert pair.wait_for(TransferLost).lost.reason == "link_lost"
     assert pair.p.num_open_sessions() == 0
-    if stage == "waiting":
-        pair.d.link_failed("p0", "gone")
-    pair.finish()
-    assert pair.end_d(request, d_blocks) == (stage == "reading")
+    if stage in ("asked", "granted", "reading"):
+        assert pair.wait_for(TransferFailed).request is prefill
+        pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    assert bool(pair.end_d(request)) is (stage in ("reading", "handed off"))
     pair.transport.let_go()
     pair.check_baseline()
 
 
-def test_d_gives_an_announcement_up_at_its_deadline(pair: Any) -> None:
+def test_the_next_attempt_goes_on_with_what_is_confirmed(pair: Any) -> None:
+    """As the router decides: the same P again, the first attempt is superseded on D."""
     pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
-    pair.now += 31
-    pair.d.on_tick()
-    assert code_of(pair.finish()) is ErrorCode.KV_EXPIRED
-    assert pair.p.num_open_sessions() == 0, "P was told"
-    pair.end_d(request, [])
+    first, prefill = handoff(pair)
+    pair.compute(prefill, 32)
+    while pair.wait_for(BlocksConfirmed).num_tokens < 32:
+        pass
+    pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    assert pair.wait_for(TransferLost).lost.num_confirmed_tokens == 32
+    pair.num_cached_tokens = 32  # their blocks are in D's prefix cache
+    assert pair.end_d(first) == frozenset()
+    second, prefill = handoff(pair, attempt=1)
+    pair.end_p(prefill)
+    finished = pair.wait_for(TransferFinished)
+    assert finished.request is second
+    assert finished.stats.num_blocks == 1
+    pair.end_d(second)
     pair.check_baseline()
 
 
-def test_announcements_whose_ticket_never_comes_are_forgotten(pair: Any) -> None:
+def test_p_ends_a_session_without_progress(pair: Any) -> None:
     pair.connect()
-    pair.prefill()
-    pair.pump()
-    pair.now += 31
-    pair.d.on_tick()
-    pair.pump()
+    request, prefill = handoff(pair)
+    pair.transport.is_holding = True
+    pair.end_p(prefill)
+    pair.collect()
+    for _ in range(30):
+        pair.now += 1
+        pair.d.on_tick()
+        pair.p.on_tick()
+        pair.pump()
+    assert pair.p.num_open_sessions() == 0
+    assert pair.wait_for(TransferLost).lost.reason == "expired"
+    assert pair.end_d(request)
+    pair.transport.let_go()
     pair.check_baseline()
-    assert pair.d._table._pulls == {}
-    assert pair.d._table._num_early == 0
-    request = pair.ticket()
-    assert code_of(pair.collect()) is ErrorCode.KV_EXPIRED
-    pair.end_d(request, [])
 
 
 def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
@@ -332,15 +399,15 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
         pair.d.on_tick()
         pair.pump()
     assert pair.p_metrics.links._value.get() == pair.d_metrics.links._value.get() == 1
-    request = pair.ticket()
-    pair.prefill()
+    request, prefill = handoff(pair)
     for _ in range(7):
         pair.now += 1
         pair.p.on_tick()
         pair.d.on_tick()  # and nothing arrives
     assert pair.to_d.closed_because == pair.to_p.closed_because == "silent"
-    assert code_of(pair.finish()) is ErrorCode.KV_TRANSFER_FAILED
-    pair.end_d(request, [])
+    assert pair.wait_for(TransferLost).lost.message == "link to p0 lost: silent"
+    pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    pair.end_d(request)
     pair.check_baseline()
 
 
@@ -355,209 +422,48 @@ def test_a_tick_that_comes_late_blames_no_peer(pair: Any) -> None:
 
 def test_a_restarted_p_is_a_new_peer(pair: Any) -> None:
     pair.connect()
-    request = pair.ticket()
-    pair.prefill()
+    request, prefill = handoff(pair)
+    pair.transport.is_holding = True
+    pair.end_p(prefill)
     pair.pump()
-    d_blocks = pair.allocate(request)
-    stale = wait_for_release(pair)
+    pair.transport.land()
+    (stale,) = pair.to_p.messages
+    assert isinstance(stale, Release)
     pair.p.shutdown()
     pair.p_blocks.free = list(range(64))
-    old_link = pair.p_link
+    old_link, old_p = pair.p_link, pair.p
     pair.start_p()
     pair.connect()  # D hears of it before it noticed the old link's end
+    pair.transport.is_holding = False
     pair.p.on_message(pair.p_link, stale)  # through a proxy that kept the connection
     assert pair.to_d.messages[-1] == ReleaseAck(
         session=stale.session, through_block=stale.through_block, valid=False
     )
-    pair.p.on_message(old_link, stale)
-    assert code_of(pair.finish()) is ErrorCode.KV_TRANSFER_FAILED
+    old_p.on_message(old_link, stale)
+    assert pair.wait_for(TransferLost).lost.message == "link to p0 lost: replaced"
     assert pair.late("p") == 2
-    pair.end_d(request, d_blocks)
-    request = pair.ticket("r1")
-    pair.prefill("r1")
-    pair.pump()
-    d_blocks = pair.allocate(request)
-    assert "r1" in pair.finish("r1").finished_recving
-    pair.end_d(request, d_blocks)
+    pair.end_d(request)
+    request, prefill = handoff(pair, "r1")
+    pair.end_p(prefill)
+    pair.wait_for(TransferFinished, "r1")
+    pair.end_d(request)
     pair.check_baseline()
 
 
-def test_a_restarted_d_ends_the_old_ones_sessions(pair: Any) -> None:
+def test_fencing_d_loses_every_open_pull(pair: Any) -> None:
     pair.connect()
-    pair.prefill()
-    old, old_link = pair.to_d, pair.p_link
-    pair.p.accept_link(
-        replace(pair.d.hello(), epoch="another"),
-        SimpleNamespace(send=lambda message: None, close=lambda reason: None),
-    )
-    assert old.closed_because == "replaced"
-    assert pair.p.num_open_sessions() == 0
-    pair.p.link_lost(old_link, "closed")  # its own reader reports it too
-    assert pair.p_metrics.links._value.get() == 1
-    pair.to_d.messages.clear()
-    pair.check_baseline()
-
-
-def test_repeated_and_unknown_messages_to_p_change_nothing(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
-    d_blocks = pair.allocate(request)
-    release = wait_for_release(pair)
-    other = KVSessionId(p_epoch="x", d_epoch="y", link=1, seq=1)
-    for message in (
-        Release(session=other, through_block=3),
-        replace(release, through_block=1000),
-        CancelRequest(request_id="nobody", attempt=0, reason=""),
-        CancelRequest(request_id="r0", attempt=-1, reason="an older attempt"),
-        KVLinkHeartbeat(step_seq=1),
-        pair.d.hello(),
-    ):
-        pair.p.on_message(pair.p_link, message)
-    assert pair.p.num_open_sessions() == 1
-    acks = [m for m in pair.to_d.messages if isinstance(m, ReleaseAck)]
-    assert [ack.valid for ack in acks] == [False, False]
-    pair.to_d.messages.clear()
-    pair.to_p.messages.append(release)  # twice
-    assert "r0" in pair.finish().finished_recving
-    pair.pump()
-    pair.end_d(request, d_blocks)
-    pair.check_baseline()
-
-
-def test_repeated_and_unknown_messages_to_d_change_nothing(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    ready, done = pair.to_d.messages
-    other = replace(ready.session, p_epoch="stale")
-    pair.to_d.messages.clear()
-    wrong = [
-        replace(ready, session=other),
-        replace(ready, session=replace(ready.session, link=99)),
-        replace(ready, attempt=5),
-        ReleaseAck(session=ready.session, through_block=3, valid=True),
-        SessionEnded(session=other, request_id="r0", attempt=0, reason="expired"),
-        SessionEnded(session=None, request_id="r0", attempt=9, reason="expired"),
-    ]
-    for message in [*wrong, ready, *wrong, ready, done, *wrong, ready, done]:
-        pair.d.on_message(pair.d_link, message)
-    assert pair.late("d") == 3 * len(wrong) + 3
-    d_blocks = pair.allocate(request)
-    wait_for_release(pair)
-    for message in (ready, done, *wrong[:3]):
-        pair.d.on_message(pair.d_link, message)
-    news = pair.finish()
-    assert list(news.finished_recving) == ["r0"]
-    pair.d.on_message(pair.d_link, ReleaseAck(session=ready.session, through_block=3, valid=False))
-    assert not pair.collect().failed_recving
-    pair.end_d(request, d_blocks)
-    for message in (ready, done):
-        pair.d.on_message(pair.d_link, message)
-    pair.check_baseline()
-    assert pair.d._table._pulls == {}
-
-
-def test_a_session_is_released_over_its_own_link_only(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    release = Release(session=pair.to_d.messages[0].session, through_block=3)
-    answers: list[Any] = []
-    stranger = SimpleNamespace(send=answers.append, close=lambda reason: None)
-    link = pair.p.accept_link(replace(pair.d.hello(), engine_id="d1"), stranger)
-    pair.p.on_message(link, release)
-    pair.p.on_message(link, CancelRequest(request_id="r0", attempt=0, reason=""))
-    assert not answers[-1].valid
-    assert pair.p.num_open_sessions() == 1
-    pair.pump()
-    pair.end_d(request, [])
-    pair.check_baseline()
-
-
-def test_a_session_belongs_to_one_request_only(pair: Any) -> None:
-    pair.connect()
-    requests = [pair.ticket("r0"), pair.ticket("r1")]
-    pair.prefill("r0")
-    ready = pair.to_d.messages[0]
-    pair.pump()
-    pair.d.on_message(pair.d_link, replace(ready, request_id="r1"))
-    assert pair.late("d") == 1
-    for request in requests:
-        pair.end_d(request, [])
-    pair.check_baseline()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda ready, done: (replace(ready, block_ids=((1, 2, 64),)), done), "block 64"),
-        (lambda ready, done: (replace(ready, block_ids=((1,), (2,))), done), "KV groups"),
-        (lambda ready, done: (replace(ready, block_ids=((1, 2),)), done), "announced 2 blocks"),
-        (lambda ready, done: (replace(ready, first_block=1), done), "announced 0 blocks"),
-        (lambda ready, done: (ready, replace(done, num_tokens=41)), "announced 41 tokens of 40"),
-        (lambda ready, done: (ready, replace(done, num_tokens=0)), "for 0 tokens"),
-        (lambda ready, done: (ready, replace(done, output_token_ids=())), "sent no token"),
-    ],
-)
-def test_announcements_that_make_no_sense_fail_the_request(
-    pair: Any, change: Any, says: str
-) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    messages: tuple[BlocksReady, PrefillDone] = change(*pair.to_d.messages)
-    pair.to_d.messages.clear()
-    for message in messages:
-        pair.d.on_message(pair.d_link, message)
-    news = pair.finish()
-    assert code_of(news) is ErrorCode.KV_TRANSFER_FAILED
-    assert says in news.failed_recving["r0"].message
-    pair.end_d(request, [])
-    pair.check_baseline()
-
-
-def test_a_later_attempt_is_not_touched_by_the_earlier_ones_messages(pair: Any) -> None:
-    pair.connect()
-    first = pair.ticket()
-    pair.end_d(first, [])
-    second = pair.ticket(attempt=1)
-    pair.pump()
-    pair.prefill(attempt=0)
-    pair.prefill(attempt=1)
-    pair.pump()
-    d_blocks = pair.allocate(second)
-    assert "r0" in pair.finish().finished_recving
-    pair.end_d(second, d_blocks)
-    pair.check_baseline()
-
-
-def test_fencing_d_fails_every_open_pull(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    pair.pump()
+    ticket = pair.ticket("r1")
+    request, prefill = handoff(pair)
     pair.transport.is_holding = True
-    d_blocks = pair.allocate(request)
-    pair.d.fence_all("weights")
-    assert code_of(pair.finish()) is ErrorCode.KV_EXPIRED
-    assert pair.end_d(request, d_blocks)
-    pair.transport.let_go()
-    pair.check_baseline()
-
-
-def test_p_frees_what_is_released_early_and_the_rest_later(pair: Any) -> None:
-    pair.connect()
-    request = pair.ticket()
-    pair.prefill()
-    ready = pair.to_d.messages[0]
+    pair.end_p(prefill)
     pair.pump()
-    pair.p.on_message(pair.p_link, Release(session=ready.session, through_block=2))
-    pair.collect()
-    assert len(pair.p_blocks.free) == 63
-    pair.to_d.messages.clear()
-    pair.end_d(request, [])
+    pair.d.fence_all("weights")
+    for request_id in ("r0", "r1"):
+        assert pair.wait_for(TransferLost, request_id).lost.reason == "fenced"
+    assert pair.p.num_open_sessions() == 0, "P was told"
+    assert pair.end_d(request)
+    pair.end_d(ticket)
+    pair.transport.let_go()
     pair.check_baseline()
 
 
@@ -566,7 +472,7 @@ def test_p_frees_what_is_released_early_and_the_rest_later(pair: Any) -> None:
     ("field", "value", "says"),
     [
         ("compatibility_hash", "else", "compatibility_hash differs: same on P, else on D"),
-        ("min_protocol_version", 2, "protocol versions differ"),
+        ("min_protocol_version", PROTOCOL_VERSION + 1, "protocol versions differ"),
         ("connector", "nixl", "connector differs: local on P, nixl on D"),
     ],
 )

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import ErrorCode
-from pdserve_common.kv_types import BlocksReady, Release
 from pdserve_engine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv_transfer.base import StartAllowed, TransferFinished, TransferLost
 
 pytestmark = pytest.mark.slow
 
@@ -39,14 +38,16 @@ class ManagedBlocks:
     def give(self, block_ids: Sequence[int]) -> None:
         self.kv.free_block_ids(block_ids)
 
-    def end(self, connector: Any, request: Request, status: RequestStatus) -> bool:
+    def give_all(self, request: Request, kept: frozenset[int]) -> None:
+        taken = [block.block_id for block in self.kv.take(request)]
+        self.give([block_id for block_id in taken if block_id not in kept])
+
+    def end(self, connector: Any, request: Request, status: RequestStatus) -> frozenset[int]:
         request.status = status
-        is_kept = connector.request_finished(request, self.kv.get_block_ids(request.request_id))
-        if is_kept:
-            self.kv.take(request)
-        else:
-            self.kv.free(request)
-        return bool(is_kept)
+        table = self.kv.get_block_ids(request.request_id)
+        kept: frozenset[int] = connector.request_finished(request, table)
+        self.give_all(request, kept)
+        return kept
 
 
 class Hybrid:
@@ -58,34 +59,37 @@ class Hybrid:
         self.pair = kit.Pair(kind, spec)
         self.p, self.d = (ManagedBlocks(spec.windows, kit.NUM_BLOCKS) for _ in range(2))
         self.pair.p_blocks, self.pair.d_blocks = self.p, self.d
+        self.pair.reserve, self.pair._give_d = self.reserve, self.d.give_all
         self.pair.connect()
 
     def prefill(self, num_tokens: int, request_id: str = "r0") -> tuple[list[int], ...]:
-        """P computes a prompt in chunks; returns its tables."""
-        request = self.pair.request("p", request_id, num_tokens)
-        self.pair.p.on_new_request(request)
+        """P computes a prompt in chunks; returns its tables, with the blocks that it has given
+        back meanwhile.
+        """
+        request = self.pair.ask(request_id, num_tokens=num_tokens)
+        self.pair.wait_for(StartAllowed, request_id)
+        assert self.pair.p.on_started(request)
         for end in [*range(CHUNK, num_tokens, CHUNK), num_tokens]:
             assert self.p.kv.allocate_slots(request, end) is not None
             self.p.kv.remove_skipped_blocks(request, end)
+            self.pair.p.on_blocks_computed(request, end, self.p.kv.get_block_ids(request_id))
         tables = self.p.kv.get_block_ids(request_id)
         request.append_output_token_ids((77,))
-        assert self.p.end(self.pair.p, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.p.end(self.pair.p, request, RequestStatus.FINISHED_LENGTH_CAPPED)
         return tables
 
-    def load(self, request: Request) -> tuple[list[int], ...]:
-        """D allocates and starts the pull; returns its tables."""
+    def reserve(self, request: Request) -> bool:
+        """D's scheduler answers a claim."""
         num_prompt = request.num_prompt_tokens
         computed, num_hit = self.d.kv.get_computed_blocks(request, num_prompt)
-        num_external, _ = self.pair.d.get_num_new_matched_tokens(request, num_hit)
         added = self.d.kv.allocate_slots(
             request, num_prompt, computed, num_remote_tokens=num_prompt
         )
         assert added is not None
-        self.pair.d.update_state_after_alloc(request, added, num_external)
-        self.pair.d.start_load_kv(self.pair.d.build_connector_meta())
-        return added
+        tables = self.d.kv.get_block_ids(request.request_id)
+        return bool(self.pair.d.grant(request, tables, num_hit))
 
-    def end_d(self, request: Request) -> bool:
+    def end_d(self, request: Request) -> frozenset[int]:
         return self.d.end(self.pair.d, request, RequestStatus.FINISHED_ABORTED)
 
 
@@ -106,11 +110,10 @@ def test_what_the_next_token_sees_is_handed_over_and_nothing_else(
 ) -> None:
     pair = hybrid.pair
     request = pair.ticket(num_tokens=num_tokens)
-    p_tables = hybrid.prefill(num_tokens)
-    pair.pump()
     expected = pair.d_pool.tensor.clone()
-    d_tables = hybrid.load(request)
-    stats = pair.finish().finished_recving["r0"]
+    p_tables = hybrid.prefill(num_tokens)
+    stats = pair.wait_for(TransferFinished).stats
+    d_tables = hybrid.d.kv.get_block_ids("r0")
     num_blocks = 0
     for group, (theirs, ours) in enumerate(zip(p_tables, d_tables, strict=True)):
         first = first_visible_block(group, num_tokens)
@@ -129,11 +132,10 @@ def test_what_d_has_cached_is_not_pulled_in_any_group(hybrid: Hybrid) -> None:
     assert hybrid.d.kv.allocate_slots(cached, 40) is not None
     hybrid.d.kv.cache_blocks(cached, 40)
     request = pair.ticket(num_tokens=50)  # the token at 50 sees 31 to 50: block 1 on
-    hybrid.prefill(50)
-    pair.pump()
     before = pair.d_pool.tensor.clone()
-    tables = hybrid.load(request)
-    assert pair.finish().finished_recving["r0"].num_blocks == 2 + 2 + 2
+    hybrid.prefill(50)
+    assert pair.wait_for(TransferFinished).stats.num_blocks == 2 + 2 + 2
+    tables = hybrid.d.kv.get_block_ids("r0")
     unread = [i for i in range(64) if i not in {i for ids in tables for i in ids[2:]}]
     assert torch.equal(pair.d_pool.tensor[unread], before[unread])
     hybrid.d.kv.free(cached)
@@ -144,30 +146,33 @@ def test_what_d_has_cached_is_not_pulled_in_any_group(hybrid: Hybrid) -> None:
 def test_blocks_under_a_read_come_back_without_the_null_ones(hybrid: Hybrid) -> None:
     pair = hybrid.pair
     request = pair.ticket(num_tokens=100)
+    pair.transport.is_holding = True
     hybrid.prefill(100)
     pair.pump()
-    pair.transport.is_holding = True
-    tables = hybrid.load(request)
-    assert NULL_BLOCK_ID in tables[1]
-    assert hybrid.end_d(request), "a READ may still write into them"
-    pair.pump()
+    assert NULL_BLOCK_ID in hybrid.d.kv.get_block_ids("r0")[1]
+    kept = hybrid.end_d(request)
+    assert len(kept) == 7 + 2 * 2, "READs may still write into them"
     pair.collect()
     assert len(hybrid.p.free) == 64, "P does not wait for D"
-    assert len(hybrid.d.free) == 64 - 7 - 2 * 2
+    assert len(hybrid.d.free) == 64 - len(kept)
     pair.transport.let_go()
     pair.check_baseline()
 
 
-def test_p_frees_an_early_release_without_the_null_blocks(hybrid: Hybrid) -> None:
+def test_p_frees_what_is_released_without_the_null_blocks(hybrid: Hybrid) -> None:
+    """The first chunks have no blocks of the sliding groups that are read."""
     pair = hybrid.pair
     request = pair.ticket(num_tokens=100)
+    pair.transport.is_holding = True
     hybrid.prefill(100)
-    ready = pair.to_d.messages[0]
     pair.pump()
-    pair.p.on_message(pair.p_link, Release(session=ready.session, through_block=6))
+    assert [len(held[1]) for held in pair.transport.held] == [1, 2, 2, 2 + 2 * 2]
+    for _ in range(3):
+        pair.transport.land()
     pair.collect()
-    assert len(hybrid.p.free) == 64 - 3, "of the last logical block there is one per group"
-    pair.to_d.messages.clear()
+    assert len(hybrid.p.free) == 64 - 2 - 2 * 2
+    pair.transport.land()
+    pair.wait_for(TransferFinished)
     hybrid.end_d(request)
     pair.check_baseline()
 
@@ -175,26 +180,22 @@ def test_p_frees_an_early_release_without_the_null_blocks(hybrid: Hybrid) -> Non
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda ids: ids[:2], "announces 2 KV groups, the layout has 3"),
-        (lambda ids: (*ids, ids[0]), "announces 4 KV groups, the layout has 3"),
-        (lambda ids: (ids[0], ids[1][1:], ids[2]), "unequal numbers of blocks"),
-        (lambda ids: (ids[0], ids[1], (*ids[2][:-1], 64)), "block 64 of a pool of 64"),
-        (lambda ids: tuple(group[:-1] for group in ids), "announced 6 blocks for 100 tokens"),
+        (lambda ids: ids[:2], "announced 2 KV groups, the layout has 3"),
+        (lambda ids: (*ids, ids[0]), "announced 4 KV groups, the layout has 3"),
+        (lambda ids: (ids[0], ids[1][1:], ids[2]), "unequal numbers of them"),
+        (lambda ids: (ids[0], ids[1], (*ids[2][:-1], 64)), "block id 64 of a pool of 64"),
     ],
 )
-def test_an_announcement_that_does_not_fit_the_groups_fails_the_request(
+def test_an_announcement_that_does_not_fit_the_groups_loses_the_pull(
     hybrid: Hybrid, change: Any, says: str
 ) -> None:
     pair = hybrid.pair
     request = pair.ticket(num_tokens=100)
     hybrid.prefill(100)
-    ready, done = pair.to_d.messages
-    assert isinstance(ready, BlocksReady)
-    pair.to_d.messages.clear()
+    ready = pair.to_d.messages.popleft()
     pair.d.on_message(pair.d_link, replace(ready, block_ids=change(ready.block_ids)))
-    pair.d.on_message(pair.d_link, done)
-    error = pair.finish().failed_recving["r0"]
-    assert error.code is ErrorCode.KV_TRANSFER_FAILED
-    assert says in error.message
+    lost = pair.wait_for(TransferLost).lost
+    assert lost.reason == "protocol"
+    assert says in lost.message
     hybrid.end_d(request)
     pair.check_baseline()

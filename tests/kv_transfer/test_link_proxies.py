@@ -7,6 +7,14 @@ import pytest
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded
+from pdserve_engine.core.request import RequestStatus
+from pdserve_engine.kv_transfer.base import (
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+    TransferFinished,
+    TransferLost,
+)
 from pdserve_engine.subprocess_client.links import ConsumerProxy, LinkHost, ProducerProxy
 from pdserve_engine.subprocess_client.messages import FrameReader, LinkMessage, encode
 
@@ -46,12 +54,28 @@ def test_a_handoff_moves_the_blocks(split: Any) -> None:
     assert split.dialed == [("p0", "127.0.0.1", 1)]
     split.connect()
     split.prefill()
-    split.pump()
-    block_ids = split.allocate(request)
-    news = split.finish()
-    assert list(news.finished_recving) == ["r0"]
-    assert split.d.transferred_output_token_ids("r0") == (77,)
-    split.end_d(request, block_ids)
+    finished = split.wait_for(TransferFinished)
+    assert finished.stats.num_reads == 3
+    assert finished.output_token_ids == (77,)
+    split.end_d(request)
+    split.check_baseline()
+
+
+def test_a_grant_crosses_both_ways(split: Any) -> None:
+    split.connect()
+    split.has_room = False
+    request = split.ticket()
+    prefill = split.ask()
+    split.collect()
+    split.has_room = True
+    assert split.reserve(request)
+    split.wait_for(StartAllowed)
+    assert split.d.reclaim() is request
+    split._give_d(request, frozenset())
+    split.wait_for(StartForbidden)
+    split.end_p(prefill, RequestStatus.FINISHED_ABORTED)
+    split.wait_for(TransferFailed)
+    split.end_d(request)
     split.check_baseline()
 
 
@@ -77,17 +101,19 @@ def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any, kit: Any) -> None:
     object.__setattr__(welcome.endpoint, "regions", ())
     split.d.link_up("p0", welcome, split.to_p)
     assert "sent no memory region" in split.to_p.closed_because
-    assert "no link to p0" in split.collect().failed_recving["r0"].message
-    split.d.request_finished(request, ([],))
+    assert "no link to p0" in split.wait_for(TransferLost).lost.message
+    split.end_d(request)
 
 
 def test_a_lost_link_ends_its_sessions(split: Any) -> None:
-    request = split.ticket()
     split.connect()
-    split.prefill()
+    request = split.ticket()
+    prefill = split.ask()
+    split.wait_for(StartAllowed)
     split.cut()
-    assert list(split.collect().failed_recving) == ["r0"]
-    split.d.request_finished(request, ([],))
+    split.wait_for(TransferLost)
+    split.end_p(prefill, RequestStatus.FINISHED_ERROR)
+    split.end_d(request)
     assert split.p.proxy._links == split.p.host._links == {}
     assert split.d.proxy._links == split.d.host._links == {}
     split.check_baseline()
@@ -120,8 +146,8 @@ def test_ticks_send_heartbeats_through(split: Any) -> None:
 def test_a_link_that_cannot_be_had_fails_who_waits(split: Any) -> None:
     request = split.ticket()
     split.d.link_failed("p0", "refused")
-    assert "no link to p0: refused" in split.collect().failed_recving["r0"].message
-    split.d.request_finished(request, ([],))
+    assert split.wait_for(TransferLost).lost.message == "no link to p0: refused"
+    split.end_d(request)
 
 
 def test_an_engine_process_that_dies_ends_the_streams(split: Any) -> None:

@@ -1,16 +1,20 @@
 """The transfer thread against an agent that fails and stalls when the test says so."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
-from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_cache import KVCache
+from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import RemoteDisconnectError
+from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 BLOCK_BYTES = 1 << 20
 
@@ -31,11 +35,13 @@ class FakeAgent:
             nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport=transport
         )
         self.posted: list[Handle] = []
+        self.own_read_end: str | None = ""
         self.is_synchronous = True
         self.is_ending = False
         self.num_posts = 0
         self.post_error: Exception | None = None
         self.peers: list[str] = []
+        self.num_progressed = 0
         self.is_closed = False
 
     def add_peer(self, name: str, endpoint: KVEndpoint) -> str:
@@ -46,8 +52,11 @@ class FakeAgent:
         assert not self.posted, "a READ is still outstanding"
         self.peers.remove(name)
 
-    def make_read(self, dlist: str, remote: Any, local: Any) -> Handle:
-        return Handle(remote, local, None)
+    def prep_own_pool(self) -> SimpleNamespace:
+        return SimpleNamespace(release=lambda: None)
+
+    def make_read(self, dlist: Any, remote: Any, local: Any) -> Handle:
+        return Handle(remote, local, None if isinstance(dlist, str) else self.own_read_end)
 
     def make_probe(self, name: str, endpoint: KVEndpoint) -> Handle:
         return Handle([], [], "")
@@ -71,6 +80,7 @@ class FakeAgent:
 
     def progress(self) -> None:
         """Nothing moves by itself."""
+        self.num_progressed += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -97,6 +107,10 @@ class Rig:
         self.transport.read(
             self.peer, ids, ids, timeout_s, self.landed.on_done, self.landed.on_stall
         )
+
+    def end_posted(self) -> None:
+        for handle in list(self.agent.posted):
+            handle.end = ""
 
     def wait_posted(self, num_pieces: int) -> None:
         self.kit.wait_until(lambda: len(self.agent.posted) == num_pieces)
@@ -193,6 +207,90 @@ def test_a_read_that_may_still_land_keeps_its_blocks_and_fails_the_worker(
     rig.agent.is_closed, rig.agent.peers = True, []
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "failure"),
+    [("MAX_STALLED_READS", 1, "2 READs have stalled"), ("MAX_STALLED_S", 0.05, "stalled for over")],
+)
+def test_what_stays_stalled_beyond_the_limits_fails_the_worker(
+    rig: Rig,
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: float,
+    failure: str,
+) -> None:
+    monkeypatch.setattr(reads, limit, value)
+    rig.read(8, timeout_s=0.02)
+    rig.read(8, timeout_s=0.02)
+    assert failure in kit.wait_until(lambda: rig.transport.failure)
+    assert rig.transport.num_stalled_reads() == 2
+    rig.end_posted()
+    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    assert rig.transport.num_stalled_reads() == 0
+
+
+def test_a_stalled_read_that_lands_in_time_is_forgotten(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.read(8, timeout_s=0.02)
+    kit.wait_until(lambda: rig.transport.num_stalled_reads() == 1)
+    rig.end_posted()
+    kit.wait_until(lambda: rig.transport.num_stalled_reads() == 0)
+    assert rig.transport.failure is None
+
+
+def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace) -> None:
+    rig.transport.read(rig.peer, [9, 8, 7], [5, 4, 3], 5.0, rig.landed.on_done, rig.landed.on_stall)
+    rig.wait_posted(1)
+    assert list(rig.agent.posted[0].local) == [3, 4, 5]
+    assert list(rig.agent.posted[0].remote) == [7, 8, 9]
+
+
+def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(
+    rig: Rig, kit: SimpleNamespace
+) -> None:
+    def num_calls(duration_s: float) -> int:
+        before = rig.agent.num_progressed
+        time.sleep(duration_s)
+        return rig.agent.num_progressed - before
+
+    assert num_calls(0.02) == 0
+    rig.transport.set_exporting(True)
+    time.sleep(0.1)
+    assert 1 <= num_calls(0.1) <= 40, "at most every 4 ms, and some slack"
+    before = rig.agent.num_progressed
+    rig.transport.poke()
+    kit.wait_until(lambda: rig.agent.num_progressed >= before + 8, timeout_s=1.0)
+    rig.transport.set_exporting(False)
+    time.sleep(0.02)
+    assert num_calls(0.02) == 0
+
+
+def test_a_self_check_that_fails_says_what_to_do(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RemoteDisconnectError("gone")
+
+    monkeypatch.setattr(nixl_transport, "check_own_pool", fail)
+    with pytest.raises(KVTransferError, match=r"UCX_TLS.*gone.*require_transport"):
+        rig.transport.self_check()
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "match"),
+    [
+        ("", ValueError, "differs"),
+        ("BACKEND_ERROR", ValueError, "BACKEND_ERROR"),
+        (None, TimeoutError, "longer than"),
+    ],
+)
+def test_a_self_check_sees_bytes_that_do_not_arrive(
+    kit: SimpleNamespace, end: str | None, error: type[Exception], match: str
+) -> None:
+    pool = KVCache(kit.SPEC, num_blocks=3, device=torch.device("cpu"))
+    agent = FakeAgent("d0.x", pool, transport="any")
+    agent.own_read_end = end
+    with pytest.raises(error, match=match):
+        check_own_pool(agent, pool, 0.05)  # type: ignore[arg-type]
+
+
 def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
     rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +301,16 @@ def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
     assert rig.landed.results == [], "its blocks may still be written to"
     assert not rig.agent.is_closed
     rig.agent.is_closed, rig.agent.peers = True, []
+
+
+def test_p_answers_over_shared_memory_too(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    rig = Rig(kit, "shm")
+    rig.transport.set_exporting(True)
+    kit.wait_until(lambda: rig.agent.num_progressed > 2)
+    rig.transport.close()
 
 
 @pytest.mark.parametrize(

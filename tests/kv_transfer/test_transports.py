@@ -59,6 +59,7 @@ def block_sets(n: int) -> list[tuple[list[int], list[int]]]:
     return [
         ([5], [9]),
         (list(range(8, 24)), list(range(30, 46))),  # neighbours, which may be merged
+        (list(range(24, 8, -1)), list(range(40, 24, -1))),
         (rng.sample(range(n), 17), rng.sample(range(n), 17)),
         ([7, 7, 7], [1, 3, 5]),
         (list(range(n)), rng.sample(range(n), n)),  # the full pool
@@ -76,6 +77,15 @@ def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -
         assert torch.equal(two.d_pool.tensor, expected)
     assert two.d.num_pending_reads() == 0
     assert two.lost == []
+
+
+def test_a_self_check_leaves_the_pool_as_new(kind: str, kit: SimpleNamespace) -> None:
+    transport = make_transport(kind, kit.make_identity("p0"), registry=LocalRegistry())
+    pool = KVCache(kit.SPEC, num_blocks=3, device=torch.device("cpu"))
+    transport.register(pool)
+    transport.self_check()
+    transport.close()
+    assert not pool.tensor.any()
 
 
 def test_many_reads_at_once_all_land_once(two: Two, kit: SimpleNamespace) -> None:

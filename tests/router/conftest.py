@@ -16,14 +16,16 @@ from fake_worker import EOS, FakeWorker
 
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_common.engine_types import WorkerRole
+from pdserve_router.attach_client import LinkTimings
 from pdserve_router.config import RouterConfig
 from pdserve_router.http_server import HttpServer
 from pdserve_router.server import RouterServer
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_client import LinkTimings
 
 ANSWER_TEXT = "hello world, the quick fox"
-TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1)
+TIMINGS = LinkTimings(
+    heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1, reattach_s=0.3
+)
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +192,7 @@ def start_stack(
             if wait:
                 clients = (*server.pool.prefill, *server.pool.decode)
                 await until(lambda: all(client.is_ready for client in clients))
+                await until(lambda: server.pool.is_ready)
             yield Stack(server, prefills, decodes, channel)
 
     return start

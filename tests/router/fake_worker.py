@@ -30,15 +30,23 @@ PREFILL_STATS = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2, queue_s=1
 KV_STATS = KVTransferStats(
     num_bytes=4096,
     num_blocks=1,
+    num_reads=1,
     transport="shm",
-    admit_s=1e-5,
     transfer_s=3e-4,
-    release_ack_s=1e-5,
     exposed_s=1e-4,
+    release_ack_s=1e-5,
+    decode_admit_s=1e-5,
     first_decode_step_s=1e-4,
 )
 
+# What the router's probes of pairs get; they are kept apart from what tests send.
+PROBE_ANSWER = (4, 5)
+
 Behaviour = Callable[["Running"], Awaitable[None]]
+
+
+def is_probe(request_id: str) -> bool:
+    return request_id.startswith("probe-")
 
 
 def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> EngineInfo:
@@ -58,6 +66,7 @@ def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> Engi
         kv_compatibility_hash="same",
         kv_transport="shm",
         determinism="exact",
+        numerics_id="fake",
         version="0",
     )
     return dataclasses.replace(info, **changes)
@@ -76,9 +85,13 @@ def logprobs_of(token_ids: Sequence[int], num_top: int) -> LogprobsLists:
 
 
 class Link:
-    """One attached router; outputs that pile up leave as one message, like an engine step's."""
+    """One attached router; outputs that pile up leave as one frame, like an engine step's. What has
+    left stays, for a router that comes back for it.
+    """
 
     def __init__(self) -> None:
+        self.frames: list[pb2.AttachResponse] = []
+        self.num_waiting_tokens = 0
         self._pending: list[EngineCoreOutput] = []
         self._rest: dict[str, object] = {}
         self._event = asyncio.Event()
@@ -92,11 +105,24 @@ class Link:
         self._rest.update(fields)
         self._event.set()
 
-    async def next_step(self) -> EngineCoreOutputs:
+    def outputs(self) -> list[EngineCoreOutput]:
+        """All outputs so far."""
+        sent = (wire.engine_core_outputs_from_proto(frame.outputs) for frame in self.frames)
+        return [output for step in sent for output in step.outputs] + self._pending
+
+    async def next_frame(self) -> pb2.AttachResponse:
+        outputs = wire.engine_core_outputs_to_proto(await self._next_step())
+        frame = pb2.AttachResponse(outputs=outputs, frame_seq=len(self.frames) + 1)
+        self.frames.append(frame)
+        return frame
+
+    async def _next_step(self) -> EngineCoreOutputs:
         await self._event.wait()
         self._event.clear()
         outputs, self._pending = self._pending, []
-        stats = SchedulerStats(num_running_reqs=len(outputs))
+        stats = SchedulerStats(
+            num_running_reqs=len(outputs), num_waiting_tokens=self.num_waiting_tokens
+        )
         rest, self._rest = self._rest, {}
         return EngineCoreOutputs(outputs=tuple(outputs), scheduler_stats=stats, **rest)
 
@@ -108,6 +134,10 @@ class Running:
         self.worker = worker
         self.request = request
         self._link = link
+
+    @property
+    def num_resumed(self) -> int:
+        return len(self.request.resume_output_token_ids)
 
     def emit(
         self,
@@ -145,7 +175,7 @@ class Running:
 
     def answer(self) -> tuple[Sequence[int], FinishReason]:
         """The worker's scripted answer, cut at max_tokens."""
-        answer = self.worker.answer
+        answer = PROBE_ANSWER if is_probe(self.request.request_id) else self.worker.answer
         limit = self.request.sampling_params.max_tokens
         if len(answer) < limit:
             return [*answer, EOS], FinishReason.STOP
@@ -153,18 +183,25 @@ class Running:
 
 
 async def prefill(running: Running) -> None:
-    """Compute the first token and hand the request off, unless it was the last."""
+    """Compute the first token, or the first that is not resumed, and hand the request off, unless
+    it was the last.
+    """
     tokens, finish = running.answer()
+    num_known = running.num_resumed
     if running.worker.step_s:
         await asyncio.sleep(running.worker.step_s)
     running.emit_prompt_logprobs()
     params = running.request.kv_transfer_params
-    if len(tokens) == 1:
+    if len(tokens) == num_known + 1:
         params = None
     else:
         finish = FinishReason.LENGTH
     running.emit(
-        tokens[0], at=0, finish=finish, prefill_stats=PREFILL_STATS, kv_transfer_params=params
+        tokens[num_known],
+        at=num_known,
+        finish=finish,
+        prefill_stats=PREFILL_STATS if num_known == 0 else None,
+        kv_transfer_params=params,
     )
 
 
@@ -174,19 +211,21 @@ async def decode(running: Running) -> None:
     step_s = running.worker.step_s
     params = running.request.kv_transfer_params
     is_remote = params is not None and params.do_remote_prefill
-    if is_remote and len(tokens) == 1:
+    num_known = running.num_resumed
+    if is_remote and len(tokens) == num_known + 1:
         await asyncio.Event().wait()  # P ends it; the router aborts this leg
     await asyncio.sleep(2 * step_s if is_remote else step_s)
-    start = 2 if is_remote else 1
+    start = num_known + (2 if is_remote else 1)
     if not is_remote:
         running.emit_prompt_logprobs()
     for end in range(start, len(tokens) + 1):
         is_first, is_last = end == start, end == len(tokens)
+        begin = num_known if is_first else end - 1
         running.emit(
-            *tokens[0 if is_first else end - 1 : end],
-            at=0 if is_first else end - 1,
+            *tokens[begin:end],
+            at=begin,
             finish=finish if is_last else None,
-            prefill_stats=PREFILL_STATS if is_first else None,
+            prefill_stats=PREFILL_STATS if is_first and num_known == 0 else None,
             kv_transfer_stats=KV_STATS if is_first and is_remote else None,
             # Only P knows how likely its token was.
             num_repeated=1 if is_first and is_remote else 0,
@@ -204,16 +243,22 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.answer = tuple(answer)
         self.step_s = 0.002
         self.behave: Behaviour = prefill if role is WorkerRole.PREFILL else decode
+        self.behave_probe = self.behave
         self.heartbeat_s: float | None = 0.1
         self.is_draining = False
         self.is_paused = False
+        # Whether requests live on when the stream is cut.
+        self.adopts = True
         self.requests: list[EngineCoreRequest] = []
+        self.probes: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.hellos: list[pb2.AttachHello] = []
         self.links: list[Link] = []
         self.num_heartbeats = 0
+        # The first frame that the router does not have yet, by its last heartbeat.
+        self.acked_frame_seq = 0
         self.port = 0
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._cut = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -223,7 +268,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return sum(not is_probe(request_id) for request_id in self._running)
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=server_options())
@@ -236,6 +281,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
+        await self._end_all()
 
     def cut(self) -> None:
         """Break the streams; the worker lives on."""
@@ -245,67 +291,109 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     async def Attach(
         self, requests: AsyncIterator[pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        first = await requests.__anext__()
-        self.hellos.append(first.hello)
-        link = Link()
-        self.links.append(link)
+        hello = (await requests.__anext__()).hello
+        self.hellos.append(hello)
+        link, adopted = await self._link_for(hello)
         # gRPC takes one write at a time.
         lock = asyncio.Lock()
-        await context.write(
-            pb2.AttachResponse(welcome=pb2.AttachWelcome(info=wire.engine_info_to_proto(self.info)))
-        )
+        welcome = pb2.AttachWelcome(info=wire.engine_info_to_proto(self.info), adopted=adopted)
+        await context.write(pb2.AttachResponse(welcome=welcome))
+        cut = self._cut
         tasks = [
             asyncio.create_task(part)
             for part in (
                 self._read(requests, link),
-                self._write(context, lock, link),
+                self._write(context, lock, link, hello.resume.next_frame_seq),
                 self._beat(context, lock),
-                self._cut.wait(),
+                cut.wait(),
             )
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks += self._running.values()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if not (cut.is_set() and self.adopts) and link is self.links[-1]:
+                await self._end_all()
+
+    async def _link_for(self, hello: pb2.AttachHello) -> tuple[Link, list[pb2.RequestAttempt]]:
+        """Return the link that the router left, if it wants it and it is there."""
+        if not (hello.HasField("resume") and hello.resume.worker_epoch == self.info.epoch):
+            await self._end_all()
+            self.links.append(Link())
+            return self.links[-1], []
+        link = self.links[-1]
+        ended = {(o.request_id, o.attempt) for o in link.outputs() if o.finished}
+        running = {(name, attempt) for name, (attempt, _) in self._running.items()}
+        wanted = [(wish.request_id, wish.attempt) for wish in hello.resume.requests]
+        for request_id in self._running.keys() - {name for name, _ in wanted}:
+            self._abort(request_id)
+        kept = [wish for wish in wanted if wish in ended | running] if self.adopts else []
+        return link, [pb2.RequestAttempt(request_id=name, attempt=n) for name, n in kept]
+
+    async def _end_all(self) -> None:
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[pb2.AttachRequest], link: Link) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "add_request":
                 request = wire.engine_core_request_from_proto(message.add_request)
-                self.requests.append(request)
+                (self.probes if is_probe(request.request_id) else self.requests).append(request)
                 self._run(Running(self, link, request))
             elif kind == "abort_requests":
                 for request_id in message.abort_requests.request_ids:
-                    self.aborted.append(request_id)
-                    if task := self._running.get(request_id):
-                        task.cancel()
+                    attempt = self._abort(request_id)
+                    if attempt is not None:
                         # The engine's contract: one terminal output, also of an abort.
-                        link.emit(
-                            EngineCoreOutput(
-                                request_id=request_id, finish_reason=FinishReason.ABORT
-                            )
+                        end = EngineCoreOutput(
+                            request_id=request_id,
+                            attempt=attempt,
+                            finish_reason=FinishReason.ABORT,
                         )
+                        link.emit(end)
             else:
                 self.num_heartbeats += 1
+                self.acked_frame_seq = message.heartbeat.next_frame_seq
+
+    def _abort(self, request_id: str) -> int | None:
+        """Return the attempt that was aborted, if one ran."""
+        if not is_probe(request_id):
+            self.aborted.append(request_id)
+        attempt, task = self._running.pop(request_id, (None, None))
+        if task is not None:
+            task.cancel()
+        return attempt
 
     def _run(self, running: Running) -> None:
-        request_id = running.request.request_id
-        task = asyncio.ensure_future(self.behave(running))
-        self._running[request_id] = task
-        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+        """Begin; a higher attempt takes the place of a lower one, which gets no end."""
+        request = running.request
+        if request.request_id in self._running:
+            self._running.pop(request.request_id)[1].cancel()
+        behave = self.behave_probe if is_probe(request.request_id) else self.behave
+        task = asyncio.ensure_future(behave(running))
+        self._running[request.request_id] = (request.attempt, task)
+        task.add_done_callback(lambda _: self._on_done(request))
+
+    def _on_done(self, request: EngineCoreRequest) -> None:
+        attempt, _ = self._running.get(request.request_id, (None, None))
+        if attempt == request.attempt:
+            del self._running[request.request_id]
 
     async def _write(
-        self, context: grpc.aio.ServicerContext, lock: asyncio.Lock, link: Link
+        self, context: grpc.aio.ServicerContext, lock: asyncio.Lock, link: Link, next_seq: int
     ) -> None:
-        while True:
-            step = await link.next_step()
-            outputs = wire.engine_core_outputs_to_proto(step)
+        for frame in link.frames[max(next_seq, 1) - 1 :]:
             async with lock:
-                await context.write(pb2.AttachResponse(outputs=outputs))
+                await context.write(frame)
+        while True:
+            frame = await link.next_frame()
+            async with lock:
+                await context.write(frame)
 
     async def _beat(self, context: grpc.aio.ServicerContext, lock: asyncio.Lock) -> None:
         while True:

@@ -11,7 +11,14 @@ def config(path: Path, **fields: object) -> RouterConfig:
 
 
 def test_flags_round_trip(tmp_path) -> None:
-    wanted = config(tmp_path, prefill=("a:1", "b:2"), disaggregation=False, http_port=0)
+    wanted = config(
+        tmp_path,
+        prefill=("a:1", "dns://b:2", "file:///c"),
+        require_disaggregation=True,
+        require_transport="shm",
+        disaggregation_threshold_tokens=7,
+        http_port=0,
+    )
     assert parse_config(RouterConfig, to_flags(wanted), prog="x", environ={}) == wanted
 
 
@@ -20,15 +27,28 @@ def test_the_model_is_named_after_its_directory_unless_told_otherwise(tmp_path) 
     assert config(tmp_path, served_model_name="m").model_name == "m"
 
 
+def test_the_rules_of_routing_are_the_flags_of_the_same_names(tmp_path) -> None:
+    rules = config(tmp_path, disaggregation=False, max_prefill_queue_tokens=3).rules
+    assert (rules.disaggregation, rules.max_prefill_queue_tokens) == (False, 3)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"model": "/nowhere"}, "model must be a directory"),
         ({"model": ""}, "model must be a directory"),
-        ({"decode": ()}, "decode needs at least one worker"),
+        ({"decode": ()}, "decode needs at least one worker: host:port, dns://"),
+        ({"decode": ("dns://d",)}, "must be host:port, got 'd'"),
+        ({"prefill": ("http://d:1",)}, "workers must be host:port, dns://"),
         ({"prefill": ("host",)}, "must be host:port, got 'host'"),
         ({"prefill": ("host:0",)}, "must be host:port"),
-        ({"prefill": ("d:1",)}, "listed twice: d:1"),
+        ({"prefill": ("d:1",)}, "listed in both: d:1"),
+        ({"prefill": ("p:1",), "disaggregation": False, "require_disaggregation": True}, "is off"),
+        ({"require_disaggregation": True}, "prefill needs at least one worker"),
+        ({"disaggregation_threshold_tokens": -1}, "disaggregation_threshold_tokens is -1"),
+        ({"max_prefill_queue_tokens": -1}, "max_prefill_queue_tokens is -1"),
+        ({"max_redrives": -1}, "max_redrives is -1"),
+        ({"redrive_wait_s": -1.0}, "redrive_wait_s is -1.0"),
         ({"routing_policy": "best"}, "known are power_of_two, round_robin"),
         ({"http_port": 70000}, "http_port is 70000"),
         ({"client_stall_timeout_s": 0.0}, "client_stall_timeout_s is 0.0, must be above 0"),

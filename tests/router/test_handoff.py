@@ -139,6 +139,14 @@ async def test_without_a_decode_worker_a_request_fails_at_once(start_stack) -> N
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
 
 
+@pytest.fixture
+async def once(start_stack):
+    """A stack that sends no request again; test_recovery.py is about those that do."""
+    async with start_stack(max_redrives=0) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
 def failing(error_code, *, after=None):
     """Answer with an error, after `after` did its part."""
 
@@ -152,7 +160,8 @@ def failing(error_code, *, after=None):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_a_leg_that_fails_ends_the_request_and_the_other_leg(stack, role) -> None:
+async def test_a_leg_that_fails_ends_the_request_and_the_other_leg(once, role) -> None:
+    stack = once
     broken = getattr(stack, role)
     other = stack.decode if role == "prefill" else stack.prefill
     broken.behave = failing(ErrorCode.KV_TRANSFER_FAILED)
@@ -167,7 +176,9 @@ async def test_a_leg_that_fails_ends_the_request_and_the_other_leg(stack, role) 
     assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
 
 
-async def test_decode_failing_after_the_handoff_keeps_the_first_token(stack) -> None:
+async def test_decode_failing_after_the_handoff_keeps_the_first_token(once) -> None:
+    stack = once
+
     async def fail_later(running) -> None:
         await asyncio.sleep(0.05)
         await failing(ErrorCode.KV_EXPIRED)(running)
@@ -182,7 +193,7 @@ async def test_decode_failing_after_the_handoff_keeps_the_first_token(stack) -> 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_that_dies_ends_its_requests_with_one_error(start_stack, role) -> None:
-    async with start_stack() as stack:
+    async with start_stack(max_redrives=0) as stack:
         stack.prefill.behave = stack.decode.behave = hang
         task = asyncio.create_task(generate(stack))
         await until(lambda: stack.prefill.num_running + stack.decode.num_running == 2)
@@ -203,7 +214,9 @@ async def test_prefill_dying_after_the_handoff_is_not_noticed(start_stack) -> No
         assert text_of([r.output for r in responses]) == ANSWER_TEXT
 
 
-async def test_an_abort_that_nobody_asked_for_is_an_error(stack) -> None:
+async def test_an_abort_that_nobody_asked_for_is_an_error(once) -> None:
+    stack = once
+
     async def give_up(running) -> None:
         running.emit(at=0, finish=FinishReason.ABORT)
 

@@ -5,6 +5,7 @@ import pytest
 from fake_worker import EOS
 
 from conftest import ANSWER_TEXT, until
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -174,7 +175,8 @@ async def test_errors_are_the_sdks_own(client, stack) -> None:
 async def test_an_error_in_mid_stream_is_raised(client, stack) -> None:
     async def die(running) -> None:
         await until(lambda: stack.metric("pdserve_generation_tokens_total", model="tiny") == 1)
-        stack.decode.cut()
+        error = EngineError(code=ErrorCode.INTERNAL, message="the model was lost")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
     stack.decode.behave = die
     stream = await client.completions.create(model="tiny", prompt="hello", stream=True)

@@ -206,7 +206,7 @@ async def test_a_deadline_ends_every_child_with_one_error(start_stack) -> None:
 
 
 async def test_a_lost_worker_ends_the_request_once(start_stack) -> None:
-    async with start_stack() as stack:
+    async with start_stack(max_redrives=0) as stack:
         stack.prefill.behave = stack.decode.behave = hang
         task = asyncio.create_task(generate(stack))
         await until(lambda: stack.decode.num_running == 3)
@@ -218,7 +218,7 @@ async def test_a_lost_worker_ends_the_request_once(start_stack) -> None:
 
 
 async def test_sixty_four_children_that_fail_at_once_end_once(start_stack) -> None:
-    async with start_stack() as stack:
+    async with start_stack(max_redrives=0) as stack:
         stack.prefill.behave = stack.decode.behave = hang
         task = asyncio.create_task(generate(stack, params={"n": 64}))
         await until(lambda: stack.decode.num_running == 64)

@@ -1,6 +1,7 @@
 """The process: ready, drained, closed, and what a taken port does."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -8,9 +9,11 @@ import sys
 import time
 import urllib.request
 
+import grpc
 import httpx
 import pytest
 from fake_worker import FakeWorker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conftest import ANSWER_TEXT, TIMINGS, until
 from pdserve.v1 import engine_core_pb2 as core
@@ -18,6 +21,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
+from pdserve_router.service import SERVICE_NAME
 
 
 async def read_all(call) -> list[pb2.RequestOutput]:
@@ -65,6 +69,50 @@ async def test_the_drain_timeout_ends_the_rest_with_a_typed_error(start_stack) -
         assert outputs[-1].outputs[0].error.code == core.ERROR_CODE_DRAINING
         assert outputs[-1].outputs[0].error.retryable
         await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_readiness_ends_before_anything_else(start_stack) -> None:
+    async with start_stack() as stack:
+        health = health_pb2_grpc.HealthStub(stack.channel)
+        question = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        assert (await health.Check(question)).status == health_pb2.HealthCheckResponse.SERVING
+        stack.decode.behave = hang
+        running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
+        await until(lambda: stack.decode.num_running == 1)
+        stopping = asyncio.create_task(stack.server.stop(0.3))
+        await asyncio.sleep(0.05)
+        answer = await health.Check(question)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert not running.done()
+        await stopping
+        await running
+
+
+async def test_what_is_required_is_refused_rather_than_done_otherwise(start_stack) -> None:
+    async with start_stack(require_disaggregation=True) as stack:
+        await stack.prefill.stop()
+        await until(lambda: not stack.server.router.is_ready)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(stack.stub.Generate(pb2.GenerateRequest(text="hello")))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "--require-disaggregation: no prefill worker is ready" in caught.value.details()
+
+
+async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
+    start_stack, tmp_path
+) -> None:
+    path = tmp_path / "decode"
+    path.write_text("")
+    async with start_stack(decode=1, wait=False) as stack:
+        config = dataclasses.replace(stack.server.config, prefill=(), decode=(f"file://{path}",))
+        server = RouterServer(config, timings=TIMINGS)
+        await server.start()
+        try:
+            assert not server.router.is_ready
+            path.write_text(stack.decode.address)
+            await until(lambda: server.router.is_ready)
+        finally:
+            await server.stop(0)
 
 
 async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:

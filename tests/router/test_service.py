@@ -248,15 +248,16 @@ async def test_too_many_waiting_requests_are_refused_with_a_time_to_wait(start_s
         await stack.assert_idle()
 
 
-async def test_a_worker_that_refuses_becomes_the_end_of_the_stream(stack) -> None:
+async def test_a_worker_that_refuses_becomes_the_end_of_the_stream(start_stack) -> None:
     async def refuse(running) -> None:
         error = EngineError(
             code=ErrorCode.OVERLOADED, message="full", is_retryable=True, retry_after_ms=250
         )
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
-    stack.prefill.behave = refuse
-    (output,), _ = await collect(stack, pb2.GenerateRequest(text="hello"))
+    async with start_stack(max_redrives=0) as stack:
+        stack.prefill.behave = refuse
+        (output,), _ = await collect(stack, pb2.GenerateRequest(text="hello"))
     assert output.finished
     assert output.outputs[0].error.code == core.ERROR_CODE_OVERLOADED
     assert output.outputs[0].error.retry_after_ms == 250

@@ -1,10 +1,12 @@
 import asyncio
+import dataclasses
 
 import pytest
 from fake_worker import FakeWorker
 
 from conftest import TIMINGS, until
 from pdserve_common.engine_types import (
+    EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
     ErrorCode,
@@ -45,14 +47,24 @@ class Link:
     async def ready(self) -> None:
         await until(lambda: self.client.is_ready)
 
-    def add(self, request_id: str) -> None:
+    def add(self, request_id: str, *, attempt: int = 0, max_tokens: int = 3) -> None:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=(5,),
-            sampling_params=SamplingParams(max_tokens=3),
+            sampling_params=SamplingParams(max_tokens=max_tokens),
+            attempt=attempt,
         )
         self.outputs[request_id] = []
         self.client.add_request(request, self.outputs[request_id].append)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs[request_id] for t in output.new_token_ids]
+
+    def error(self, request_id: str) -> EngineError:
+        """Of a request that got nothing else."""
+        (end,) = self.outputs[request_id]
+        assert end.finish_reason is FinishReason.ERROR
+        return end.error
 
     def ends(self, request_id: str) -> list:
         return [output for output in self.outputs[request_id] if output.finished]
@@ -107,6 +119,7 @@ async def test_loss_ends_every_request_exactly_once(link, how) -> None:
         link.add(name)
     await until(lambda: link.worker.num_running == 2)
     if how == "stream cut":
+        link.worker.adopts = False
         link.worker.cut()
     elif how == "worker stopped":
         await link.worker.stop()
@@ -136,8 +149,9 @@ async def test_silence_is_noticed_in_time_and_says_so(link) -> None:
 async def test_it_attaches_again_after_a_loss(link) -> None:
     await link.ready()
     link.worker.cut()
-    await until(lambda: WorkerState.DOWN in link.states)
+    await until(lambda: WorkerState.REATTACHING in link.states)
     await link.ready()
+    assert WorkerState.DOWN not in link.states
     link.add("a")
     await until(lambda: link.ends("a"))
     assert link.ends("a")[0].finish_reason is FinishReason.LENGTH
@@ -265,3 +279,250 @@ async def test_a_paused_worker_is_not_ready_and_keeps_what_it_gets(link) -> None
     assert link.ends("a") == link.ends("b") == []
     link.worker.is_paused = link.worker.is_draining = True
     await until(lambda: link.client.state is WorkerState.DRAINING)
+
+
+# Re-attachment
+
+
+async def cut_while_running(link: Link, *names: str) -> None:
+    """Let requests start and hang, then break the stream."""
+    await link.ready()
+    link.worker.behave = hang
+    for name in names:
+        link.add(name)
+    await until(lambda: link.worker.num_running == len(names))
+    link.worker.cut()
+    await until(lambda: link.client.state is WorkerState.REATTACHING)
+
+
+async def test_requests_go_on_over_the_next_stream_with_every_token_once(link) -> None:
+    await link.ready()
+    link.worker.step_s = 0.02
+    link.add("a", max_tokens=10)
+    for _ in range(3):
+        num_tokens = len(link.tokens("a"))
+        await until(lambda: len(link.tokens("a")) > num_tokens)  # noqa: B023
+        link.worker.cut()
+    await until(lambda: link.ends("a"))
+    assert link.tokens("a") == list(range(5, 15))
+    assert link.ends("a")[0].finish_reason is FinishReason.LENGTH
+    assert len(link.worker.hellos) == 4
+    assert len(link.worker.requests) == 1
+    assert WorkerState.DOWN not in link.states
+
+
+async def test_the_next_hello_says_what_is_wanted(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    link.add("b", attempt=2)
+    link.add("gone")
+    await until(lambda: link.worker.num_running == 3)
+    link.worker.links[0].say()
+    await until(lambda: link.client.stats is not None)
+    link.worker.cut()
+    await until(lambda: link.client.state is WorkerState.REATTACHING)
+    link.client.abort("gone")
+    await link.ready()
+    resume = link.worker.hellos[1].resume
+    assert resume.worker_epoch == link.worker.info.epoch
+    assert resume.next_frame_seq == 2
+    assert [(r.request_id, r.attempt) for r in resume.requests] == [("a", 0), ("b", 2)]
+    assert link.worker.aborted == ["gone"]
+    assert link.outputs["gone"] == []
+    assert link.client.num_in_flight == 2
+
+
+async def test_frames_that_have_come_are_dropped(link) -> None:
+    """A worker that sends all frames again instead of those that were asked for."""
+    await link.ready()
+    link.worker.step_s = 0.02
+    link.add("a", max_tokens=6)
+    await until(lambda: len(link.tokens("a")) >= 2)
+    resume = link.worker._write
+
+    async def write_all(context, lock, the_link, next_seq) -> None:
+        await resume(context, lock, the_link, 1)
+
+    link.worker._write = write_all
+    link.worker.cut()
+    await until(lambda: link.ends("a"))
+    assert link.tokens("a") == list(range(5, 11))
+
+
+async def test_a_missing_frame_loses_what_runs(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.worker.links[0].say()
+    await until(lambda: link.client.stats is not None)
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    link.worker.links[0].frames.append(link.worker.links[0].frames[0])
+    link.worker.links[0].say()
+    await until(lambda: link.ends("a"))
+    assert "frame 3 came, 2 did not" in link.error("a").message
+
+
+async def test_nothing_new_is_taken_while_the_stream_is_broken(link) -> None:
+    await cut_while_running(link, "a")
+    assert not link.client.is_ready
+    with pytest.raises(NoWorkerError, match="is reattaching"):
+        link.add("b")
+    await link.ready()
+    assert link.outputs["a"] == []
+
+
+async def test_requests_that_the_worker_lacks_get_their_error_and_the_others_go_on(link) -> None:
+    await cut_while_running(link, "a", "b")
+    link.worker._abort("a")
+    await until(lambda: link.ends("a"))
+    await link.ready()
+    assert "no longer has the request" in link.error("a").message
+    assert link.error("a").code is ErrorCode.ENGINE_DEAD
+    assert link.error("a").is_retryable
+    assert link.client.num_in_flight == 1
+    assert link.outputs["b"] == []
+
+
+async def test_the_stream_after_a_lost_one_takes_frames_from_the_start(link) -> None:
+    await link.ready()
+    for name in ("a", "b"):
+        link.add(name)
+        await until(lambda: link.ends(name))  # noqa: B023
+    link.worker.links[0].frames.clear()
+    link.worker.adopts = False
+    link.worker.cut()
+    await until(lambda: WorkerState.REATTACHING in link.states)
+    await link.ready()
+    link.add("c")
+    await until(lambda: link.ends("c"))
+    assert link.tokens("c") == [5, 6, 7]
+
+
+async def test_a_worker_that_is_gone_is_not_waited_for(link) -> None:
+    slow = dataclasses.replace(TIMINGS, reattach_s=60.0)
+    link.client._timings = slow
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    await link.worker.stop()
+    await until(lambda: link.ends("a"), 2.0)
+    assert link.client.state is WorkerState.DOWN
+
+
+async def test_another_process_at_the_address_adopts_nothing(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    link.worker.info = dataclasses.replace(link.worker.info, epoch="1" * 32)
+    breaker = link.client.breaker
+    link.worker.cut()
+    await until(lambda: link.ends("a"))
+    await link.ready()
+    assert link.client.info.epoch == "1" * 32
+    assert link.client.breaker is not breaker
+
+
+async def test_the_wait_for_the_next_stream_ends_in_time(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+
+    async def no_answer(hello) -> None:
+        await asyncio.sleep(2 * TIMINGS.reattach_s)
+        raise AssertionError("cancelled before")
+
+    link.worker._link_for = no_answer
+    link.worker.cut()
+    began = asyncio.get_running_loop().time()
+    await until(lambda: link.ends("a"))
+    assert asyncio.get_running_loop().time() - began < 1.8 * TIMINGS.reattach_s
+    assert "did not attach again within 0.3 s" in link.error("a").message
+    assert link.client.state is WorkerState.DOWN
+
+
+async def test_what_is_adopted_too_late_is_aborted(link) -> None:
+    await cut_while_running(link, "a")
+    link.client._lost("too late")
+    assert "too late" in link.error("a").message
+    await link.ready()
+    await until(lambda: link.worker.num_running == 0)
+
+
+async def test_an_abort_after_the_hello_follows_it(link) -> None:
+    await cut_while_running(link, "a")
+    answer = link.worker._link_for
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(hello):
+        is_asked.set()
+        await may_answer.wait()
+        return await answer(hello)
+
+    link.worker._link_for = answer_late
+    await is_asked.wait()
+    link.client.abort("a")
+    may_answer.set()
+    await until(lambda: link.worker.aborted == ["a"])
+    await link.ready()
+    assert link.outputs["a"] == []
+
+
+async def test_a_draining_worker_is_still_draining_after_its_stream_broke(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    link.worker.is_draining = True
+    await until(lambda: link.client.state is WorkerState.DRAINING)
+    link.states.clear()
+    link.worker.cut()
+    await until(lambda: WorkerState.DRAINING in link.states)
+    assert link.states == [WorkerState.REATTACHING, WorkerState.DRAINING]
+    assert link.client.num_in_flight == 1
+
+
+async def test_heartbeats_acknowledge_frames(link) -> None:
+    await link.ready()
+    link.add("a")
+    await until(lambda: link.ends("a"))
+    num_frames = len(link.worker.links[0].frames)
+    await until(lambda: link.worker.acked_frame_seq == num_frames + 1)
+
+
+# Attempts
+
+
+async def test_outputs_of_another_attempt_are_dropped(link) -> None:
+    await link.ready()
+    link.worker.behave = hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    old = link.outputs["a"]
+    link.add("a", attempt=1)
+    await until(lambda: len(link.worker.requests) == 2)
+    for attempt in (0, 1):
+        output = EngineCoreOutput(
+            request_id="a",
+            attempt=attempt,
+            new_token_ids=(attempt,),
+            finish_reason=FinishReason.LENGTH,
+        )
+        link.worker.links[0].emit(output)
+    await until(lambda: link.ends("a"))
+    assert old == []
+    assert link.tokens("a") == [1]
+    assert link.client.num_in_flight == 0
+
+
+async def test_idle_is_when_nothing_is_in_flight(link) -> None:
+    await link.ready()
+    await asyncio.wait_for(link.client.wait_until_idle(), 1)
+    link.add("a")
+    waiting = asyncio.create_task(link.client.wait_until_idle())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await asyncio.wait_for(waiting, 5)
+    assert link.ends("a")

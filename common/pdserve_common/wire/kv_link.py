@@ -5,6 +5,8 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.kv_types import (
     BlocksReady,
     CancelRequest,
+    Granted,
+    GrantRequest,
     KVEndpoint,
     KVGroup,
     KVGroupKind,
@@ -16,9 +18,11 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
     KVMemoryRegion,
     KVSessionId,
+    Later,
     PrefillDone,
     Release,
     ReleaseAck,
+    Revoke,
     SessionEnded,
 )
 from pdserve_common.wire.convert import enum_from_proto, seconds_to_ns
@@ -47,6 +51,17 @@ def kv_link_request_to_proto(message: KVLinkRequestMessage) -> kv_pb2.KvLinkRequ
             session=_session_to_proto(message.session), through_block=message.through_block
         )
         return kv_pb2.KvLinkRequest(release=release)
+    if isinstance(message, Granted):
+        granted = kv_pb2.Granted(
+            session=_session_to_proto(message.session), first_block=message.first_block
+        )
+        return kv_pb2.KvLinkRequest(granted=granted)
+    if isinstance(message, Later):
+        later = kv_pb2.Later(session=_session_to_proto(message.session))
+        return kv_pb2.KvLinkRequest(later=later)
+    if isinstance(message, Revoke):
+        revoke = kv_pb2.Revoke(session=_session_to_proto(message.session))
+        return kv_pb2.KvLinkRequest(revoke=revoke)
     return kv_pb2.KvLinkRequest(heartbeat=kv_pb2.KvLinkHeartbeat(step_seq=message.step_seq))
 
 
@@ -74,6 +89,15 @@ def kv_link_request_from_proto(message: kv_pb2.KvLinkRequest) -> KVLinkRequestMe
             session=_session_from_proto(message.release.session),
             through_block=message.release.through_block,
         )
+    if kind == "granted":
+        return Granted(
+            session=_session_from_proto(message.granted.session),
+            first_block=message.granted.first_block,
+        )
+    if kind == "later":
+        return Later(session=_session_from_proto(message.later.session))
+    if kind == "revoke":
+        return Revoke(session=_session_from_proto(message.revoke.session))
     if kind == "heartbeat":
         return KVLinkHeartbeat(step_seq=message.heartbeat.step_seq)
     raise InvalidRequestError("KvLinkRequest has no message", field="message")
@@ -83,21 +107,24 @@ def kv_link_response_to_proto(message: KVLinkResponseMessage) -> kv_pb2.KvLinkRe
     """P to D."""
     if isinstance(message, KVLinkWelcome):
         return kv_pb2.KvLinkResponse(welcome=_welcome_to_proto(message))
-    if isinstance(message, BlocksReady):
-        ready = kv_pb2.BlocksReady(
+    if isinstance(message, GrantRequest):
+        grant = kv_pb2.GrantRequest(
             session=_session_to_proto(message.session),
             request_id=message.request_id,
             attempt=message.attempt,
-            first_block=message.first_block,
-            groups=[kv_pb2.BlockIds(block_ids=ids) for ids in message.block_ids],
             num_tokens=message.num_tokens,
+        )
+        return kv_pb2.KvLinkResponse(grant_request=grant)
+    if isinstance(message, BlocksReady):
+        ready = kv_pb2.BlocksReady(
+            session=_session_to_proto(message.session),
+            first_block=message.first_block,
+            groups=_block_ids_to_proto(message),
         )
         return kv_pb2.KvLinkResponse(blocks_ready=ready)
     if isinstance(message, PrefillDone):
         done = kv_pb2.PrefillDone(
             session=_session_to_proto(message.session),
-            request_id=message.request_id,
-            attempt=message.attempt,
             num_tokens=message.num_tokens,
             output_token_ids=message.output_token_ids,
             timeout_ns=seconds_to_ns(message.timeout_s),
@@ -130,18 +157,22 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkRespons
         ready = message.blocks_ready
         return BlocksReady(
             session=_session_from_proto(ready.session),
-            request_id=ready.request_id,
-            attempt=ready.attempt,
             first_block=ready.first_block,
             block_ids=tuple(tuple(group.block_ids) for group in ready.groups),
-            num_tokens=ready.num_tokens,
+            checksums=_checksums_from_proto(ready),
+        )
+    if kind == "grant_request":
+        grant = message.grant_request
+        return GrantRequest(
+            session=_session_from_proto(grant.session),
+            request_id=grant.request_id,
+            attempt=grant.attempt,
+            num_tokens=grant.num_tokens,
         )
     if kind == "prefill_done":
         done = message.prefill_done
         return PrefillDone(
             session=_session_from_proto(done.session),
-            request_id=done.request_id,
-            attempt=done.attempt,
             num_tokens=done.num_tokens,
             output_token_ids=tuple(done.output_token_ids),
             timeout_s=done.timeout_ns / 1e9,
@@ -164,6 +195,20 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkRespons
     if kind == "heartbeat":
         return KVLinkHeartbeat(step_seq=message.heartbeat.step_seq)
     raise InvalidRequestError("KvLinkResponse has no message", field="message")
+
+
+def _block_ids_to_proto(message: BlocksReady) -> list[kv_pb2.BlockIds]:
+    checksums = message.checksums or ((),) * len(message.block_ids)
+    return [
+        kv_pb2.BlockIds(block_ids=ids, checksums=sums)
+        for ids, sums in zip(message.block_ids, checksums, strict=True)
+    ]
+
+
+def _checksums_from_proto(message: kv_pb2.BlocksReady) -> tuple[tuple[int, ...], ...]:
+    if not any(group.checksums for group in message.groups):
+        return ()
+    return tuple(tuple(group.checksums) for group in message.groups)
 
 
 def _session_to_proto(session: KVSessionId) -> kv_pb2.KvSessionId:

@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
     EngineInfo,
     ErrorCode,
     FinishReason,
+    KVLost,
     KVTransferStats,
     LogprobsLists,
     PrefillStats,
@@ -92,10 +93,19 @@ def engine_core_output_to_proto(output: EngineCoreOutput) -> core_pb2.EngineCore
                 num_cached_tokens=output.prefill_stats.num_cached_tokens,
                 queue_ns=seconds_to_ns(output.prefill_stats.queue_s),
                 prefill_ns=seconds_to_ns(output.prefill_stats.prefill_s),
+                grant_ns=seconds_to_ns(output.prefill_stats.grant_s),
             )
         )
     if output.kv_transfer_stats is not None:
         message.kv_transfer_stats.CopyFrom(_kv_stats_to_proto(output.kv_transfer_stats))
+    if output.kv_lost is not None:
+        message.kv_lost.CopyFrom(
+            core_pb2.KvLost(
+                num_confirmed_tokens=output.kv_lost.num_confirmed_tokens,
+                reason=output.kv_lost.reason,
+                message=output.kv_lost.message,
+            )
+        )
     if output.error is not None:
         message.error.CopyFrom(engine_error_to_proto(output.error))
     if output.kv_transfer_params is not None:
@@ -129,9 +139,16 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
             num_cached_tokens=message.prefill_stats.num_cached_tokens,
             queue_s=message.prefill_stats.queue_ns / 1e9,
             prefill_s=message.prefill_stats.prefill_ns / 1e9,
+            grant_s=message.prefill_stats.grant_ns / 1e9,
         )
     if message.HasField("kv_transfer_stats"):
         values["kv_transfer_stats"] = _kv_stats_from_proto(message.kv_transfer_stats)
+    if message.HasField("kv_lost"):
+        values["kv_lost"] = KVLost(
+            num_confirmed_tokens=message.kv_lost.num_confirmed_tokens,
+            reason=message.kv_lost.reason,
+            message=message.kv_lost.message,
+        )
     if message.HasField("error"):
         values["error"] = engine_error_from_proto(message.error)
     if message.HasField("kv_transfer_params"):
@@ -164,16 +181,17 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
     )
 
 
+_KV_STATS_TIMES = ("transfer", "exposed", "release_ack", "decode_admit", "first_decode_step")
+
+
 def _kv_stats_to_proto(stats: KVTransferStats) -> core_pb2.KvTransferStats:
+    times = {f"{name}_ns": seconds_to_ns(getattr(stats, f"{name}_s")) for name in _KV_STATS_TIMES}
     return core_pb2.KvTransferStats(
         num_bytes=stats.num_bytes,
         num_blocks=stats.num_blocks,
+        num_reads=stats.num_reads,
         transport=stats.transport,
-        admit_ns=seconds_to_ns(stats.admit_s),
-        transfer_ns=seconds_to_ns(stats.transfer_s),
-        release_ack_ns=seconds_to_ns(stats.release_ack_s),
-        exposed_ns=seconds_to_ns(stats.exposed_s),
-        first_decode_step_ns=seconds_to_ns(stats.first_decode_step_s),
+        **times,
     )
 
 
@@ -181,12 +199,9 @@ def _kv_stats_from_proto(message: core_pb2.KvTransferStats) -> KVTransferStats:
     return KVTransferStats(
         num_bytes=message.num_bytes,
         num_blocks=message.num_blocks,
+        num_reads=message.num_reads,
         transport=message.transport,
-        admit_s=message.admit_ns / 1e9,
-        transfer_s=message.transfer_ns / 1e9,
-        release_ack_s=message.release_ack_ns / 1e9,
-        exposed_s=message.exposed_ns / 1e9,
-        first_decode_step_s=message.first_decode_step_ns / 1e9,
+        **{f"{name}_s": getattr(message, f"{name}_ns") / 1e9 for name in _KV_STATS_TIMES},
     )
 
 
@@ -288,6 +303,7 @@ _INFO_FIELDS = (
     "kv_compatibility_hash",
     "kv_transport",
     "determinism",
+    "numerics_id",
     "version",
     "logits_processors",
 )

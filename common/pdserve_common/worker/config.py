@@ -15,6 +15,9 @@ class WorkerConfig:
     port: int = opt(0, "gRPC port; 0: any free one.")
     metrics_port: int = opt(0, "Port of /metrics; 0: any free one.")
     drain_timeout_s: float = opt(30.0, "On SIGTERM, how long requests and KV sessions may take.")
+    self_check_timeout_s: float = opt(
+        60.0, "How long the generation may take that a worker tries on itself before it serves."
+    )
     log_level: str = opt("info", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
@@ -23,6 +26,10 @@ class WorkerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
         if self.drain_timeout_s < 0:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must be at least 0")
+        if not self.self_check_timeout_s > 0:
+            raise ValueError(
+                f"self_check_timeout_s is {self.self_check_timeout_s}, must be above 0"
+            )
         if self.log_level.lower() not in ("debug", "info", "warning", "error"):
             raise ValueError(
                 f"log_level is {self.log_level!r}, must be debug, info, warning or error"

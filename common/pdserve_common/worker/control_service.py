@@ -53,19 +53,23 @@ class Readiness:
             self._servicer.wake_all()
 
     async def withdraw(self) -> None:
-        """Take no more work, for good."""
+        """Take no more work, for good. Health says so before routers are told."""
+        await self._server.set_serving(False)
         self._servicer.announce_drain()
         await self.tell()
 
-    async def start_drain(self, timeout_s: float) -> "asyncio.Task[bool]":
+    def start_drain(self, timeout_s: float) -> "asyncio.Task[bool]":
         """Begin to drain the engine, which goes on without the caller; or return the drain that is
         under way.
         """
         if self._drain is None:
             logger.info("asked to drain within %g s", timeout_s)
-            self._drain = asyncio.create_task(self._engine.drain(timeout_s))
-            await self.withdraw()
+            self._drain = asyncio.create_task(self._run_drain(timeout_s))
         return self._drain
+
+    async def _run_drain(self, timeout_s: float) -> bool:
+        await self.withdraw()
+        return await self._engine.drain(timeout_s)
 
 
 class ControlServicer(control_grpc.ControlServiceServicer):
@@ -114,7 +118,7 @@ class ControlServicer(control_grpc.ControlServiceServicer):
         self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[control_pb2.DrainResponse]:
         async with rpc_errors(context):
-            drain = await self._readiness.start_drain(self._timeout_s(request))
+            drain = self._readiness.start_drain(self._timeout_s(request))
             while not drain.done():
                 yield self._progress(drained=False)
                 await asyncio.wait([drain], timeout=PROGRESS_S)

@@ -29,16 +29,23 @@ class Outbox:
         self._num_bytes = 0
         self._event = asyncio.Event()
 
+    @property
+    def is_overfull(self) -> bool:
+        """Has the router let too much pile up?"""
+        return self._num_bytes > MAX_PENDING_BYTES
+
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Add a step's outputs; those of a request that is still waiting here are merged."""
         for output in outputs.outputs:
-            waiting = self._pending.pop(output.request_id, None)
-            self._pending[output.request_id] = merge(waiting, output) if waiting else output
-            self._num_bytes += _size(output)
+            self._put(output)
         self._rest = dataclasses.replace(
             outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
         )
         self._event.set()
+
+    def ended(self) -> set[tuple[str, int]]:
+        """Return the requests, with their attempts, whose end is waiting here."""
+        return {(o.request_id, o.attempt) for o in self._pending.values() if o.finished}
 
     def wake(self) -> None:
         """Let a waiting `get` return, with nothing if there is nothing."""
@@ -55,7 +62,7 @@ class Outbox:
                 await asyncio.wait_for(self._event.wait(), timeout_s)
             except asyncio.TimeoutError:
                 return []
-        if self._num_bytes > MAX_PENDING_BYTES:
+        if self.is_overfull:
             raise OverloadedError(
                 f"router is {self._num_bytes} bytes behind, at most {MAX_PENDING_BYTES}"
             )
@@ -67,6 +74,21 @@ class Outbox:
         ]
         rest, self._rest = self._rest, EMPTY
         return frames or ([] if rest is EMPTY else [rest])
+
+    def _put(self, output: EngineCoreOutput) -> None:
+        """Of two attempts of a request only the higher one is wanted any more (rule K7)."""
+        waiting = self._pending.pop(output.request_id, None)
+        if waiting is not None and waiting.attempt < output.attempt:
+            self._num_bytes -= size_of(waiting)
+            waiting = None
+        if waiting is None:
+            self._pending[output.request_id] = output
+        elif waiting.attempt == output.attempt:
+            self._pending[output.request_id] = merge(waiting, output)
+        else:
+            self._pending[output.request_id] = waiting
+            return
+        self._num_bytes += size_of(output)
 
 
 def _join(first: LogprobsLists | None, second: LogprobsLists | None) -> LogprobsLists | None:
@@ -87,11 +109,12 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
         prefill_stats=first.prefill_stats or second.prefill_stats,
         kv_transfer_stats=first.kv_transfer_stats or second.kv_transfer_stats,
         num_nans_in_logits=first.num_nans_in_logits + second.num_nans_in_logits,
+        kv_lost=first.kv_lost or second.kv_lost,
     )
 
 
-def _size(output: EngineCoreOutput) -> int:
-    """Roughly, on the wire."""
+def size_of(output: EngineCoreOutput) -> int:
+    """Return its bytes on the wire, roughly."""
     num_logprobs = sum(
         len(values)
         for logprobs in (output.new_logprobs, output.new_prompt_logprobs)
@@ -105,7 +128,7 @@ def _frames(outputs: Iterable[EngineCoreOutput]) -> Iterator[list[EngineCoreOutp
     frame: list[EngineCoreOutput] = []
     num_bytes = 0
     for output in outputs:
-        size = _size(output)
+        size = size_of(output)
         if frame and num_bytes + size > MAX_FRAME_BYTES:
             yield frame
             frame, num_bytes = [], 0

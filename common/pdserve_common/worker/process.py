@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import grpc
 import uvloop
@@ -21,12 +22,14 @@ from pdserve_common.rpc import RpcServer
 from pdserve_common.version import VERSION
 from pdserve_common.worker import control_service
 from pdserve_common.worker.config import WorkerConfig
+from pdserve_common.worker.self_check import check_engine
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
 
 logger = logging.getLogger(__name__)
 
 # After the drain, how long streams that are still open may take to end.
 STOP_GRACE_S = 2.0
+EXIT_CANNOT_START = 1
 EXIT_BROKEN = 2
 HEALTH_CHECK_S = 0.5
 
@@ -48,6 +51,7 @@ class Worker:
     """What a role has built."""
 
     engine: EngineClient
+    has_prefix_caching: bool
     # Closes what the role holds besides the engine: after the drain, before the engine.
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     # Further services: their names and what adds them to a server.
@@ -58,8 +62,8 @@ BuildWorker = Callable[[WorkerContext], Awaitable[Worker]]
 
 
 def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
-    """Run until SIGTERM or SIGINT and return the exit status: 0, 1 if it cannot start, 2 if the
-    engine died.
+    """Run until SIGTERM or SIGINT and return the exit status, 0. Ends the process with status 1 if
+    the worker cannot start, with 2 if it has to be restarted.
     """
     setup_logging(config.log_level, config.engine_id or role)
     uvloop.install()
@@ -75,13 +79,15 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     try:
         metrics_server = MetricsServer(config.host, config.metrics_port, registry)
         server = RpcServer(config.host, config.port)
-        worker = await _build_unless_stopped(
-            build(_context(config, role, server.port, registry)), stop
+        building = build(_context(config, role, server.port, registry))
+        worker = await _unless_stopped(
+            _build_and_check(building, timeout_s=config.self_check_timeout_s), stop
         )
     except (OSError, ValueError, PdserveError) as error:
         # A port in use, a missing model, a setting that does not fit: one line that says what.
         logger.error("cannot start: %s", error)
-        return 1
+        # An engine that is up may hang, or have its memory under a READ.
+        _exit_now(EXIT_CANNOT_START)
     BuildMetrics(registry, role=role, version=VERSION, model=worker.engine.info.model)
     servicer = EngineCoreServicer(worker.engine)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
@@ -103,8 +109,9 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     )
     problem = await _wait_for_the_end(stop, worker.engine, readiness)
     await readiness.withdraw()
-    if problem is None and not await worker.engine.drain(config.drain_timeout_s):
-        logger.warning("drain timed out after %g s, aborted the rest", config.drain_timeout_s)
+    drain_timeout_s = config.drain_timeout_s if problem is None else 0.0
+    if not await worker.engine.drain(drain_timeout_s):
+        logger.warning("drain timed out after %g s, handed the rest back", drain_timeout_s)
     problem = problem or worker.engine.problem()
     servicer.stop()
     await worker.close()
@@ -116,8 +123,7 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     if problem is not None:
         # Its threads may hang, and its memory may be under a READ: only the system can clean up.
         logger.error("exiting to be restarted: %s", problem)
-        logging.shutdown()
-        os._exit(EXIT_BROKEN)
+        _exit_now(EXIT_BROKEN)
     logger.info("stopped")
     return 0
 
@@ -131,20 +137,30 @@ def _context(
     return WorkerContext(engine_id=config.engine_id or f"{role}-{host}-{port}", registry=registry)
 
 
-async def _build_unless_stopped(building: Awaitable[Worker], stop: asyncio.Event) -> Worker:
+async def _build_and_check(building: Awaitable[Worker], *, timeout_s: float) -> Worker:
+    """Wait for the worker and have it prove itself. Raises SelfCheckError, besides what `building`
+    raises.
+    """
+    worker = await building
+    await check_engine(
+        worker.engine, has_prefix_caching=worker.has_prefix_caching, timeout_s=timeout_s
+    )
+    return worker
+
+
+async def _unless_stopped(starting: Awaitable[Worker], stop: asyncio.Event) -> Worker:
     """Wait for the worker; leave the process at once if it is asked to stop before.
 
     Loading runs on a thread that nothing can interrupt, and there is nothing to drain yet.
     """
-    build = asyncio.ensure_future(building)
+    start = asyncio.ensure_future(starting)
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([build, stopped], return_when=asyncio.FIRST_COMPLETED)
-    if not build.done():
+    await asyncio.wait([start, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if not start.done():
         logger.info("asked to stop while loading")
-        logging.shutdown()
-        os._exit(0)
+        _exit_now(0)
     stopped.cancel()
-    return await build
+    return await start
 
 
 async def _wait_for_the_end(
@@ -160,3 +176,9 @@ async def _wait_for_the_end(
         logger.info("asked to stop: draining")
         return None
     return problem
+
+
+def _exit_now(status: int) -> NoReturn:
+    """End the process without waiting for its threads."""
+    logging.shutdown()
+    os._exit(status)

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import grpc
 
@@ -15,13 +16,16 @@ from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     FinishReason,
 )
 from pdserve_common.errors import (
     EngineDeadError,
+    FailedPreconditionError,
     InvalidRequestError,
     OverloadedError,
     PdserveError,
+    RequestAbortedError,
 )
 from pdserve_common.rpc import rpc_errors
 from pdserve_common.validation import validate_engine_core_request
@@ -30,6 +34,13 @@ from pdserve_common.wire import (
     engine_core_outputs_to_proto,
     engine_core_request_from_proto,
     engine_info_to_proto,
+)
+from pdserve_common.worker.attachment import (
+    Attachment,
+    Attachments,
+    Frame,
+    RequestAttempt,
+    Resume,
 )
 from pdserve_common.worker.outbox import Outbox
 
@@ -47,7 +58,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._outboxes: set[Outbox] = set()
+        self._attachments = Attachments(engine)
         self._is_draining = False
         self._is_stopping = False
 
@@ -61,14 +72,16 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self.wake_all()
 
     def stop(self) -> None:
-        """End all Attach streams once they have sent what they have; call after draining."""
+        """End all Attach streams once they have sent what they have, and wait for no router to
+        come back; call after draining.
+        """
         self._is_stopping = True
+        self._attachments.end_broken()
         self.wake_all()
 
     def wake_all(self) -> None:
         """Tell routers at once what has changed about this worker."""
-        for outbox in self._outboxes:
-            outbox.wake()
+        self._attachments.wake_all()
 
     async def GetInfo(
         self, request: service_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
@@ -89,7 +102,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                         "stop is set: workers know no text, stop strings are the router's",
                         field="stop",
                     )
-                self._add(request.request, client_index, context.time_remaining())
+                valid = self._validated(request.request, context.time_remaining())
+                self._engine.add_request(dataclasses.replace(valid, client_index=client_index))
                 is_finished = False
                 while not is_finished:
                     for outputs in await outbox.get(HEARTBEAT_S):
@@ -108,35 +122,64 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     ) -> None:
         async with rpc_errors(context):
             hello = await _read_hello(requests)
-            outbox = Outbox()
-            client_index = self._engine.register_client(outbox.put)
-            self._outboxes.add(outbox)
-            logger.info("router %s attached as client %d", hello.router_id, client_index)
-            reader = asyncio.create_task(self._read(requests, client_index, outbox))
+            router = (hello.router_id, hello.router_epoch)
+            attachment, adopted = self._attachments.attach(router, _resume_of(hello))
+            stream = _Stream(attachment, attachment.open_stream())
+            logger.info(
+                "router %s attached as client %d, %d requests adopted",
+                hello.router_id,
+                attachment.client_index,
+                len(adopted),
+            )
+            welcome = service_pb2.AttachWelcome(
+                info=engine_info_to_proto(self._engine.info),
+                client_index=attachment.client_index,
+                adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
+            )
+            reader = asyncio.create_task(self._read(requests, stream))
+            reader.add_done_callback(lambda _: attachment.outbox.wake())
+            is_over = False
             try:
-                welcome = service_pb2.AttachWelcome(
-                    info=engine_info_to_proto(self._engine.info), client_index=client_index
-                )
-                await context.write(service_pb2.AttachResponse(welcome=welcome))
-                await self._write(context, outbox, reader)
+                await _write_in_time(context, service_pb2.AttachResponse(welcome=welcome))
+                await self._write(context, stream, reader)
+                is_over = True
+            except InvalidRequestError:
+                is_over = True
+                raise
             finally:
-                self._outboxes.discard(outbox)
-                self._engine.unregister_client(client_index)
+                self._detach(stream, is_over=is_over)
                 reader.cancel()
                 await asyncio.gather(reader, return_exceptions=True)
-                logger.info("router %s detached", hello.router_id)
+
+    def _detach(self, stream: "_Stream", *, is_over: bool) -> None:
+        """A stream has ended. What runs for its router ends if the stream `is_over` for good, and
+        is kept if it broke.
+        """
+        attachment = stream.attachment
+        if not stream.is_current:
+            logger.info("router %s has a newer stream", attachment.router_id)
+        elif is_over or attachment.outbox.is_overfull:
+            logger.info("router %s detached", attachment.router_id)
+            self._attachments.end(attachment)
+        else:
+            logger.warning("the stream of router %s broke", attachment.router_id)
+            self._attachments.keep(attachment)
 
     async def _write(
-        self, context: grpc.aio.ServicerContext, outbox: Outbox, reader: "asyncio.Task[None]"
+        self, context: grpc.aio.ServicerContext, stream: "_Stream", reader: "asyncio.Task[None]"
     ) -> None:
-        """Send outputs as they come, and at least a heartbeat each second, until the router is gone
-        or we stop.
+        """Send outputs as they come, and at least a heartbeat each second, until the router ends
+        the stream, another one takes over, or we stop.
         """
         told = (False, False)
-        while not reader.done():
+        outbox = stream.attachment.outbox
+        while stream.is_current and not reader.done():
             is_last = self._is_stopping
             must_not_wait = is_last or self._availability() != told
-            messages = self._to_messages(await outbox.get(0.0 if must_not_wait else HEARTBEAT_S))
+            outputs = await outbox.get(0.0 if must_not_wait else HEARTBEAT_S)
+            step_seq = self._engine.step_seq()
+            frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
+            messages = [_to_message(frame) for frame in frames]
             if not messages or self._availability() != told:
                 told = self._availability()
                 messages.append(self._heartbeat())
@@ -144,19 +187,11 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 await _write_in_time(context, message)
             if is_last:
                 return
+        if not stream.is_current:
+            raise FailedPreconditionError("the router has attached anew")
         reader.result()
-
-    def _to_messages(self, frames: list[EngineCoreOutputs]) -> list[service_pb2.AttachResponse]:
-        step_seq = self._engine.step_seq()
-        messages = [
-            service_pb2.AttachResponse(
-                outputs=engine_core_outputs_to_proto(frame, step_seq=step_seq)
-            )
-            for frame in frames
-        ]
-        for message in messages[:-1]:
-            message.outputs.more = True
-        return messages
+        # A stream that broke looks half-closed at first, but carries nothing any more.
+        await _write_in_time(context, self._heartbeat())
 
     def _availability(self) -> tuple[bool, bool]:
         """Return (draining, paused)."""
@@ -170,14 +205,12 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         return service_pb2.AttachResponse(heartbeat=heartbeat)
 
     async def _read(
-        self,
-        requests: AsyncIterator[service_pb2.AttachRequest],
-        client_index: int,
-        outbox: Outbox,
+        self, requests: AsyncIterator[service_pb2.AttachRequest], stream: "_Stream"
     ) -> None:
         """Take the router's messages. Returns when it half-closes, raises OverloadedError on
         silence.
         """
+        attachment = stream.attachment
         iterator = requests.__aiter__()
         while True:
             try:
@@ -188,33 +221,52 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 raise OverloadedError(
                     f"router has been silent for {ROUTER_TIMEOUT_S:g} s"
                 ) from None
+            if not stream.is_current:
+                return
             kind = message.WhichOneof("message")
             if kind == "add_request":
-                if self._engine.owner_of(message.add_request.request_id) == client_index:
-                    # A refusal under this id would end the one that is running.
-                    logger.warning("request %s came twice", message.add_request.request_id)
-                    continue
-                try:
-                    self._add(message.add_request, client_index, None)
-                except PdserveError as error:
-                    outbox.put(_refusal(message.add_request, error))
+                self._add_attached(attachment, message.add_request)
             elif kind == "abort_requests":
-                self._engine.abort_requests(client_index, message.abort_requests.request_ids)
-            elif kind != "heartbeat":
+                attachment.abort_requests(message.abort_requests.request_ids)
+            elif kind == "heartbeat":
+                attachment.acknowledge(message.heartbeat.next_frame_seq)
+            else:
                 raise InvalidRequestError(f"unexpected message {kind!r}", field="message")
 
-    def _add(
-        self, message: core_pb2.EngineCoreRequest, client_index: int, remaining_s: float | None
-    ) -> None:
-        """Validate and queue. Raises a PdserveError."""
+    def _add_attached(self, attachment: Attachment, message: core_pb2.EngineCoreRequest) -> None:
+        if attachment.is_running(message.request_id, message.attempt):
+            # A refusal under this id would end the one that is running.
+            logger.warning("request %s came twice", message.request_id)
+            return
+        try:
+            attachment.add_request(self._validated(message, None))
+        except PdserveError as error:
+            attachment.outbox.put(_refusal(message, error))
+
+    def _validated(
+        self, message: core_pb2.EngineCoreRequest, remaining_s: float | None
+    ) -> EngineCoreRequest:
+        """Return what the engine may get. Raises a PdserveError."""
         request = engine_core_request_from_proto(message)
         validate_engine_core_request(request, self._engine.info)
-        deadline = request.deadline
-        if remaining_s is not None:
-            own = time.monotonic() + remaining_s
-            deadline = own if deadline is None else min(deadline, own)
-        request = dataclasses.replace(request, client_index=client_index, deadline=deadline)
-        self._engine.add_request(request)
+        if remaining_s is None:
+            return request
+        deadline = time.monotonic() + remaining_s
+        if request.deadline is not None:
+            deadline = min(deadline, request.deadline)
+        return dataclasses.replace(request, deadline=deadline)
+
+
+class _Stream(NamedTuple):
+    """One Attach call."""
+
+    attachment: Attachment
+    number: int
+
+    @property
+    def is_current(self) -> bool:
+        """False once the router has another one, or is forgotten."""
+        return self.attachment.is_current(self.number)
 
 
 async def _write_in_time(
@@ -224,6 +276,8 @@ async def _write_in_time(
         await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
     except asyncio.TimeoutError:
         raise OverloadedError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s") from None
+    except grpc.aio.InternalError:  # gRPC says nothing better of a stream that is gone
+        raise RequestAbortedError("the stream broke") from None
 
 
 async def _read_hello(
@@ -236,6 +290,20 @@ async def _read_hello(
     if first.WhichOneof("message") != "hello":
         raise InvalidRequestError("the first message must be a hello", field="hello")
     return first.hello
+
+
+def _resume_of(hello: service_pb2.AttachHello) -> Resume | None:
+    if not hello.HasField("resume"):
+        return None
+    resume = hello.resume
+    listed = frozenset(RequestAttempt(r.request_id, r.attempt) for r in resume.requests)
+    return Resume(resume.worker_epoch, resume.next_frame_seq, listed)
+
+
+def _to_message(frame: Frame) -> service_pb2.AttachResponse:
+    outputs = engine_core_outputs_to_proto(frame.outputs, step_seq=frame.step_seq)
+    outputs.more = frame.has_more
+    return service_pb2.AttachResponse(outputs=outputs, frame_seq=frame.seq)
 
 
 def _refusal(message: core_pb2.EngineCoreRequest, error: PdserveError) -> EngineCoreOutputs:

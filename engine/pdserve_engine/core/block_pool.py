@@ -3,7 +3,7 @@
 Source of the design: vLLM V1's BlockPool and FreeKVCacheBlockQueue. Owned by the engine thread.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class KVCacheBlock:
@@ -86,9 +86,19 @@ class BlockPool:
     request with the same prefix can take it back until it is reused.
     """
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_caching: bool,
+        on_dead: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_dead` is told the ids of blocks whose content nobody can ask for any more: free, and
+        without a hash. It may be set later.
+        """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
+        self.on_dead = on_dead
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
@@ -110,8 +120,8 @@ class BlockPool:
         """
         assert num_blocks <= self.num_free_blocks, "the caller checks num_free_blocks"
         taken = [self._free.popleft() for _ in range(num_blocks)]
+        self._forget(taken)
         for block in taken:
-            self._forget(block)
             block.ref_cnt = 1
         return taken
 
@@ -136,6 +146,7 @@ class BlockPool:
         """Give up one hold on each. Pass a request's blocks last first, so that its prefix lives
         longest.
         """
+        dead = []
         for block in blocks:
             assert block.ref_cnt > 0, f"{block} is freed twice"
             block.ref_cnt -= 1
@@ -143,15 +154,16 @@ class BlockPool:
                 continue
             if block.block_hash is None:
                 self._free.prepend(block)
+                dead.append(block)
             else:
                 self._free.append(block)
+        self._bury(dead)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all hashes. Refused (False) while any block is held."""
         if self.num_free_blocks != self.num_blocks:
             return False
-        for block in list(self._cached.values()):
-            self._forget(block)
+        self._forget(list(self._cached.values()))
         return True
 
     def check_integrity(self) -> None:
@@ -165,7 +177,15 @@ class BlockPool:
         hashed = {block.block_hash: block for block in self.blocks if block.block_hash is not None}
         assert hashed == self._cached, f"{len(hashed)} hashed blocks, {len(self._cached)} indexed"
 
-    def _forget(self, block: KVCacheBlock) -> None:
-        if block.block_hash is not None:
+    def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop the hashes that free blocks still have."""
+        hashed = [block for block in blocks if block.block_hash is not None]
+        for block in hashed:
+            assert block.block_hash is not None
             del self._cached[block.block_hash]
             block.block_hash = None
+        self._bury(hashed)
+
+    def _bury(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if blocks and self.on_dead is not None:
+            self.on_dead([block.block_id for block in blocks])

@@ -176,8 +176,6 @@ class EngineCore:
         return is_short and not self.scheduler.needs_drain
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
-        if self.connector is not None:
-            self.connector.start_load_kv(scheduled.kv_connector_metadata)
         execute = functools.partial(self._execute, scheduled)
         future: Future[_Executed]
         if self._model_thread is not None:

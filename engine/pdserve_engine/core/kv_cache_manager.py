@@ -155,10 +155,12 @@ class KVCacheManager:
         computed = (*(blocks[: len(hashes)] for blocks in full), *sliding)
         return computed, len(hashes) * self.block_size
 
-    def record_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """Count an admitted request's lookup (not the ones repeated while it waits)."""
-        self.prefix_cache_queries += num_queried_tokens
-        self.prefix_cache_hits += num_hit_tokens
+    def record_lookup(self, request: Request, num_hit_tokens: int) -> None:
+        """Count an admitted request's lookup: the first one, not those after a preemption."""
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
+            self.prefix_cache_queries += request.num_prompt_tokens
+            self.prefix_cache_hits += request.num_cached_tokens
 
     def fork(self, source: Request, request: Request, num_tokens: int) -> int:
         """Share the full blocks of `source`'s first `num_tokens` tokens, which are computed, with

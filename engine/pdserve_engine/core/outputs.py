@@ -2,7 +2,7 @@
 
 import time
 
-from pdserve_common.engine_types import EngineCoreOutput, LogprobsLists, PrefillStats
+from pdserve_common.engine_types import EngineCoreOutput, KVLost, LogprobsLists, PrefillStats
 from pdserve_engine.core.request import Request
 
 # Outputs by the client_index of the front end they go to.
@@ -16,6 +16,7 @@ def emit(
     logprobs: LogprobsLists | None = None,
     prompt_logprobs: LogprobsLists | None = None,
     num_nans: int = 0,
+    kv_lost: KVLost | None = None,
 ) -> None:
     """Add what is new of a request: tokens since its last output, and its end."""
     first = request.num_emitted_tokens
@@ -34,8 +35,9 @@ def emit(
         events=request.take_events(),
         trace_headers=request.request.trace_headers if request.status.is_finished else {},
         num_nans_in_logits=num_nans,
+        kv_lost=kv_lost,
         kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
-        prefill_stats=_prefill_stats(request) if first == 0 and new_token_ids else None,
+        prefill_stats=_prefill_stats(request, first) if new_token_ids else None,
         kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
     )
     outputs.setdefault(request.request.client_index, []).append(output)
@@ -54,13 +56,15 @@ def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
     return nothing + logprobs
 
 
-def _prefill_stats(request: Request) -> PrefillStats | None:
-    """None on D after a pull: P has sent its own."""
-    if request.is_kv_loaded or request.first_scheduled_time is None:
+def _prefill_stats(request: Request, first_token_index: int) -> PrefillStats | None:
+    """Of the first token of this engine. None on D after a pull: P has sent its own."""
+    is_first = first_token_index == len(request.request.resume_output_token_ids)
+    if not is_first or request.is_kv_loaded or request.first_scheduled_time is None:
         return None
     return PrefillStats(
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=max(request.num_cached_tokens, 0),
         queue_s=request.first_scheduled_time - request.queued_time,
         prefill_s=time.monotonic() - request.first_scheduled_time,
+        grant_s=request.grant_wait_s,
     )

@@ -52,10 +52,12 @@ class Request:
 
     __slots__ = (
         "_all_token_ids",
+        "asked_time",
         "block_hashes",
         "error",
         "events",
         "first_scheduled_time",
+        "granted_time",
         "is_kv_loaded",
         "kv_ready_time",
         "kv_transfer_stats",
@@ -121,6 +123,9 @@ class Request:
         self.events: list[EngineCoreEvent] = []
         self.queued_time = time.monotonic()
         self.first_scheduled_time: float | None = None
+        # P: when D was asked for blocks, and when it had them.
+        self.asked_time: float | None = None
+        self.granted_time: float | None = None
         self.kv_ready_time: float | None = None
         self.kv_transfer_stats: KVTransferStats | None = None
 
@@ -194,6 +199,18 @@ class Request:
         )
 
     @property
+    def grant_wait_s(self) -> float:
+        """P: how long D's blocks took."""
+        if self.asked_time is None or self.granted_time is None:
+            return 0.0
+        return max(0.0, self.granted_time - self.asked_time)
+
+    @property
+    def is_redrive(self) -> bool:
+        """Has its front end sent it again after a failure?"""
+        return self.request.attempt > 0
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASONS.get(self.status)
 
@@ -214,17 +231,24 @@ class Request:
         return events
 
     def take_kv_transfer_stats(self) -> KVTransferStats | None:
-        """Return what the pull cost, once, with the time to D's first own token filled in."""
+        """Return what the pull cost, once, with the way to D's first own token filled in."""
         stats, self.kv_transfer_stats = self.kv_transfer_stats, None
         if stats is None or self.kv_ready_time is None:
             return None
-        first_step = time.monotonic() - self.kv_ready_time
-        return dataclasses.replace(stats, first_decode_step_s=first_step)
+        now = time.monotonic()
+        admitted = now if self.first_scheduled_time is None else self.first_scheduled_time
+        return dataclasses.replace(
+            stats,
+            decode_admit_s=admitted - self.kv_ready_time,
+            first_decode_step_s=now - admitted,
+        )
 
     def __lt__(self, other: "Request") -> bool:
-        """Priority order: lower value, then earlier arrival, then id."""
-        return (self.priority, self.arrival_time, self.request_id) < (
-            other.priority,
-            other.arrival_time,
-            other.request_id,
-        )
+        """Priority order: lower value, then those that are on their way already, then earlier
+        arrival, then id.
+        """
+        return self._place < other._place
+
+    @property
+    def _place(self) -> tuple[int, bool, float, str]:
+        return self.priority, not self.is_redrive, self.arrival_time, self.request_id

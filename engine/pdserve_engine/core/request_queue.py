@@ -1,4 +1,6 @@
-"""The waiting queue: first come first served, or by priority (lower number first)."""
+"""The waiting queue: first come first served, or by priority (lower number first). Requests that
+their front end has sent again after a failure come before new ones.
+"""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -6,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
-from pdserve_engine.core.request import Request
+from pdserve_engine.core.request import Request, RequestStatus
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -72,7 +74,15 @@ class FCFSRequestQueue(RequestQueue):
         self._queue: deque[Request] = deque()
 
     def _add(self, request: Request) -> None:
-        self._queue.append(request)
+        if request.is_redrive:
+            self._queue.insert(self._num_ahead(), request)
+        else:
+            self._queue.append(request)
+
+    def _num_ahead(self) -> int:
+        """Return how many in front have been admitted or sent before, and so come first."""
+        was_here = (r.is_redrive or r.status is RequestStatus.PREEMPTED for r in self._queue)
+        return next((i for i, is_ahead in enumerate(was_here) if not is_ahead), len(self._queue))
 
     def _prepend(self, request: Request) -> None:
         self._queue.appendleft(request)

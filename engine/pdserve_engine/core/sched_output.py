@@ -3,7 +3,6 @@ rest.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from pdserve_common.engine_types import LogprobsLists, SamplingParams
 
@@ -50,8 +49,6 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str]
     # Per KV group, leading blocks that all running requests share.
     num_common_prefix_blocks: tuple[int, ...] = ()
-    # What KVConnector.build_connector_meta returned; opaque to scheduler and runner.
-    kv_connector_metadata: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

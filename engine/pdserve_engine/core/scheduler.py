@@ -5,10 +5,11 @@ last known token, running requests first, then waiting ones. With scheduling_mod
 computed whole and apart from decodes, as vLLM V0 did. Owned by the engine thread. Where a request
 is, by status:
 
-    WAITING, PREEMPTED       `waiting`; forks whose source's prompt is not computed yet: `_forks`;
-                             `kv_ready`: it owns blocks (pulled, or shared by its fork's source) and
-                             there was no place in the batch yet
-    WAITING_FOR_REMOTE_KVS   `remote_kvs`: a ticket without blocks, or a pull that owns its blocks
+    WAITING, PREEMPTED       `waiting`; `remote_decodes`: on P, before D has reserved its blocks;
+                             `forks`: those whose source's prompt is not computed yet; `kv_ready`:
+                             it owns blocks (pulled, or shared by its fork's source) and there was
+                             no place in the batch yet
+    WAITING_FOR_REMOTE_KVS   `remote_prefills`: on D, a ticket, or blocks that are being filled
     RUNNING                  `running`
 
 Steps may be planned before the ones before them have finished (async scheduling). While a step is
@@ -20,6 +21,7 @@ import enum
 import heapq
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -28,19 +30,33 @@ from pdserve_common.engine_types import (
     EngineCoreEventType,
     EngineError,
     ErrorCode,
-    KVTransferStats,
     LogprobsLists,
     SchedulerStats,
 )
 from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.forks import Forks, find_source
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.outputs import ClientOutputs, emit
+from pdserve_engine.core.remote_decode import RemoteDecodes
+from pdserve_engine.core.remote_prefill import RemotePrefills
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.core.request_queue import make_request_queue
 from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.stop import check_stop
-from pdserve_engine.kv_transfer.base import KVConnector, KVConnectorMetadata
+from pdserve_engine.kv_transfer.base import (
+    BlocksClaimed,
+    BlocksConfirmed,
+    BlocksFreed,
+    BlocksReturned,
+    KVConnector,
+    KVNews,
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+    TransferFinished,
+    TransferLost,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +100,17 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
         self.running: list[Request] = []
-        self.remote_kvs: dict[str, Request] = {}
+        self.remote_decodes = RemoteDecodes(
+            lambda: make_request_queue(config.scheduling_policy), config.max_num_batched_tokens
+        )
+        self.remote_prefills = RemotePrefills(connector, self.kv, self._num_reserved_blocks)
         self.kv_ready: deque[Request] = deque()
         self.num_preemptions = 0
         # Of the waiting requests, those that were running.
         self._num_preempted = 0
         # Set when a step could not be planned without a preemption while others were in flight.
         self.needs_drain = False
-        self._forks: dict[str, list[Request]] = {}  # by the id of their source
+        self.forks = Forks(kv_cache_manager)
         # Requests of a step that failed: they run one by one until each has brought a token.
         self._suspects: list[Request] = []
         # Steps that were planned and whose results have not come in, oldest first.
@@ -113,8 +132,10 @@ class Scheduler:
     # -------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Take a request. Its id must not be in use."""
-        assert request.request_id not in self.requests, "the front end refuses duplicates"
+        """Take a request. If its id is in use, it supersedes an earlier attempt."""
+        earlier = self.requests.get(request.request_id)
+        if earlier is not None:
+            self._supersede(earlier, request)
         self.requests[request.request_id] = request
         request.record_event(EngineCoreEventType.QUEUED)
         self._watch_deadline(request)
@@ -128,12 +149,14 @@ class Scheduler:
                 self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
                 return
             self.connector.on_new_request(request)
-        source = self._fork_source(request)
+        source = find_source(request, self.requests)
         if request.needs_remote_kv:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.remote_kvs[request.request_id] = request
+            self.remote_prefills.add(request)
+        elif request.do_remote_decode:
+            self.remote_decodes.add(request)
         elif source is not None:
-            self._forks.setdefault(source.request_id, []).append(request)
+            self.forks.add(source, request)
             if _is_prompt_computed(source):
                 self._release_forks(source)
         else:
@@ -184,15 +207,16 @@ class Scheduler:
     def has_admitted_requests(self) -> bool:
         """Is any request computed, half computed, or does it hold or pull blocks?"""
         is_running = self.running or self.kv_ready or self._num_preempted or self._in_flight
-        return bool(is_running) or any(self._pulls())
+        return bool(is_running) or any(self.remote_prefills.with_blocks())
 
     def has_schedulable_requests(self) -> bool:
         """Could the next step compute something? Requests that wait for remote KV do not count."""
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
-        is_taking_new = self.pause_state is PauseState.UNPAUSED
-        num_waiting = len(self.waiting) if is_taking_new else self._num_preempted
-        return bool(self.running or self.kv_ready or num_waiting)
+        if self.pause_state is PauseState.UNPAUSED:
+            return bool(self.running or self.kv_ready or len(self.waiting))
+        is_preempted_waiting = self._num_preempted and any(map(_is_preempted, self.waiting))
+        return bool(self.running or self.kv_ready or is_preempted_waiting)
 
     def has_finished_requests(self) -> bool:
         """Does the model runner still have to hear of ended requests?"""
@@ -207,8 +231,9 @@ class Scheduler:
         self.needs_drain = False
         plan = StepPlan(self.config.max_num_batched_tokens)
         if self.pause_state is not PauseState.PAUSED_ALL:
-            if self._suspects:
-                self._schedule_suspect(plan)
+            suspect = self._next_suspect()
+            if suspect is not None:
+                self._schedule_suspect(suspect, plan)
             elif self.config.scheduling_mode == "v0":
                 self._schedule_phase(plan)
             else:
@@ -225,7 +250,8 @@ class Scheduler:
             if request.status.is_finished:  # while the model ran
                 continue
             self.kv.cache_blocks(request, start + num_tokens)
-            if request.request_id in self._forks and _is_prompt_computed(request):
+            self._announce_blocks(request)
+            if _is_prompt_computed(request):
                 self._release_forks(request)
             self.kv.remove_skipped_blocks(request, start + num_tokens)
             self._take_result(request, start, sampled.get(request.request_id, ()), result)
@@ -259,11 +285,11 @@ class Scheduler:
     def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
         """Return the load after a step."""
         pool = self.kv.block_pool
-        num_forks = sum(len(forks) for forks in self._forks.values())
+        num_remote = len(self.remote_prefills) + len(self.remote_decodes)
         return SchedulerStats(
             num_running_reqs=len(self.running) + len(self.kv_ready),
-            num_waiting_reqs=len(self.waiting) + len(self.remote_kvs) + num_forks,
-            num_waiting_tokens=self.waiting.num_tokens,
+            num_waiting_reqs=len(self.waiting) + num_remote + len(self.forks),
+            num_waiting_tokens=self.waiting.num_tokens + self.remote_decodes.num_tokens,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_cached_blocks,
@@ -340,6 +366,8 @@ class Scheduler:
             block_ids = self._allocate(request, target)
             if block_ids is not None:
                 return block_ids
+            if self.remote_prefills.reclaim():
+                continue
             if self._in_flight:
                 self.needs_drain = True
                 return None
@@ -372,6 +400,8 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave_batch(request)
+        if request.do_remote_decode and self.connector is not None:
+            self.connector.on_preempted(request)  # fence first (rule K3)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_in_flight_tokens = 0
@@ -381,7 +411,10 @@ class Scheduler:
         self.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
         request.record_event(EngineCoreEventType.PREEMPTED)
-        self.waiting.prepend_request(request)
+        if request.do_remote_decode:
+            self.remote_decodes.prepend(request)
+        else:
+            self.waiting.prepend_request(request)
 
     def _schedule_kv_ready(self, plan: StepPlan, *, is_decode: bool | None = None) -> None:
         """Requests that own their prompt's blocks come before the waiting ones.
@@ -399,6 +432,9 @@ class Scheduler:
             self._start_running(request, num_tokens, plan)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
+        if self.remote_prefills.come_before(self._waiting_since()):
+            self._schedule_preempted(plan)
+            return
         skipped: list[Request] = []
         while len(self.waiting) and self._may_add(plan):
             request = self.waiting.peek_request()
@@ -412,11 +448,15 @@ class Scheduler:
         for request in reversed(skipped):
             self.waiting.prepend_request(request)
 
+    def _waiting_since(self) -> float:
+        """When the next waiting request came; infinity if there is none."""
+        return self.waiting.peek_request().queued_time if len(self.waiting) else math.inf
+
     def _schedule_preempted(self, plan: StepPlan) -> None:
         """While nothing new is taken, those that had been running still finish."""
         if self._num_preempted == 0:
             return
-        for request in [r for r in self.waiting if r.status is RequestStatus.PREEMPTED]:
+        for request in list(filter(_is_preempted, self.waiting)):
             if not self._may_add(plan):
                 return
             if self._admit(request, *self._find_cached(request), plan) is _Admission.ADMITTED:
@@ -425,15 +465,11 @@ class Scheduler:
     def _find_cached(self, request: Request) -> tuple[ComputedBlocks, int]:
         if not request.reads_prefix_cache:
             return self.kv.empty_computed_blocks, 0
-        limit = request.num_prompt_tokens if request.needs_remote_kv else request.num_tokens - 1
-        return self.kv.get_computed_blocks(request, limit)
+        return self.kv.get_computed_blocks(request, request.num_tokens - 1)
 
     def _try_to_admit(self, request: Request, plan: StepPlan) -> _Admission:
-        """Give the next waiting request its blocks and its first tokens, or its pull."""
+        """Give the next waiting request its blocks and its first tokens."""
         blocks, num_hit_tokens = self._find_cached(request)
-        if request.needs_remote_kv:
-            is_started = self._start_load(request, blocks, num_hit_tokens, plan)
-            return _Admission.ADMITTED if is_started else _Admission.NO_ROOM
         admission = self._admit(request, blocks, num_hit_tokens, plan)
         if admission is _Admission.ADMITTED:
             self.waiting.pop_request()
@@ -455,36 +491,18 @@ class Scheduler:
             return _Admission.NO_ROOM
         if self._allocate(request, num_hit_tokens + num_tokens, blocks) is None:
             return _Admission.NO_ROOM
+        if not self._may_start(request):
+            self.kv.free(request)
+            request.num_slots = 0
+            return _Admission.NO_ROOM
         self._record_admission(request, num_hit_tokens, plan)
         request.num_computed_tokens = num_hit_tokens
         self._start_running(request, num_tokens, plan)
+        if request.do_remote_decode:
+            self.remote_decodes.remove(request)
+            request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
+            self._announce_blocks(request, num_hit_tokens)
         return _Admission.ADMITTED
-
-    def _start_load(
-        self, request: Request, blocks: ComputedBlocks, num_hit_tokens: int, plan: StepPlan
-    ) -> bool:
-        """D: allocate the prompt's blocks and have the connector pull what is not cached here."""
-        assert self.connector is not None
-        num_external, _ = self.connector.get_num_new_matched_tokens(request, num_hit_tokens)
-        if num_external is None:  # the announcement was withdrawn; its failure is on the way
-            self.waiting.pop_request()
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.remote_kvs[request.request_id] = request
-            return True
-        num_prompt = request.num_prompt_tokens
-        if not self._can_allocate(num_prompt + 1, blocks, plan):
-            return False
-        if self._allocate(request, num_prompt, blocks, num_remote_tokens=num_prompt) is None:
-            return False
-        self.waiting.pop_request()
-        self._record_admission(request, num_hit_tokens, plan)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.num_external_tokens = num_external
-        self.remote_kvs[request.request_id] = request
-        block_ids = self.kv.get_block_ids(request.request_id)
-        self.connector.update_state_after_alloc(request, block_ids, num_external)
-        request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
-        return True
 
     def _start_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         if request.first_scheduled_time is None:
@@ -508,9 +526,12 @@ class Scheduler:
             )
         )
 
-    def _schedule_suspect(self, plan: StepPlan) -> None:
+    def _next_suspect(self) -> Request | None:
+        """One that need not wait for another worker first."""
+        return next((r for r in self._suspects if r not in self.remote_decodes), None)
+
+    def _schedule_suspect(self, suspect: Request, plan: StepPlan) -> None:
         """Plan a step for one request of a step that failed, and for no other."""
-        suspect = self._suspects[0]
         if suspect.status is RequestStatus.RUNNING:
             if not suspect.is_output_complete:
                 self._continue_running(suspect, plan)
@@ -527,12 +548,10 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Turn the plan into a step that is in flight."""
-        metadata = self.connector.build_connector_meta() if self.connector else None
         output = plan.build(
             finished_req_ids=frozenset(self._finished_req_ids),
             preempted_req_ids=frozenset(self._preempted_req_ids),
             num_common_prefix_blocks=self._common_prefix_blocks(),
-            kv_connector_metadata=metadata or KVConnectorMetadata(),
         )
         self._finished_req_ids.clear()
         self._preempted_req_ids.clear()
@@ -576,59 +595,40 @@ class Scheduler:
 
         Pulls count: they cannot be preempted, so their first decode step must find its block.
         """
-        admitted = itertools.chain(self.running, self.kv_ready, self._pulls())
+        pulls = self.remote_prefills.with_blocks()
+        admitted = itertools.chain(self.running, self.kv_ready, pulls)
         return sum(map(self._num_missing_blocks, admitted))
 
     def _num_missing_blocks(self, request: Request) -> int:
         num_needed = self.kv.num_blocks_needed(request.num_tokens + self.kv.block_size)
         return max(0, num_needed - self.kv.num_blocks_of(request.request_id))
 
-    def _pulls(self) -> Iterable[Request]:
-        return (request for request in self.remote_kvs.values() if request.num_slots)
-
     def _record_admission(self, request: Request, num_hit_tokens: int, plan: StepPlan) -> None:
         if plan.num_reserved_blocks is not None:
             plan.num_reserved_blocks += self._num_missing_blocks(request)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
-            self.kv.record_lookup(request.num_prompt_tokens, request.num_cached_tokens)
+        self.kv.record_lookup(request, num_hit_tokens)
 
-    # ---- forks: requests that share the prompt of another one (n > 1)
-    # -------------------------------------------------------
-
-    def _fork_source(self, request: Request) -> Request | None:
-        """The request whose prompt this one may share, if it is here and really the same."""
-        source = self.requests.get(request.request.fork_of or "")
-        if source is None or source is request or not request.reads_prefix_cache:
-            return None
-        is_same = (
-            source.request.client_index == request.request.client_index
-            and source.request.cache_salt == request.request.cache_salt
-            and source.request.lora_request == request.request.lora_request
-            and source.request.prompt_token_ids == request.request.prompt_token_ids
-        )
-        return source if is_same else None
+    # ---- forks
+    # ---------------------------------------------------------------------------------------------
 
     def _release_forks(self, source: Request) -> None:
         """The source's prompt is computed: its forks share the full blocks, and compute what comes
         behind those, if there is room; else they wait like any other request.
         """
-        num_shared = source.num_prompt_tokens - 1
-        for fork in self._forks.pop(source.request_id, ()):
+        for fork in self.forks.take(source):
             # The fork needs a block for the prompt's end and one for what comes then.
             num_needed = self._num_missing_blocks(source) + 2 * self.kv.num_groups
-            if self._num_reserved_blocks() + num_needed <= self.kv.block_pool.num_free_blocks:
-                fork.num_computed_tokens = self.kv.fork(source, fork, num_shared)
-            if fork.num_computed_tokens:
-                fork.num_slots = fork.num_computed_tokens
-                fork.num_cached_tokens = fork.num_computed_tokens
+            has_room = (
+                self._num_reserved_blocks() + num_needed <= self.kv.block_pool.num_free_blocks
+            )
+            if has_room and self.forks.share(source, fork):
                 self.kv_ready.append(fork)
             else:
                 self.waiting.add_request(fork)
 
     def _dissolve_forks(self, source: Request) -> None:
         """The source is gone: its forks are computed like any other request."""
-        for fork in self._forks.pop(source.request_id, ()):
+        for fork in self.forks.take(source):
             self.waiting.add_request(fork)
 
     # ---- results
@@ -693,16 +693,16 @@ class Scheduler:
         self._dissolve_forks(request)
         if request in self._suspects:
             self._suspects.remove(request)
-        block_ids = self.kv.get_block_ids(request.request_id)
-        if self.connector is not None and self.connector.request_finished(request, block_ids):
-            self.kv.take(request)
-            if request.is_handed_off:
-                request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
-        elif request.num_in_flight_tokens:
-            taken = [block.block_id for block in self.kv.take(request)]
-            self._deferred_block_ids.append((self._num_planned_steps, taken))
+        kept: frozenset[int] = frozenset()
+        if self.connector is not None:
+            block_ids = self.kv.get_block_ids(request.request_id)
+            kept = self.connector.request_finished(request, block_ids)
+        taken = [block.block_id for block in self.kv.take(request)]
+        freed = [block_id for block_id in taken if block_id not in kept]
+        if request.num_in_flight_tokens:
+            self._deferred_block_ids.append((self._num_planned_steps, freed))
         else:
-            self.kv.free(request)
+            self.kv.free_block_ids(freed)
 
     def _free_deferred_blocks(self) -> None:
         """Free what ended requests held while a step that used it was in flight."""
@@ -711,56 +711,87 @@ class Scheduler:
             self.kv.free_block_ids(self._deferred_block_ids.popleft()[1])
 
     def _remove_from_queues(self, request: Request) -> None:
-        forks = self._forks.get(request.request.fork_of or "", ())
         if request in self.running:
             self._leave_batch(request)
         elif request in self.kv_ready:
             self.kv_ready.remove(request)
-        elif request in forks:
-            self._forks[request.request.fork_of or ""].remove(request)
-        elif self.remote_kvs.pop(request.request_id, None) is None:
+        elif not (self.forks.remove(request) or self.remote_prefills.remove(request)):
             self._num_preempted -= request.status is RequestStatus.PREEMPTED
-            self.waiting.remove_request(request)
+            if not self.remote_decodes.remove(request):
+                self.waiting.remove_request(request)
 
     # ---- KV transfer
     # ---------------------------------------------------------------------------------------
 
     def update_from_kv_transfer(self) -> None:
-        """Take in what the connector reports: announcements, finished and failed pulls, returned
-        blocks.
-        """
+        """Take in what the connector reports, then see who may have blocks now."""
         if self.connector is None:
             return
-        news = self.connector.take_output()
-        self.kv.free_block_ids(news.released_block_ids)
-        self.kv.free_block_ids(news.landed_block_ids)
-        for request_id in news.ready_to_load:
-            request = self.remote_kvs.pop(request_id, None)
-            if request is not None:
-                request.status = RequestStatus.WAITING
-                self.waiting.add_request(request)
-        for request_id, stats in news.finished_recving.items():
-            request = self.remote_kvs.pop(request_id, None)
-            if request is not None:
-                self._accept_transfer(request, stats)
-        for request_id, error in news.failed_recving.items():
-            if request_id in self.requests:
-                self.requests[request_id].record_event(EngineCoreEventType.KV_LOST)
-                self.finish_requests([request_id], RequestStatus.FINISHED_ERROR, error)
+        for news in self.connector.take_news():
+            self._take_news(news)
+        # Preempted requests come first, or a stream of small claims would keep them out for ever.
+        if self.pause_state is PauseState.UNPAUSED and not self._num_preempted:
+            self.remote_prefills.grant_claims(self._waiting_since())
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            is_paused = self.pause_state is PauseState.PAUSED_NEW
+            for request in self.remote_decodes.take_next(only_preempted=is_paused):
+                self.connector.ask(request)
 
-    def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
-        """D: the prompt's KV is here and P has confirmed it (rule K4); go on after P's tokens."""
-        assert self.connector is not None
-        request.kv_transfer_stats = stats
-        request.kv_ready_time = time.monotonic()
+    def _take_news(self, news: KVNews) -> None:
+        if isinstance(news, BlocksFreed):
+            self.kv.free_block_ids(news.block_ids)
+            return
+        request = news.request
+        if self.requests.get(request.request_id) is not request:
+            return  # it has ended meanwhile
+        match news:
+            case StartAllowed():
+                if self.remote_decodes.allow(request):
+                    self.waiting.add_request(request)
+            case StartForbidden():
+                if self.remote_decodes.forbid(request):
+                    self.waiting.remove_request(request)
+            case BlocksClaimed():
+                self.remote_prefills.claim(request)
+            case BlocksConfirmed():
+                self.kv.cache_blocks(request, news.num_tokens)
+            case BlocksReturned():
+                self.remote_prefills.give_back(request, news.kept)
+            case TransferFinished():
+                self._accept_transfer(news)
+            case TransferLost():
+                request.record_event(EngineCoreEventType.KV_LOST)
+                emit(self._outputs, request, kv_lost=news.lost)
+            case TransferFailed():
+                self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, news.error)
+
+    def _may_start(self, request: Request) -> bool:
+        """P: does D still hold its blocks for the request?"""
+        if not request.do_remote_decode or self.connector is None:
+            return True
+        return self.connector.on_started(request)
+
+    def _announce_blocks(self, request: Request, num_tokens: int | None = None) -> None:
+        """P: tell D of blocks that are whole; the step that wrote them is over (rule K2)."""
+        if request.do_remote_decode and self.connector is not None:
+            num_tokens = request.num_finished_tokens if num_tokens is None else num_tokens
+            block_ids = self.kv.get_block_ids(request.request_id)
+            self.connector.on_blocks_computed(request, num_tokens, block_ids)
+
+    def _accept_transfer(self, news: TransferFinished) -> None:
+        """D: all KV is here and P has confirmed it (rule K4); go on after P's tokens."""
+        request = news.request
+        self.remote_prefills.remove(request)
+        request.kv_transfer_stats = news.stats
+        request.kv_ready_time = news.finished_time
         request.is_kv_loaded = True
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = request.num_tokens
         request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self.kv.cache_blocks(request, request.num_computed_tokens)
         self._release_forks(request)
-        for token_id in self.connector.transferred_output_token_ids(request.request_id):
+        for token_id in news.output_token_ids:
             request.append_output_token_ids((token_id,))
             status = check_stop(request)
             if status is not None:
@@ -768,6 +799,19 @@ class Scheduler:
                 emit(self._outputs, request)
                 return
         self.kv_ready.append(request)
+
+    def _supersede(self, earlier: Request, request: Request) -> None:
+        """A later attempt of the same request takes over; nobody is told of the earlier one's end.
+
+        What was confirmed of its KV is in the prefix cache, where the later one finds it.
+        """
+        assert request.request.attempt > earlier.request.attempt, "the front end refuses others"
+        self._remove_from_queues(earlier)
+        self._finish(earlier, RequestStatus.FINISHED_ABORTED)
+
+
+def _is_preempted(request: Request) -> bool:
+    return request.status is RequestStatus.PREEMPTED
 
 
 def _is_prompt_computed(request: Request) -> bool:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from pdserve_engine.core.request import Request
 from pdserve_engine.core.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
-from pdserve_engine.kv_transfer.base import KVConnectorMetadata
 
 NewBlockIds = tuple[list[int], ...] | None
 
@@ -43,7 +42,6 @@ class StepPlan:
         finished_req_ids: frozenset[str],
         preempted_req_ids: frozenset[str],
         num_common_prefix_blocks: tuple[int, ...],
-        kv_connector_metadata: KVConnectorMetadata,
     ) -> SchedulerOutput:
         """Return the plan as diffs. Call it before the requests' num_computed_tokens move on."""
         return SchedulerOutput(
@@ -58,5 +56,4 @@ class StepPlan:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=preempted_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,
-            kv_connector_metadata=kv_connector_metadata,
         )

@@ -1,24 +1,19 @@
-"""The seams of KV transfer: the connector that the scheduler and the runner see, and the transport
-under it.
+"""The seams of KV transfer: the connector that the scheduler sees, and the transport under it.
 
-The split follows vLLM's KVConnectorBase_V1: scheduler-side methods decide, worker-side methods
-move bytes. Both run on the engine thread. The KvLink's messages arrive on the event loop's thread,
-at methods that ProducerConnector and ConsumerConnector have besides.
+After vLLM's KVConnectorBase_V1, with one difference: P announces blocks while it computes the next
+ones, so reading them is not part of any step. A connector's scheduler side is called on the engine
+thread; the KvLink's messages arrive on the event loop's thread, at the methods of endpoint.py.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from pdserve_common.engine_types import EngineError, KVTransferStats
+from pdserve_common.engine_types import EngineError, KVLost, KVTransferStats
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import (
-    KVEndpoint,
-    KVLayout,
-    KVLinkWelcome,
-    KVSessionId,
-)
+from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome
 from pdserve_engine.kv_groups import num_skipped_blocks
 
 if TYPE_CHECKING:
@@ -26,95 +21,173 @@ if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLoad:
-    """One request's pull: read these blocks of the peer into these of ours (parallel lists)."""
-
-    request_id: str
-    session: KVSessionId
-    remote_block_ids: tuple[int, ...]
-    local_block_ids: tuple[int, ...]
+# ---- what the connector tells the scheduler, in the order in which it happened. News of a request
+# that has ended meanwhile, or was superseded by another attempt, are the scheduler's to ignore.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVConnectorMetadata:
-    """What the scheduler side hands to the worker side in a step."""
+@dataclass(frozen=True, slots=True)
+class StartAllowed:
+    """P: D has reserved blocks for the request."""
 
-    loads: tuple[KVLoad, ...] = ()
+    request: "Request"
 
 
-@dataclass(slots=True, kw_only=True)
-class KVConnectorOutput:
-    """What changed since the scheduler last asked. Every list is handed over once."""
+@dataclass(frozen=True, slots=True)
+class StartForbidden:
+    """P: D has taken them back; the request waits for StartAllowed again."""
 
-    # D: announced requests, whose blocks can now be allocated.
-    ready_to_load: list[str] = field(default_factory=list)
-    # D: requests whose blocks are read and whose release was acknowledged as valid (rule K4).
-    finished_recving: dict[str, KVTransferStats] = field(default_factory=dict)
-    # D: requests that will not get their blocks; the scheduler ends them with request_finished.
-    failed_recving: dict[str, EngineError] = field(default_factory=dict)
-    # D: block ids of abandoned pulls whose READ has landed by now (rule K5): free them.
-    landed_block_ids: list[int] = field(default_factory=list)
-    # P: block ids whose session has ended or released them (rule K3: already fenced): free them.
-    released_block_ids: list[int] = field(default_factory=list)
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksClaimed:
+    """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
+
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksConfirmed:
+    """D: the KV of the first `num_tokens` tokens is here and right (rule K4)."""
+
+    request: "Request"
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned:
+    """D: P has preempted the request and withdrawn its claim; it will ask again. What was reserved
+    for it, if anything, is the scheduler's again, but for the `kept` blocks, which come in
+    BlocksFreed.
+    """
+
+    request: "Request"
+    kept: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """D: all KV is here and confirmed; the request goes on after the tokens P has sampled."""
+
+    request: "Request"
+    output_token_ids: tuple[int, ...]
+    stats: KVTransferStats
+    # time.monotonic(); the scheduler may hear of it a step later.
+    finished_time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLost:
+    """D: the rest will not come. The request waits for the router's decision (rule K6)."""
+
+    request: "Request"
+    lost: KVLost
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The request ends on this worker with this error. CANCELLED: P has ended it, it is nobody's
+    fault.
+    """
+
+    request: "Request"
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """Blocks that the connector kept and that nothing reads or writes any more."""
+
+    block_ids: tuple[int, ...]
+
+
+KVNews = (
+    StartAllowed
+    | StartForbidden
+    | BlocksClaimed
+    | BlocksConfirmed
+    | BlocksReturned
+    | TransferFinished
+    | TransferLost
+    | TransferFailed
+    | BlocksFreed
+)
 
 
 class KVConnector(ABC):
-    """One worker's side of the handoff. P and D differ by subclass."""
+    """One worker's side of the handoff. P and D differ by subclass; what concerns only one of them
+    does nothing on the other.
+    """
 
-    # ---- scheduler side
-    # ----------------------------------------------------------------------------------
+    # ---- the engine thread
+
+    @abstractmethod
+    def register_kv_cache(self, kv_cache: "KVCache") -> None:
+        """Register the pool's memory with the transport, which has to prove that it moves bytes;
+        once, before anything else. Raises KVTransferError.
+        """
 
     @abstractmethod
     def on_new_request(self, request: "Request") -> None:
-        """Take note of a request that entered the waiting queue (on D: its ticket)."""
+        """D: the request's ticket; P may have asked for it already. P: nothing."""
 
     @abstractmethod
-    def get_num_new_matched_tokens(
-        self, request: "Request", num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Return (tokens that can be loaded beyond `num_computed_tokens`, whether loading is
-        asynchronous).
-
-        None means: not known yet, ask again after `ready_to_load` named the request.
+    def ask(self, request: "Request") -> None:
+        """P: the request is among the next to start: have D reserve blocks for it. Answered by
+        StartAllowed or TransferFailed.
         """
 
     @abstractmethod
-    def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
-        """D: the tokens P sampled; the request goes on after them. Valid from its naming in
-        finished_recving until request_finished.
+    def on_started(self, request: "Request") -> bool:
+        """P: the request is about to join the batch, as it was allowed to. False: D has just taken
+        its blocks back, or the session is over; it must not start.
         """
 
     @abstractmethod
-    def update_state_after_alloc(
-        self, request: "Request", block_ids: tuple[list[int], ...], num_external_tokens: int
+    def on_blocks_computed(
+        self, request: "Request", num_tokens: int, block_ids: tuple[list[int], ...]
     ) -> None:
-        """Blocks for the load are allocated; `block_ids` are all blocks of the request, per KV
-        group in logical order, with NULL_BLOCK_ID where a sliding group needs none.
-
-        The request is then named once in finished_recving or failed_recving, also when there are
-        no external tokens. The blocks stay the scheduler's; it does not free them but through
-        request_finished.
+        """P: the KV of the first `num_tokens` tokens is written and the step that wrote it is over
+        (rule K2): announce what is new and whole. `block_ids` are all blocks of the request, per
+        KV group in logical order, with NULL_BLOCK_ID where a sliding group has none any more.
         """
 
     @abstractmethod
-    def build_connector_meta(self) -> KVConnectorMetadata:
-        """Return this step's work for the worker side and reset it."""
+    def on_preempted(self, request: "Request") -> None:
+        """P: the request is about to lose its blocks (rule K3). It has to `ask` again."""
 
     @abstractmethod
-    def request_finished(self, request: "Request", block_ids: tuple[list[int], ...]) -> bool:
-        """The request has ended on this worker. True: the connector keeps the blocks and returns
-        them later.
+    def grant(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
+        """D: blocks for all known tokens are reserved; those of the first `num_cached_tokens` hold
+        their KV already. False: P has withdrawn its claim; the blocks stay the scheduler's.
 
-        On P a request that is_handed_off opens a KV session and announces its blocks (rule K2: the
-        step is over): True, they come back in released_block_ids. For any other end the peer is
-        told: False. On D open work is cancelled; True only while a READ may still land in the
-        blocks (rule K5): they come back in landed_block_ids.
+        After True the scheduler frees them through `reclaim`, BlocksReturned or
+        `request_finished` only.
         """
 
     @abstractmethod
-    def failure(self) -> str | None:
-        """Why this worker cannot hand KV over any more and has to be restarted, or None."""
+    def defer(self, request: "Request") -> None:
+        """D: there is no room for a claim yet."""
+
+    @abstractmethod
+    def reclaim(self) -> "Request | None":
+        """D: take the youngest grant back of which P has announced nothing. Its request's blocks
+        are the scheduler's again, its claim stands. None: there is no such grant.
+        """
+
+    @abstractmethod
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        """The request has ended on this worker. Return which of its blocks the connector keeps;
+        they come back in BlocksFreed.
+
+        On P a request that is_handed_off keeps what D has not released (rule K2: the step is
+        over). Any other end is told to D and fences. On D open work is cancelled; blocks are kept
+        only while a READ may still land in them (rule K5).
+        """
 
     @abstractmethod
     def abort_session(self, request_id: str) -> None:
@@ -127,23 +200,16 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
-    def take_output(self) -> KVConnectorOutput:
-        """Return what changed since the last call."""
+    def take_news(self) -> list[KVNews]:
+        """Return what has happened since the last call."""
 
     @abstractmethod
     def num_open_sessions(self) -> int:
-        """Sessions (on D: tickets and pulls) that are not over."""
-
-    # ---- worker side
-    # -------------------------------------------------------------------------------------
+        """Sessions (on D: tickets, pulls and zombie READs) that are not over."""
 
     @abstractmethod
-    def register_kv_cache(self, kv_cache: "KVCache") -> None:
-        """Register the pool's memory with the transport, once, before anything else."""
-
-    @abstractmethod
-    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Start the step's pulls; they run on the transfer thread and end in `take_output`."""
+    def failure(self) -> str | None:
+        """Why this worker cannot hand KV over any more and has to be restarted, or None."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -214,12 +280,26 @@ class KVTransport(ABC):
         """What a peer needs to read from this pool."""
 
     @abstractmethod
+    def self_check(self) -> None:
+        """Prove that bytes move, within seconds: once, after `register` and before anything uses
+        the pool, which is zeroed again after it.
+
+        Raises KVTransferError that says what to do; the process must then end.
+        """
+
+    @abstractmethod
     def expect_peer(self) -> None:
         """P: a peer is about to connect to this pool, so help it along for a while."""
 
     @abstractmethod
     def set_exporting(self, is_exporting: bool) -> None:
         """P: blocks are announced, so keep progressing for peers that read them."""
+
+    @abstractmethod
+    def poke(self) -> None:
+        """P: a peer is about to read (blocks were announced, it sent a message), so be quick to
+        answer for a while. Only while exporting; cheap.
+        """
 
     @abstractmethod
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
@@ -257,6 +337,10 @@ class KVTransport(ABC):
     @abstractmethod
     def num_pending_reads(self) -> int:
         """READs whose `on_done` has not run."""
+
+    @abstractmethod
+    def num_stalled_reads(self) -> int:
+        """Of these, READs whose `on_stall` has run. Too many, or one for too long, is a failure."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""D's side of the handoff: reads the blocks of finished prefills out of P's memory.
+"""D's side of the handoff: reads the blocks of a prompt out of P's memory while P computes it.
 
 What happens to a request is in pull_table.py; here are the threads and the links. Messages come on
 the event loop's thread, READs end on the transfer thread, the rest happens on the engine's; one
@@ -9,7 +9,7 @@ the transport's, `wakeup`, `request_link`.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,16 +23,15 @@ from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
-    KVConnectorMetadata,
-    KVConnectorOutput,
     KVIdentity,
     KVLinkHandle,
+    KVNews,
     KVTransport,
     ReadResult,
 )
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
-from pdserve_engine.kv_transfer.pull import Pull, PullState
+from pdserve_engine.kv_transfer.pull import ChunkRead
 from pdserve_engine.kv_transfer.pull_table import PullTable
 
 if TYPE_CHECKING:
@@ -42,7 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerConnector(KVConnector):
-    """D's connector. `wakeup` makes the engine thread call take_output soon."""
+    """D's connector. `wakeup` makes the engine thread call take_news soon.
+
+    `checksum` returns the CRC-32 of each of some blocks: with it, blocks that P sends checksums of
+    are checked when they have landed.
+    """
 
     def __init__(
         self,
@@ -54,28 +57,29 @@ class ConsumerConnector(KVConnector):
         step_seq: Callable[[], int],
         transfer_timeout_s: float = 5.0,
         ticket_timeout_s: float = 600.0,
+        checksum: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
         self._identity = identity
         self._metrics = metrics
         self._step_seq = step_seq
-        self._ticket_timeout_s = ticket_timeout_s
+        self._transfer_timeout_s = transfer_timeout_s
+        self._checksum = checksum
         self._clock = clock
         self._lock = threading.Lock()
         self._request_link: RequestLink | None = None
         self._dialing: set[str] = set()
         self._links = LinkTable(clock())
-        self._welcomes: dict[KVLink, KVLinkWelcome] = {}
         self._table = PullTable(
-            transport,
             layout=identity.layout,
             vocab_size=identity.vocab_size,
             d_epoch=identity.epoch,
             metrics=metrics,
             link_of=self._links.get,
+            post=self._post,
             wakeup=wakeup,
-            transfer_timeout_s=transfer_timeout_s,
+            ticket_timeout_s=ticket_timeout_s,
             clock=clock,
         )
 
@@ -88,83 +92,56 @@ class ConsumerConnector(KVConnector):
         """Set what dials `(engine_id, host, port)` and ends in link_up or link_failed."""
         self._request_link = request_link
 
-    # ---- scheduler side: the engine thread
+    # ---- the engine thread
+
+    def register_kv_cache(self, kv_cache: "KVCache") -> None:
+        self._transport.register(kv_cache)
+        self._transport.self_check()
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
         if params is None or not params.do_remote_prefill:
             return
         with self._lock:
-            pull = self._table.add_ticket(
-                request.request_id,
-                request.request.attempt,
-                params.remote_engine_id,
-                num_tokens=request.num_tokens,
-                deadline=self._clock() + self._ticket_timeout_s,
-            )
-            if pull.state is PullState.WAITING and self._links.get(pull.engine_id) is None:
-                self._dial(pull, params.remote_host, params.remote_port)
+            self._table.add_ticket(request)
+        self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def grant(
+        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
         with self._lock:
-            pull = self._table.get(request.request_id)
-            if pull is None or pull.state is PullState.DONE:
-                return 0, False
-            if pull.state is not PullState.READY:
-                return None, True
-            return max(0, pull.num_announced_tokens - num_computed_tokens), True
+            return self._table.grant(request, block_ids, num_cached_tokens)
 
-    def transferred_output_token_ids(self, request_id: str) -> tuple[int, ...]:
+    def defer(self, request: Request) -> None:
         with self._lock:
-            pull = self._table.get(request_id)
-            return pull.output_token_ids if pull is not None else ()
+            self._table.defer(request)
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: tuple[list[int], ...], num_external_tokens: int
-    ) -> None:
+    def reclaim(self) -> Request | None:
         with self._lock:
-            pull = self._table.get(request.request_id)
-            # If not READY it has failed since, and the scheduler is about to hear of it.
-            if pull is not None and pull.state is PullState.READY:
-                self._table.allocate(pull, block_ids, num_external_tokens)
+            return self._table.reclaim()
 
-    def build_connector_meta(self) -> KVConnectorMetadata:
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        if not request.do_remote_prefill:
+            return frozenset()
         with self._lock:
-            return KVConnectorMetadata(loads=self._table.take_loads())
-
-    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
-        with self._lock:
-            return self._table.end_request(request.request_id, block_ids)
-
-    def abort_session(self, request_id: str) -> None:
-        """D has no sessions of its own: request_finished cancels."""
-
-    def failure(self) -> str | None:
-        return self._transport.failure
+            return self._table.end_request(request)
 
     def fence_all(self, reason: str) -> None:
         with self._lock:
             self._table.fence(reason)
 
-    def take_output(self) -> KVConnectorOutput:
+    def take_news(self) -> list[KVNews]:
         with self._lock:
-            return self._table.take_output()
+            return self._table.take_news()
 
     def num_open_sessions(self) -> int:
         with self._lock:
             return self._table.num_open()
 
-    # ---- worker side: the engine thread
-
-    def register_kv_cache(self, kv_cache: "KVCache") -> None:
-        self._transport.register(kv_cache)
-
-    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        with self._lock:
-            for load in metadata.loads:
-                self._table.start(load, self._on_read_done, self._on_read_stalled)
+    def failure(self) -> str | None:
+        return self._transport.failure
 
     def shutdown(self) -> None:
         self.fence_all("shutdown")
@@ -172,6 +149,38 @@ class ConsumerConnector(KVConnector):
             for link in self._links.all():
                 self._drop_link(link, "shutdown")
         self._transport.close()
+
+    # ---- P's business, of which D has none
+
+    def ask(self, request: Request) -> None:
+        """D asks nobody."""
+
+    def on_started(self, request: Request) -> bool:
+        return True
+
+    def on_blocks_computed(
+        self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]
+    ) -> None:
+        """D's blocks are nobody else's."""
+
+    def on_preempted(self, request: Request) -> None:
+        """A request that runs has no pull any more."""
+
+    def abort_session(self, request_id: str) -> None:
+        """D has no sessions of its own: request_finished cancels."""
+
+    def dial(self, engine_id: str, host: str, port: int) -> None:
+        """Get a link to a P unless there is one, or one on its way. Any thread may call it, also
+        before a request needs the link.
+        """
+        with self._lock:
+            if engine_id in self._dialing or self._links.get(engine_id) is not None:
+                return
+            if self._request_link is None or not host:
+                self._lose_waiting(engine_id, f"no address for {engine_id}")
+                return
+            self._dialing.add(engine_id)
+            self._request_link(engine_id, host, port)
 
     # ---- the KvLink: the event loop's thread
 
@@ -182,8 +191,8 @@ class ConsumerConnector(KVConnector):
     def link_up(
         self, engine_id: str, welcome: KVLinkWelcome, handle: KVLinkHandle[KVLinkRequestMessage]
     ) -> KVLink:
-        """P has welcomed us on a link dialed for `engine_id`. Raises KVTransferError if it is not
-        the P we want; then the caller reports link_failed.
+        """P has welcomed us on a link dialed for `engine_id`; one that was open is replaced. Raises
+        KVTransferError if it is not the P we want; then the caller reports link_failed.
         """
         check_welcome(self._identity, engine_id, welcome)
         with self._lock:
@@ -192,8 +201,8 @@ class ConsumerConnector(KVConnector):
                 self._drop_link(old, "replaced")
             link = KVLink(welcome.link, engine_id, welcome.epoch, handle, self._clock())
             link.peer = self._transport.add_peer(welcome, partial(self._on_peer_lost, link))
+            link.num_blocks = sum(region.num_blocks for region in welcome.endpoint.regions)
             self._links.add(link)
-            self._welcomes[link] = welcome
             self._dialing.discard(engine_id)
             self._metrics.links.set(len(self._links))
         return link
@@ -203,10 +212,10 @@ class ConsumerConnector(KVConnector):
         with self._lock:
             self._dialing.discard(engine_id)
             if self._links.get(engine_id) is None:
-                self._fail_waiting(engine_id, reason)
+                self._lose_waiting(engine_id, reason)
 
     def link_lost(self, link: KVLink, reason: str) -> None:
-        """The link is gone: its pulls fail. May be called again."""
+        """The link is gone: its pulls are lost. May be called again."""
         with self._lock:
             self._drop_link(link, reason)
 
@@ -216,7 +225,7 @@ class ConsumerConnector(KVConnector):
             is_known = self._links.is_open(link)
             if is_known:
                 link.last_heard = self._clock()
-                is_known = self._table.on_message(link, self._welcomes[link], message)
+                is_known = self._table.on_message(link, message)
             if not is_known:
                 self._metrics.late_messages.inc()
 
@@ -232,13 +241,22 @@ class ConsumerConnector(KVConnector):
 
     # ---- the transfer thread
 
-    def _on_read_done(self, pull: Pull, result: ReadResult) -> None:
+    def _on_read_done(self, read: ChunkRead, result: ReadResult) -> None:
+        # It may take long: not under the lock.
+        num_wrong_blocks = self._num_wrong_blocks(read) if result.is_ok else 0
         with self._lock:
-            self._table.read_done(pull, result)
+            self._table.read_done(read, result, num_wrong_blocks)
 
-    def _on_read_stalled(self, pull: Pull) -> None:
+    def _num_wrong_blocks(self, read: ChunkRead) -> int:
+        if self._checksum is None or not read.checksums:
+            return 0
+        landed = self._checksum(read.local_block_ids)
+        return sum(ours != theirs for ours, theirs in zip(landed, read.checksums, strict=True))
+
+    def _on_read_stalled(self, read: ChunkRead) -> None:
         with self._lock:
-            self._table.read_stalled(pull)
+            message = f"READ stalled for {self._transfer_timeout_s:g} s"
+            self._table.read_stalled(read, message)
 
     def _on_peer_lost(self, link: KVLink, reason: str) -> None:
         with self._lock:
@@ -246,24 +264,27 @@ class ConsumerConnector(KVConnector):
 
     # ---- under the lock
 
-    def _dial(self, pull: Pull, host: str, port: int) -> None:
-        if self._request_link is None or not host:
-            self._fail_waiting(pull.engine_id, f"no address for {pull.engine_id}")
-        elif pull.engine_id not in self._dialing:
-            self._dialing.add(pull.engine_id)
-            self._request_link(pull.engine_id, host, port)
+    def _post(self, read: ChunkRead) -> None:
+        link = read.pull.link
+        assert link is not None, "a pull has a link while blocks are announced"
+        self._transport.read(
+            link.peer,
+            read.remote_block_ids,
+            read.local_block_ids,
+            self._transfer_timeout_s,
+            partial(self._on_read_done, read),
+            partial(self._on_read_stalled, read),
+        )
 
-    def _fail_waiting(self, engine_id: str, reason: str) -> None:
-        for pull in self._table.open_pulls():
-            if pull.engine_id == engine_id:
-                message = f"no link to {engine_id}: {reason}"
-                self._table.fail_transfer(pull, "no_link", message, is_told=True)
+    def _lose_waiting(self, engine_id: str, reason: str) -> None:
+        self._table.end_link(engine_id, "no_link", f"no link to {engine_id}: {reason}")
 
     def _drop_link(self, link: KVLink, reason: str) -> None:
         if not self._links.remove(link):
             return
-        self._table.end_link(link, reason)
-        del self._welcomes[link]
+        self._table.end_link(
+            link.engine_id, "link_lost", f"link to {link.engine_id} lost: {reason}"
+        )
         self._transport.remove_peer(link.peer)
         link.handle.close(reason)
         self._metrics.links.set(len(self._links))

@@ -35,6 +35,8 @@ class KVLink:
     last_heard: float
     # D: the transport's key of this peer.
     peer: str = ""
+    # D: the size of the peer's pool.
+    num_blocks: int = 0
 
     def owns(self, session: KVSessionId, d_epoch: str) -> bool:
         """D: can the session be one of this link (rule K1)?"""

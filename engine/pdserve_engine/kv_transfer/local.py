@@ -86,6 +86,12 @@ class LocalTransport(KVTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         """Peers need no help."""
 
+    def poke(self) -> None:
+        """Peers need no help."""
+
+    def self_check(self) -> None:
+        """A copy within a process needs no proof."""
+
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
         name = f"{welcome.engine_id}.{welcome.epoch}"
         num_blocks = num_region_blocks(welcome, self._kv_cache.block_bytes)
@@ -124,6 +130,9 @@ class LocalTransport(KVTransport):
 
     def num_pending_reads(self) -> int:
         return self._num_pending
+
+    def num_stalled_reads(self) -> int:
+        return 0
 
     def close(self) -> None:
         with self._lock:

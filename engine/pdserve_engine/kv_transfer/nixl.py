@@ -61,6 +61,7 @@ class NixlAgent:
 
     def __init__(self, name: str, kv_cache: "KVCache", *, transport: str) -> None:
         """Register the pool in slices. `transport` is what the endpoint says of itself."""
+        self._name = name
         self._block_bytes = kv_cache.block_bytes
         memory_type = "VRAM" if kv_cache.tensor.is_cuda else "DRAM"
         device_id = kv_cache.tensor.get_device() if kv_cache.tensor.is_cuda else 0
@@ -113,6 +114,10 @@ class NixlAgent:
             except NIXL_ERRORS as error:
                 logger.warning("cannot remove %s from NIXL: %s", name, error)
 
+    def prep_own_pool(self) -> Any:
+        """Return the descriptors of the own pool for READs from it; `release` them."""
+        return self._prep(self._name, self.endpoint.regions, self.endpoint.memory_type)
+
     def make_read(self, dlist: Any, remote: BlockIds, local: BlockIds) -> Any:
         """Return the handle of a READ of whole blocks, not posted yet."""
         return self._agent.make_prepped_xfer("READ", self._local, local, dlist, remote)
@@ -159,7 +164,8 @@ class NixlAgent:
         self._local.release()
         for registration in self._registrations:
             self._agent.deregister_memory(registration)
-        del self._agent
+        # The agent lives, with its sockets, as long as anything that it handed out.
+        del self._agent, self._local, self._registrations
 
     def _prep(self, name: str, regions: Sequence[KVMemoryRegion], memory_type: str) -> Any:
         """One descriptor for each block; its index is the block id."""

@@ -1,7 +1,10 @@
 """KV transport over NIXL: one thread owns the agent and all READs.
 
 UCX makes progress only inside NIXL calls, so the thread polls while a READ is outstanding, and P's
-pumps while peers connect or may read; otherwise it sleeps on its queue.
+pumps from its first peer on: often while peers connect or are told of blocks, else now and then,
+for READs that were given up and have not landed. Without peers it sleeps on its queue. A READ
+needs P to answer once, over shared memory too now and then; what P sends over TCP it sends within
+that one call.
 """
 
 import logging
@@ -24,28 +27,27 @@ from pdserve_engine.kv_transfer.base import (
     check_block_ids,
     num_region_blocks,
 )
-from pdserve_engine.kv_transfer.nixl import (
-    NIXL_ERRORS,
-    NixlAgent,
-    RemoteDisconnectError,
-    has_rdma_device,
-)
-from pdserve_engine.kv_transfer.reads import Peer, Piece, Read
+from pdserve_engine.kv_transfer.nixl import NIXL_ERRORS, NixlAgent, has_rdma_device
+from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
+from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
-# Over shared memory posting IS the copy: a larger piece would hold the thread up for too long.
-MAX_POSTED_BYTES = 32 << 20
 MIN_POLL_S = 50e-6
 MAX_POLL_S = 1e-3
+MIN_PUMP_S = 100e-6
+# Below 2% of a core for sessions that nobody reads.
+MAX_PUMP_S = 4e-3
+# A READ that is posted while nothing is exported has been given up already: nobody waits for it.
+IDLE_PUMP_S = 20e-3
+# A call into UCX that takes so long has served a peer; an idle one takes a few microseconds.
+SERVED_S = 200e-6
 # How long a peer may take to connect, and P helps it to.
 CONNECT_S = 5.0
-# After a REMOTE_DISCONNECT nothing lands any more (K5). UCX gets this long to fail the other pieces
-# of the READ, which it does in the same breath, but not in the same call.
-SETTLE_S = 0.05
+SELF_CHECK_S = 5.0
 CLOSE_S = 5.0
 # So many READs that are over when posted tell shared memory; while a connection is being set up
 # some are not, and on a network one might be by luck.
@@ -71,8 +73,9 @@ class NixlTransport(KVTransport):
         # The rest belongs to the thread.
         self._all_peers: list[Peer] = []
         self._is_exporting = False
-        self._pump_until = 0.0
-        self._poll_s = MIN_POLL_S
+        self._connect_until = 0.0
+        self._poll_pace = Pace(MIN_POLL_S, MAX_POLL_S)
+        self._pump_pace = Pace(MIN_PUMP_S, MAX_PUMP_S)
         self._close_by: float | None = None
 
     # ---- any thread
@@ -88,14 +91,30 @@ class NixlTransport(KVTransport):
     def endpoint(self) -> KVEndpoint:
         return self._endpoint
 
+    def self_check(self) -> None:
+        outcome: Future[None] = Future()
+        self._commands.put(lambda: self._check_own_pool(outcome))
+        try:
+            # Twice as long: the call into NIXL may itself hang.
+            outcome.result(timeout=2 * SELF_CHECK_S)
+        except (*NIXL_ERRORS, ValueError, TimeoutError) as error:
+            raise KVTransferError(
+                f"NIXL moves no bytes with UCX_TLS={_ucx_tls()} ({error or 'it hangs'}): set "
+                "require_transport, or UCX_TLS, to what this machine has"
+            ) from error
+
     def expect_peer(self) -> None:
-        self._commands.put(self._start_pump)
+        self._commands.put(self._start_connect)
 
     def set_exporting(self, is_exporting: bool) -> None:
         def change() -> None:
             self._is_exporting = is_exporting
+            self._pump_pace.restart()
 
         self._commands.put(change)
+
+    def poke(self) -> None:
+        self._commands.put(self._pump_pace.restart)
 
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
         if welcome.endpoint.memory_type not in ("DRAM", "VRAM"):
@@ -115,7 +134,7 @@ class NixlTransport(KVTransport):
             if removed is None:
                 return
             removed.is_removed = removed.is_lost = True
-        self._commands.put(lambda: self._drop_waiting(removed, "connection was closed"))
+        self._commands.put(lambda: self._reads.drop_waiting(removed, "connection was closed"))
 
     def read(
         self,
@@ -135,18 +154,21 @@ class NixlTransport(KVTransport):
             if not remote_block_ids or len(remote_block_ids) != len(local_block_ids):
                 raise KVTransferError("remote and local block ids differ in number, or are none")
             self._num_pending += 1
+            # NIXL merges blocks that follow on one another on both sides, in ascending order only;
+            # what the prefix cache gives back comes in descending order.
+            local = np.asarray(local_block_ids, dtype=np.int32)
+            order = np.argsort(local)
+            remote = np.asarray(remote_block_ids, dtype=np.int32)[order]
             read = Read(
-                target,
-                np.asarray(remote_block_ids, dtype=np.int32),
-                np.asarray(local_block_ids, dtype=np.int32),
-                timeout_s,
-                on_done,
-                on_stall,
+                target, remote, local[order], timeout_s, self._count_down(on_done), on_stall
             )
             self._commands.put(lambda: self._queue_read(read))
 
     def num_pending_reads(self) -> int:
         return self._num_pending
+
+    def num_stalled_reads(self) -> int:
+        return self._reads.num_stalled
 
     def close(self) -> None:
         with self._lock:
@@ -164,10 +186,12 @@ class NixlTransport(KVTransport):
                 self._agent_name, self._kv_cache, transport=self._require_transport
             )
         except BaseException as error:  # `register` waits for this thread's word
-            tls = os.environ.get("UCX_TLS", "any")
-            message = f"NIXL cannot start with UCX_TLS={tls}: {error}"
+            message = f"NIXL cannot start with UCX_TLS={_ucx_tls()}: {error}"
             self._opened.set_exception(KVTransferError(message))
             return
+        self._reads = Reads(
+            self._agent, self._block_bytes, pace=self._poll_pace, lose=self._lose, fail=self._fail
+        )
         self._opened.set_result(self._agent.endpoint)
         try:
             self._work()
@@ -176,7 +200,7 @@ class NixlTransport(KVTransport):
             with self._lock:
                 self._is_closed = True
             if self._close_by is None:
-                self.failure = "the KV transfer thread has died"
+                self._fail("the KV transfer thread has died")
                 for peer in self._all_peers:
                     peer.on_lost("the transfer thread has died")
 
@@ -204,39 +228,61 @@ class NixlTransport(KVTransport):
 
     def _wait_s(self) -> float | None:
         if self._has_posted():
-            return self._poll_s
-        return MAX_POLL_S if self._is_pumping() else None
+            return self._poll_pace.interval_s()
+        if self._is_connecting():
+            return min(MAX_POLL_S, self._pump_pace.interval_s())
+        if self._is_exporting:
+            return self._pump_pace.interval_s()
+        return IDLE_PUMP_S if self._has_had_peers else None
 
-    def _is_pumping(self) -> bool:
-        # Once connected, READs through shared memory need nothing of P.
-        is_read = self._is_exporting and self._require_transport != "shm"
-        return is_read or time.monotonic() < self._pump_until
+    def _is_connecting(self) -> bool:
+        return time.monotonic() < self._connect_until
 
     def _has_posted(self) -> bool:
         return any(peer.posted or peer.probe is not None for peer in self._all_peers)
 
-    def _start_pump(self) -> None:
-        self._pump_until = time.monotonic() + CONNECT_S
+    @property
+    def _has_had_peers(self) -> bool:
+        return self._connect_until > 0.0
+
+    def _start_connect(self) -> None:
+        self._connect_until = time.monotonic() + CONNECT_S
+        self._pump_pace.restart()
+
+    def _check_own_pool(self, outcome: "Future[None]") -> None:
+        try:
+            check_own_pool(self._agent, self._kv_cache, SELF_CHECK_S)
+        except (*NIXL_ERRORS, ValueError, TimeoutError) as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
 
     def _start_close(self) -> None:
         self._close_by = time.monotonic() + CLOSE_S
         for peer in self._all_peers:
-            self._drop_waiting(peer, "transport is closing")
+            self._reads.drop_waiting(peer, "transport is closing")
 
     def _progress(self) -> None:
         now = time.monotonic()
-        if self._is_pumping():
-            self._agent.progress()
-        self._poll_s = min(MAX_POLL_S, self._poll_s * 1.5)
+        if self._is_exporting or self._has_had_peers:
+            self._pump(now)
         for peer in list(self._all_peers):
             if peer.probe is not None:
                 self._poll_probe(peer, now)
-            for piece in list(peer.posted):
-                self._poll_piece(peer, piece, now)
-            if peer.transport and not peer.is_failing:
-                self._post_waiting(peer)
+            self._reads.progress(peer, now)
             if peer.is_removed and not peer.posted and peer.probe is None:
                 self._forget(peer)
+        self._reads.check_stalled(now)
+
+    def _pump(self, now: float) -> None:
+        self._agent.progress()
+        if time.monotonic() - now > SERVED_S:
+            self._pump_pace.restart()  # who has read will read again
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            logger.error("%s", reason)
 
     # ---- peers
 
@@ -253,6 +299,7 @@ class NixlTransport(KVTransport):
     def _post_probe(self, peer: Peer) -> None:
         peer.probe = self._agent.make_probe(peer.agent_name, peer.welcome.endpoint)
         peer.num_probes += 1
+        self._poll_pace.restart()
         peer.num_synchronous += self._agent.post(peer.probe)
 
     def _poll_probe(self, peer: Peer, now: float) -> None:
@@ -263,7 +310,7 @@ class NixlTransport(KVTransport):
             return
         self._agent.release(peer.probe)
         peer.probe = None
-        self._poll_s = MIN_POLL_S
+        self._poll_pace.restart()
         if error:
             self._lose(peer, f"cannot connect: {error}")
         elif peer.num_synchronous == NUM_SYNCHRONOUS or peer.num_probes == MAX_PROBES:
@@ -292,7 +339,7 @@ class NixlTransport(KVTransport):
             logger.info("connected to %s by %s", peer.key, found)
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        self._drop_waiting(peer, reason)
+        self._reads.drop_waiting(peer, reason)
         with self._lock:
             is_news = not peer.is_lost
             peer.is_lost = True
@@ -309,118 +356,18 @@ class NixlTransport(KVTransport):
     # ---- READs
 
     def _queue_read(self, read: Read) -> None:
-        peer = read.peer
-        per_piece = max(1, MAX_POSTED_BYTES // self._block_bytes)
-        for start in range(0, len(read.local), per_piece):
-            stop = min(start + per_piece, len(read.local))
-            num_bytes = (stop - start) * self._block_bytes
-            peer.waiting.append(Piece(read, start, stop, num_bytes))
-            read.num_left += 1
-        if peer.is_lost or self._close_by is not None:
-            self._drop_waiting(peer, "connection was closed")
+        self._reads.queue(read)
+        if read.peer.is_lost or self._close_by is not None:
+            self._reads.drop_waiting(read.peer, "connection was closed")
 
-    def _post_waiting(self, peer: Peer) -> None:
-        while peer.waiting and not peer.is_lost and not peer.is_failing:
-            piece = peer.waiting[0]
-            if peer.posted and peer.posted_bytes + piece.num_bytes > MAX_POSTED_BYTES:
-                return
-            peer.waiting.popleft()
-            read, now = piece.read, time.monotonic()
-            if not read.started_at:
-                read.started_at = read.progress_at = now
-            wanted = slice(piece.start, piece.stop)
-            peer.posted.append(piece)
-            peer.posted_bytes += piece.num_bytes
-            try:
-                piece.handle = self._agent.make_read(
-                    peer.dlist, read.remote[wanted], read.local[wanted]
-                )
-                self._agent.post(piece.handle)
-            except RemoteDisconnectError as error:
-                self._fail(piece, str(error), now)
-            except NIXL_ERRORS as error:
-                if piece.handle is None:  # it was never posted
-                    self._fail(piece, str(error), now)
-                else:
-                    piece.is_unsure = True
-                    self._give_up(read, str(error))
-            self._poll_s = MIN_POLL_S
-            self._poll_piece(peer, piece, time.monotonic())
+    def _count_down(self, on_done: ReadDone) -> ReadDone:
+        def done(result: ReadResult) -> None:
+            with self._lock:
+                self._num_pending -= 1
+            on_done(result)
 
-    def _poll_piece(self, peer: Peer, piece: Piece, now: float) -> None:
-        read = piece.read
-        if piece.is_unsure:
-            return
-        if piece.settled_at is None:
-            is_over, error = self._agent.poll(piece.handle)
-            if not is_over:
-                if error:
-                    self._give_up(read, error)
-                else:
-                    self._check_stall(read, now)
-                return
-            if not error:
-                read.progress_at = now
-                self._land(peer, piece)
-                return
-            self._fail(piece, error, now)
-        self._agent.progress()
-        if piece.settled_at is not None and now >= piece.settled_at:
-            self._land(peer, piece)
-            self._lose(peer, f"READ failed: {read.error}")
+        return done
 
-    def _give_up(self, read: Read, error: str) -> None:
-        """A READ has gone wrong and nobody can say that it will not land: its blocks stay out of
-        the pool for good (K5), and the process has to be restarted.
-        """
-        if self.failure is None:
-            self.failure = f"a READ from {read.peer.key} may still land after an error: {error}"
-            logger.error("%s", self.failure)
-        if not read.is_stalled:
-            read.is_stalled = True
-            read.error = read.error or error
-            read.on_stall()
-            self._lose(read.peer, error)
 
-    def _fail(self, piece: Piece, error: str, now: float) -> None:
-        piece.read.error = piece.read.error or error
-        piece.read.peer.is_failing = True
-        piece.settled_at = now + SETTLE_S
-
-    def _check_stall(self, read: Read, now: float) -> None:
-        if read.is_stalled or now - read.progress_at <= read.timeout_s:
-            return
-        read.is_stalled = True
-        read.error = read.error or f"no progress for {read.timeout_s:g} s"
-        read.on_stall()
-        self._lose(read.peer, read.error)
-
-    def _land(self, peer: Peer, piece: Piece) -> None:
-        peer.posted.remove(piece)
-        peer.posted_bytes -= piece.num_bytes
-        if piece.handle is not None:
-            self._agent.release(piece.handle)
-        self._poll_s = MIN_POLL_S
-        self._drop_piece(piece, piece.read.error)
-
-    def _drop_waiting(self, peer: Peer, error: str) -> None:
-        while peer.waiting:
-            self._drop_piece(peer.waiting.popleft(), error)
-
-    def _drop_piece(self, piece: Piece, error: str) -> None:
-        """A piece is over; so is its READ with the last one."""
-        read = piece.read
-        read.error = read.error or error
-        read.num_left -= 1
-        if read.num_left > 0:
-            return
-        with self._lock:
-            self._num_pending -= 1
-        result = ReadResult(
-            is_ok=not read.error,
-            num_bytes=len(read.local) * self._block_bytes,
-            duration_s=time.monotonic() - read.started_at if read.started_at else 0.0,
-            transport=read.peer.transport,
-            error=read.error,
-        )
-        read.on_done(result)
+def _ucx_tls() -> str:
+    return os.environ.get("UCX_TLS", "any")

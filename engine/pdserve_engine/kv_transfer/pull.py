@@ -1,165 +1,269 @@
-"""One request's pull on D: its state, and what the announcements of P must look like."""
+"""One request's pull on D: its state, what is reserved and read for it, and what the announcements
+of P must look like. All of it is guarded by the connector's lock.
+"""
 
-import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from pdserve_common.engine_types import EngineError, ErrorCode, KVTransferStats
-from pdserve_common.kv_types import (
-    BlocksReady,
-    KVLayout,
-    KVLinkWelcome,
-    KVSessionId,
-    PrefillDone,
-    SessionEnded,
-)
+from pdserve_common.engine_types import KVTransferStats
+from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, PrefillDone
 from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.kv_transfer.base import KVLoad, ReadResult
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import ReadResult, first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.protocol import (
+    READ,
+    ConsumerState,
+    ReadAction,
+    ReadEvent,
+    ReadState,
+)
+
+# (engine id of P, request id, attempt): one P cannot touch what another one computes.
+PullKey = tuple[str, str, int]
+
+# Why a pull was given up; all but the last are values of a metric's label.
+LossReason = Literal[
+    "checksum", "expired", "fenced", "link_lost", "no_link", "not_valid", "protocol", "read_error",
+    "session_ended", "stall", "aborted",
+]  # fmt: skip
 
 
-class PullState(enum.Enum):
-    """See the table in pull_table.py."""
+@dataclass(slots=True, eq=False)
+class ChunkRead:
+    """The READ of one announced chunk: what D lacks of it, of all KV groups."""
 
-    WAITING = enum.auto()
-    READY = enum.auto()
-    ALLOCATED = enum.auto()
-    LOADING = enum.auto()
-    RELEASING = enum.auto()
-    DONE = enum.auto()
-    FAILED = enum.auto()
+    pull: "Pull"
+    transfer: "Transfer"
+    # The chunk's blocks are those before this logical one that were not announced before.
+    end_block: int
+    remote_block_ids: tuple[int, ...]
+    local_block_ids: tuple[int, ...]
+    # Parallel to them, or empty.
+    checksums: tuple[int, ...]
+    state: ReadState = ReadState.POSTED
+
+    def advance(self, event: ReadEvent) -> tuple[ReadAction, ...]:
+        """Take the step of the READ table and return what is to be done; none: no such step."""
+        step = READ[self.state].get(event)
+        if step is None:
+            return ()
+        self.state = step.next
+        return step.actions
 
 
-OPEN_STATES = frozenset(PullState) - {PullState.DONE, PullState.FAILED}
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """What is reserved for a granted pull, and how much of it has come. Blocks are counted from the
+    request's first one; those before first_block are cached on D.
+    """
+
+    # Per KV group, all blocks of the request on D, some null.
+    block_ids: tuple[tuple[int, ...], ...]
+    first_block: int
+    # Grants are taken back in the opposite order.
+    number: int
+    num_announced: int
+    num_released: int
+    num_confirmed: int
+    reads: list[ChunkRead] = field(default_factory=list)
+    # P owes an answer to a release until then.
+    ack_deadline: float = math.inf
+    output_token_ids: tuple[int, ...] = ()
+    prefill_done_at: float = math.inf
+    landed_at: float = -math.inf
+    num_posted: int = 0
+    # Since when num_posted is not 0, and for how long it was before that.
+    busy_since: float = 0.0
+    busy_s: float = 0.0
+    num_bytes: int = 0
+    transport: str = ""
+
+    @property
+    def num_landed(self) -> int:
+        """Blocks that are here, without a hole."""
+        landed = self.first_block
+        for read in self.reads:
+            if read.state is ReadState.POSTED:
+                break
+            landed = read.end_block
+        return landed
+
+    def count_posted(self, now: float) -> None:
+        if self.num_posted == 0:
+            self.busy_since = now
+        self.num_posted += 1
+
+    def count_landed(self, result: ReadResult, now: float) -> None:
+        self.num_posted -= 1
+        if self.num_posted == 0:
+            self.busy_s += now - self.busy_since
+        self.landed_at = now
+        self.num_bytes += result.num_bytes if result.is_ok else 0
+        self.transport = result.transport
+
+    def drop_reads(self) -> list[ChunkRead]:
+        """The reservation ends. Return the READs that may still write into its blocks (K5)."""
+        return [
+            read
+            for read in self.reads
+            if ReadAction.FREE_BLOCKS not in read.advance(ReadEvent.DROPPED)
+        ]
+
+    def stats(self, now: float) -> KVTransferStats:
+        """What it has cost when P's last word, an acknowledgement or PrefillDone, came at `now`."""
+        landed_at = max(self.landed_at, self.prefill_done_at)
+        posted = [read for read in self.reads if read.local_block_ids]
+        return KVTransferStats(
+            num_bytes=self.num_bytes,
+            num_blocks=sum(len(read.local_block_ids) for read in posted),
+            num_reads=len(posted),
+            transport=self.transport,
+            transfer_s=self.busy_s,
+            exposed_s=landed_at - self.prefill_done_at,
+            release_ack_s=now - landed_at,
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """Guarded by the connector's lock."""
+    """A request whose KV another worker computes."""
 
-    request_id: str
-    attempt: int
-    engine_id: str  # of P
+    key: PullKey
+    state: ConsumerState
     deadline: float
-    # False: P's announcement came before the router's ticket.
-    has_ticket: bool = False
-    # Tokens the request brought; 0 while there is no ticket.
+    # Whose KV P is to send: as P says while EARLY, then as the request has.
     num_tokens: int = 0
-    state: PullState = PullState.WAITING
-    link: KVLink | None = None
+    # None while EARLY.
+    request: Request | None = None
+    # P's session and the link it came over, from P's asking on.
     session: KVSessionId | None = None
-    # For each KV group, P's block ids announced so far.
-    remote_block_ids: list[list[int]] = field(default_factory=list)
-    num_announced_tokens: int = 0
-    output_token_ids: tuple[int, ...] = ()
-    is_prefill_done: bool = False
-    # What is read, parallel; set when blocks are allocated.
-    load_remote: tuple[int, ...] = ()
-    load_local: tuple[int, ...] = ()
-    # The READ may still write into load_local (rule K5).
-    is_reading: bool = False
-    result: ReadResult | None = None
-    # The request has ended under the READ: its blocks, given back when it has landed.
-    kept_block_ids: list[int] | None = None
-    error: EngineError | None = None
-    # When P ends the session unless it hears of us.
-    session_deadline: float = 0.0
-    announced_at: float = 0.0
-    allocated_at: float = 0.0
-    landed_at: float = 0.0
+    link: KVLink | None = None
+    # While GRANTED, PULLING, ACCEPTED, or LOST after that.
+    transfer: Transfer | None = None
+    # Blocks of the transfer that was given back last, under READs that had not landed by then.
+    kept: frozenset[int] = frozenset()
+    # Why it was given up, once it is lost.
+    reason: LossReason = "aborted"
+    message: str = ""
 
     @property
-    def is_open(self) -> bool:
-        return self.state in OPEN_STATES
+    def engine_id(self) -> str:
+        return self.key[0]
 
     @property
-    def num_remote_blocks(self) -> int:
-        return len(self.remote_block_ids[0]) if self.remote_block_ids else 0
+    def request_id(self) -> str:
+        return self.key[1]
 
-    def is_about(self, link: KVLink, message: BlocksReady | PrefillDone | SessionEnded) -> bool:
-        """Does a message of P concern this very pull, and in time?"""
-        return (
-            self.is_open
-            and self.attempt == message.attempt
-            and self.engine_id == link.engine_id
-            and (self.session is None or self.session == message.session)
-        )
+    @property
+    def attempt(self) -> int:
+        return self.key[2]
 
-    def set_load(self, block_ids: tuple[list[int], ...], first_blocks: Sequence[int]) -> None:
-        """Read, in each KV group, from its logical block in `first_blocks` on, into the same blocks
-        of `block_ids`.
-        """
-        remote: list[int] = []
-        local: list[int] = []
-        for first, theirs, ours in zip(first_blocks, self.remote_block_ids, block_ids, strict=True):
-            wanted = slice(first, self.num_remote_blocks)
-            remote += theirs[wanted]
-            local += ours[wanted]
-        self.load_remote, self.load_local = tuple(remote), tuple(local)
-        assert len(remote) == len(local), "too few blocks were allocated"
-        assert NULL_BLOCK_ID not in local, "a block that is needed was not allocated"
+    @property
+    def ticket(self) -> Request:
+        """The request of a pull that is not EARLY."""
+        assert self.request is not None, "only EARLY pulls have no request"
+        return self.request
 
-    def load(self) -> KVLoad:
-        """What the transfer thread is to do."""
-        assert self.session is not None, "an announced pull has a session"
-        return KVLoad(
-            request_id=self.request_id,
-            session=self.session,
-            remote_block_ids=self.load_remote,
-            local_block_ids=self.load_local,
-        )
+    @property
+    def granted(self) -> Transfer:
+        """The transfer of a pull that has one."""
+        assert self.transfer is not None, "granted, pulling and accepted pulls have a transfer"
+        return self.transfer
 
-    def stats(self, now: float) -> KVTransferStats:
-        """What the pull has cost when P confirmed it at `now`."""
-        result = self.result
-        return KVTransferStats(
-            num_bytes=result.num_bytes if result else 0,
-            num_blocks=len(self.load_remote),
-            transport=result.transport if result else "",
-            admit_s=self.allocated_at - self.announced_at,
-            transfer_s=result.duration_s if result else 0.0,
-            release_ack_s=now - self.landed_at if result else 0.0,
-            exposed_s=now - self.announced_at,
-        )
+    @property
+    def due(self) -> float:
+        """When something that it waits for is overdue (K8)."""
+        if self.state is not ConsumerState.PULLING:
+            return self.deadline
+        return min(self.deadline, self.granted.ack_deadline)
 
-    def add_blocks(self, message: BlocksReady) -> bool:
-        """Append an announcement. False: it is a repetition, or leaves a hole."""
-        if self.is_prefill_done or message.first_block != self.num_remote_blocks:
-            return False
-        if not self.remote_block_ids:
-            self.remote_block_ids = [[] for _ in message.block_ids]
-        for mine, ids in zip(self.remote_block_ids, message.block_ids, strict=True):
-            mine.extend(ids)
-        return True
+    def num_confirmed_tokens(self, block_size: int) -> int:
+        """Tokens from the request's start whose KV is on D and right."""
+        num_blocks = self.transfer.num_confirmed if self.transfer is not None else 0
+        return min(num_blocks * block_size, self.num_tokens)
 
 
-def code_of_end(reason: str) -> ErrorCode:
-    """How a session that P ended for `reason` looks to the request."""
-    if reason in ("finished", "aborted", "superseded"):
-        return ErrorCode.CANCELLED  # nobody's fault: the router knows of it from P's own output
-    return ErrorCode.KV_TRANSFER_FAILED if reason == "error" else ErrorCode.KV_EXPIRED
+def make_transfer(
+    block_ids: Sequence[Sequence[int]], num_cached_tokens: int, number: int, layout: KVLayout
+) -> Transfer:
+    """Return what a grant reserves; `block_ids` are the request's per KV group."""
+    first = num_cached_tokens // layout.block_size
+    return Transfer(
+        block_ids=tuple(tuple(ids) for ids in block_ids),
+        first_block=first,
+        number=number,
+        num_announced=first,
+        num_released=first,
+        num_confirmed=first,
+    )
 
 
-def find_bad_blocks(message: BlocksReady, layout: KVLayout, welcome: KVLinkWelcome) -> str | None:
-    """Say what is wrong with announced block ids, or return None."""
+def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> ChunkRead:
+    """Return the READ of an announced chunk into the same logical blocks of D, without those that
+    the token after the prompt does not see. `message` has passed find_bad_blocks.
+    """
+    transfer = pull.granted
+    start = message.first_block
+    end = start + len(message.block_ids[0])
+    remote: list[int] = []
+    local: list[int] = []
+    checksums: list[int] = []
+    for group, needed in enumerate(first_read_blocks(layout, pull.num_tokens)):
+        first = min(max(needed, start), end)
+        remote += message.block_ids[group][first - start :]
+        local += transfer.block_ids[group][first:end]
+        if message.checksums:
+            checksums += message.checksums[group][first - start :]
+    assert len(local) == len(remote), "the scheduler reserves blocks for all tokens"
+    assert NULL_BLOCK_ID not in local, "a block that is needed was not reserved"
+    return ChunkRead(pull, transfer, end, tuple(remote), tuple(local), tuple(checksums))
+
+
+def num_blocks_of(num_tokens: int, layout: KVLayout) -> int:
+    return -(-num_tokens // layout.block_size)
+
+
+def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str | None:
+    """Say what is wrong with an announcement for a granted pull, or return None."""
+    transfer, link = pull.granted, pull.link
+    assert link is not None, "a granted pull has a session"
+    if transfer.prefill_done_at < math.inf:
+        return "announced blocks after its last word"
+    if message.first_block != transfer.num_announced:
+        return f"announced block {message.first_block} when {transfer.num_announced} was the next"
     if len(message.block_ids) != len(layout.groups):
-        return f"announces {len(message.block_ids)} KV groups, the layout has {len(layout.groups)}"
-    if len({len(ids) for ids in message.block_ids}) != 1:
-        return "announces unequal numbers of blocks in its KV groups"
-    num_blocks = sum(region.num_blocks for region in welcome.endpoint.regions)
+        return f"announced {len(message.block_ids)} KV groups, the layout has {len(layout.groups)}"
+    sizes = {len(ids) for ids in message.block_ids}
+    if len(sizes) != 1 or 0 in sizes:
+        return "announced no blocks, or unequal numbers of them in its KV groups"
+    end, num_blocks = message.first_block + sizes.pop(), num_blocks_of(pull.num_tokens, layout)
+    if end > num_blocks:
+        return f"announced {end} blocks, {pull.num_tokens} tokens have {num_blocks}"
     for ids in message.block_ids:
-        if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
-            return f"announces block {max(ids)} of a pool of {num_blocks}"
+        if not 0 <= min(ids) <= max(ids) < link.num_blocks:
+            return f"announced block id {max(ids)} of a pool of {link.num_blocks}"
+    if message.checksums and [len(s) for s in message.checksums] != [
+        len(ids) for ids in message.block_ids
+    ]:
+        return "sent checksums of other blocks than it announced"
     return None
 
 
 def find_bad_end(pull: Pull, message: PrefillDone, layout: KVLayout, vocab_size: int) -> str | None:
-    """Say why a PrefillDone does not fit the blocks announced before it, or return None."""
-    num_needed = -(-message.num_tokens // layout.block_size)
-    if message.num_tokens < 1 or pull.num_remote_blocks != num_needed:
-        return f"announced {pull.num_remote_blocks} blocks for {message.num_tokens} tokens"
+    """Say why a PrefillDone does not fit the granted pull, or return None."""
+    transfer = pull.granted
+    if transfer.prefill_done_at < math.inf:
+        return "said twice that its prefill is done"
+    if message.num_tokens != pull.num_tokens:
+        return f"computed {message.num_tokens} tokens, the request has {pull.num_tokens}"
+    num_blocks = num_blocks_of(pull.num_tokens, layout)
+    if transfer.num_announced != num_blocks:
+        return f"announced {transfer.num_announced} blocks of {num_blocks}"
     if not message.output_token_ids:
         return "sent no token"
-    if max(message.output_token_ids) >= vocab_size:
+    if not 0 <= min(message.output_token_ids) <= max(message.output_token_ids) < vocab_size:
         return f"sent token {max(message.output_token_ids)} of a vocabulary of {vocab_size}"
     return None

@@ -1,421 +1,321 @@
-"""D's pulls as a state machine. Not thread-safe: the consumer's lock guards all of it.
-
-    state      event                                    next       what happens
-    -          ticket (on_new_request)                  WAITING
-    -          BlocksReady before the ticket            WAITING    remembered until its deadline
-    WAITING    PrefillDone, and the ticket is here      READY      named in ready_to_load
-    READY      blocks allocated, some lack              ALLOCATED
-    READY      same, all is cached here                 DONE       Release, finished_recving
-    ALLOCATED  start_load_kv                            LOADING    READ posted
-    LOADING    READ done                                RELEASING  Release of all blocks
-    RELEASING  ReleaseAck(valid)                        DONE       finished_recving (K4)
-    open       SessionEnded, link lost, deadline,       FAILED     failed_recving; CancelRequest if
-               READ failed or stalled, not valid                   P does not know
-    any        request_finished                         -          CancelRequest if it was open
-
-"Open" are the states before DONE. A pull that ends under its READ is a zombie: its blocks come back
-in landed_block_ids when the READ has landed (K5).
+"""What happens to D's pulls: the wishes of the scheduler, the messages of P, READs that end and
+deadlines become events of the CONSUMER and READ tables of protocol.py. Not thread-safe: the
+consumer's lock guards all of it.
 """
 
-import logging
+import math
 from collections.abc import Callable
-from functools import partial
 
-from pdserve_common.engine_types import EngineError, ErrorCode
-from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     BlocksReady,
-    CancelRequest,
+    GrantRequest,
     KVLayout,
     KVLinkHeartbeat,
     KVLinkResponseMessage,
     KVLinkWelcome,
-    KVSessionId,
     PrefillDone,
-    Release,
     ReleaseAck,
     SessionEnded,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.kv_transfer.base import (
-    KVConnectorOutput,
-    KVLoad,
-    KVTransport,
-    ReadResult,
-    first_read_blocks,
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import BlocksFreed, BlocksReturned, KVNews, ReadResult
+from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.protocol import (
+    CONSUMER,
+    ConsumerEvent,
+    ConsumerState,
+    ReadAction,
+    ReadEvent,
+    ReadState,
 )
-from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
 from pdserve_engine.kv_transfer.pull import (
+    ChunkRead,
+    LossReason,
     Pull,
-    PullState,
-    code_of_end,
+    PullKey,
     find_bad_blocks,
     find_bad_end,
+    make_read,
+    make_transfer,
+    num_blocks_of,
 )
+from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
 
-logger = logging.getLogger(__name__)
-
-# Announcements may come before the router's ticket; so many are remembered, for so long.
+# P may ask before the router's ticket is here; so many questions are remembered, for so long.
 MAX_EARLY = 4096
-EARLY_TIMEOUT_S = 30.0
-MAX_SESSION_S = 600.0  # whatever P says
-ACK_TIMEOUT_S = 5.0  # P answers at once
+EARLY_TIMEOUT_S = 5.0
+
+# How P's reasons to end a session look to D; any other is a loss like "session_ended".
+_VOID_REASONS = frozenset({"finished", "aborted", "superseded"})
+_LOSS_REASONS: dict[str, LossReason] = {"expired": "expired", "fenced": "fenced"}
 
 
 class PullTable:
-    """All pulls of one D, and what the scheduler is to hear of them."""
+    """All pulls of one D, and what the scheduler is to hear of them.
+
+    `post` starts a READ or raises KVTransferError; read_done follows for each that was started.
+    """
 
     def __init__(
         self,
-        transport: KVTransport,
         *,
         layout: KVLayout,
         vocab_size: int,
         d_epoch: str,
         metrics: KVTransferMetrics,
         link_of: Callable[[str], KVLink | None],
+        post: Callable[[ChunkRead], None],
         wakeup: Callable[[], None],
-        transfer_timeout_s: float,
+        ticket_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
-        self._transport = transport
         self._layout = layout
         self._vocab_size = vocab_size
         self._d_epoch = d_epoch
         self._metrics = metrics
-        self._link_of = link_of
-        self._wakeup = wakeup
-        self._transfer_timeout_s = transfer_timeout_s
+        self._ticket_timeout_s = ticket_timeout_s
         self._clock = clock
-        self._pulls: dict[str, Pull] = {}  # by request id
-        self._by_session: dict[KVSessionId, Pull] = {}
-        self._allocated: list[Pull] = []
-        # Requests that are over here, so that P's last messages about them are known as late.
-        self._ended = RecentKeys()
-        self._num_early = 0
-        self._num_zombies = 0
-        self._output = KVConnectorOutput()
+        self._num_grants = 0
+        self._machine = PullMachine(
+            layout=layout, metrics=metrics, link_of=link_of, post=post, wakeup=wakeup, clock=clock
+        )
 
     # ---- the scheduler's side
 
-    def get(self, request_id: str) -> Pull | None:
-        return self._pulls.get(request_id)
-
-    def open_pulls(self) -> list[Pull]:
-        return [pull for pull in self._pulls.values() if pull.is_open]
-
     def num_open(self) -> int:
-        return sum(pull.has_ticket for pull in self.open_pulls()) + self._num_zombies
+        """Pulls of requests that are here and not over, and READs whose pull is over."""
+        return self._machine.num_open()
 
-    def take_output(self) -> KVConnectorOutput:
-        output, self._output = self._output, KVConnectorOutput()
-        return output
+    def take_news(self) -> list[KVNews]:
+        return self._machine.take_news()
 
-    def add_ticket(
-        self, request_id: str, attempt: int, engine_id: str, *, num_tokens: int, deadline: float
-    ) -> Pull:
-        """The router's word that P will announce this request, or has done so already."""
-        is_over = (request_id, attempt) in self._ended
-        pull = self._pulls.get(request_id)
-        if pull is not None and (pull.has_ticket or pull.attempt != attempt):
-            self._remove(pull)
-            pull = None
+    def add_ticket(self, request: Request) -> None:
+        """The router's word that P will ask for this request, or has done so already."""
+        key = _key_of(request)
+        pull = self._machine.pulls.get(key)
         if pull is None:
-            pull = self._add(request_id, attempt, engine_id)
-        else:
-            self._num_early -= 1
-        pull.has_ticket = True
-        pull.num_tokens = num_tokens
-        pull.deadline = deadline
-        if is_over:
-            message = (
-                f"request {request_id!r}, attempt {attempt}, has ended here before: its "
-                "announcement expired before it came, or the id is used twice"
-            )
-            self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
-        elif pull.engine_id != engine_id:
-            self._fail_protocol(pull, f"announced a request that was sent to {engine_id}")
-        elif pull.state is PullState.FAILED:
-            self._report_failure(pull)
-        elif pull.is_prefill_done:
-            self._make_ready(pull)
-        self._show_open()
-        return pull
-
-    def allocate(
-        self, pull: Pull, block_ids: tuple[list[int], ...], num_external_tokens: int
-    ) -> None:
-        """A READY pull has its blocks; the last `num_external_tokens` are to come."""
-        pull.allocated_at = self._clock()
-        num_local = pull.num_announced_tokens - num_external_tokens
-        first_block = num_local // self._layout.block_size
-        firsts = first_read_blocks(self._layout, pull.num_announced_tokens)
-        pull.set_load(block_ids, [max(first, first_block) for first in firsts])
-        if not pull.load_remote:
-            self._send_release(pull)
-            self._finish(pull)
+            pull = self._machine.add(key, ConsumerState.TICKET, self._ticket_timeout_s)
+            pull.request, pull.num_tokens = request, request.num_tokens
             return
-        pull.state = PullState.ALLOCATED
-        self._allocated.append(pull)
+        num_asked, pull.num_tokens = pull.num_tokens, request.num_tokens
+        pull.request = request
+        pull.deadline = self._clock() + self._ticket_timeout_s
+        self._machine.advance(pull, ConsumerEvent.TICKETED)
+        self._check_claim(pull, num_asked)
 
-    def take_loads(self) -> tuple[KVLoad, ...]:
-        """Return what is to be read, once."""
-        allocated, self._allocated = self._allocated, []
-        return tuple(pull.load() for pull in allocated if pull.state is PullState.ALLOCATED)
+    def grant(
+        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
+        """The scheduler has reserved blocks. False: P does not ask for them any more."""
+        pull = self._machine.pulls.get(_key_of(request))
+        # A claim that the scheduler has not heard of yet is not the one it answers.
+        if (
+            pull is None
+            or pull.state is not ConsumerState.CLAIMED
+            or self._machine.has_news_of_claim(request)
+        ):
+            return False
+        self._num_grants += 1
+        pull.kept = frozenset()
+        pull.transfer = make_transfer(block_ids, num_cached_tokens, self._num_grants, self._layout)
+        pull.deadline = self._clock() + self._ticket_timeout_s
+        return self._machine.advance(pull, ConsumerEvent.RESERVED)
 
-    def start(
-        self,
-        load: KVLoad,
-        on_done: Callable[[Pull, ReadResult], None],
-        on_stall: Callable[[Pull], None],
-    ) -> None:
-        """Post the READ, unless the pull has ended since. The callbacks have to take the lock."""
-        pull = self._pulls.get(load.request_id)
-        if pull is None or pull.session != load.session or pull.state is not PullState.ALLOCATED:
-            return
-        assert pull.link is not None, "a pull has a link from its announcement on"
-        try:
-            self._transport.read(
-                pull.link.peer,
-                load.remote_block_ids,
-                load.local_block_ids,
-                self._transfer_timeout_s,
-                partial(on_done, pull),
-                partial(on_stall, pull),
-            )
-        except KVTransferError as error:
-            self.fail_transfer(pull, "read_error", error.message)
-            return
-        pull.state = PullState.LOADING
-        pull.is_reading = True
+    def defer(self, request: Request) -> None:
+        pull = self._machine.pulls.get(_key_of(request))
+        if pull is not None:
+            self._machine.advance(pull, ConsumerEvent.NO_ROOM)
 
-    def end_request(self, request_id: str, block_ids: tuple[list[int], ...]) -> bool:
-        """The request is over on D. True: the blocks are kept until the READ has landed."""
-        pull = self._pulls.get(request_id)
+    def reclaim(self) -> Request | None:
+        """Take the youngest grant back of which nothing is announced."""
+        granted = [p for p in self._machine.pulls.values() if p.state is ConsumerState.GRANTED]
+        if not granted:
+            return None
+        pull = max(granted, key=lambda pull: pull.granted.number)
+        self._machine.advance(pull, ConsumerEvent.RECLAIMED)
+        return pull.request
+
+    def end_request(self, request: Request) -> frozenset[int]:
+        """The request is over on D. Return which of its blocks are still written into."""
+        pull = self._machine.pulls.get(_key_of(request))
         if pull is None:
-            return False
-        if pull.is_open:
-            self._send_cancel(pull, "aborted")
-        self._remove(pull)
-        if not pull.is_reading:
-            return False
-        pull.kept_block_ids = [i for ids in block_ids for i in ids if i != NULL_BLOCK_ID]
-        return True
+            return frozenset()
+        self._machine.advance(pull, ConsumerEvent.REQUEST_ENDED)
+        return pull.kept
+
+    def fence(self, reason: str) -> None:
+        """Blocks are about to change hands: nothing that is here counts any more."""
+        for pull in list(self._machine.pulls.values()):
+            self._machine.lose(
+                pull, ConsumerEvent.FENCED, "fenced", f"KV pull was fenced: {reason}"
+            )
 
     # ---- P's side
 
-    def on_message(
-        self, link: KVLink, welcome: KVLinkWelcome, message: KVLinkResponseMessage
-    ) -> bool:
+    def on_message(self, link: KVLink, message: KVLinkResponseMessage) -> bool:
         """Return False if the message is late, unknown or makes no sense (K8)."""
         if isinstance(message, KVLinkHeartbeat | KVLinkWelcome):
             return isinstance(message, KVLinkHeartbeat)
         if message.session is not None and not link.owns(message.session, self._d_epoch):
             return False
-        if isinstance(message, ReleaseAck):
-            return self._on_release_ack(message)
-        pull = self._find(link, message)
+        if isinstance(message, GrantRequest):
+            return self._on_grant_request(link, message)
+        if isinstance(message, SessionEnded):
+            return self._on_session_ended(link, message)
+        pull = self._machine.by_session.get(message.session)
         if pull is None:
             return False
         if isinstance(message, BlocksReady):
-            return self._on_blocks_ready(pull, link, welcome, message)
+            return self._on_blocks_ready(pull, message)
         if isinstance(message, PrefillDone):
             return self._on_prefill_done(pull, message)
-        return self._on_session_ended(pull, message)
+        return self._on_release_ack(pull, message)
 
-    def end_link(self, link: KVLink, reason: str) -> None:
-        """All that needs this link fails, also tickets that P has not answered yet."""
-        for pull in self.open_pulls():
-            if pull.engine_id == link.engine_id:
-                message = f"link to {link.engine_id} lost: {reason}"
-                self.fail_transfer(pull, "link_lost", message, is_told=True)
-
-    # ---- READs and ends
-
-    def read_done(self, pull: Pull, result: ReadResult) -> None:
-        """The READ has landed: nothing writes into its blocks any more."""
-        pull.is_reading = False
-        if pull.state is PullState.LOADING and result.is_ok:
-            pull.state = PullState.RELEASING
-            pull.landed_at = self._clock()
-            pull.deadline = pull.landed_at + ACK_TIMEOUT_S
-            pull.result = result
-            self._send_release(pull)
-        elif pull.state is PullState.LOADING:
-            self.fail_transfer(pull, "read_error", result.error)
-        else:
-            self._show_zombies(-1)
-            self._show_open()
-            if pull.kept_block_ids is not None:
-                self._output.landed_block_ids.extend(pull.kept_block_ids)
-            self._wakeup()
-
-    def read_stalled(self, pull: Pull) -> None:
-        if pull.state is PullState.LOADING:
-            self.fail_transfer(pull, "stall", f"READ stalled for {self._transfer_timeout_s:g} s")
+    def end_link(self, engine_id: str, reason: LossReason, message: str) -> None:
+        """There is no link to a P: all that needs it is lost, also tickets it has not answered."""
+        for pull in [pull for pull in self._machine.pulls.values() if pull.engine_id == engine_id]:
+            self._machine.lose(pull, ConsumerEvent.SESSION_LOST, reason, message)
 
     def expire(self, now: float) -> None:
-        # A posted READ has the transport's own deadline.
-        for pull in [p for p in self._pulls.values() if p.deadline <= now and not p.is_reading]:
-            if pull.is_open:
-                self._send_cancel(pull, "expired")
+        """End what is overdue."""
+        for pull in [pull for pull in self._machine.pulls.values() if pull.due <= now]:
+            if pull.state is ConsumerState.LOST:
+                pull.deadline = math.inf
+                self._machine.advance(pull, ConsumerEvent.HOLD_EXPIRED)
+            else:
                 message = f"KV pull from {pull.engine_id} timed out in state {pull.state.name}"
-                self._fail(pull, ErrorCode.KV_EXPIRED, "expired", message)
-            if not pull.has_ticket:
-                self._remove(pull)
+                self._machine.lose(pull, ConsumerEvent.EXPIRED, "expired", message)
 
-    def fence(self, reason: str) -> None:
-        for pull in self.open_pulls():
-            self._send_cancel(pull, reason)
-            self._fail(pull, ErrorCode.KV_EXPIRED, "fenced", f"KV pull was fenced: {reason}")
+    # ---- READs
 
-    def fail_transfer(
-        self, pull: Pull, reason: str, message: str, *, is_told: bool = False
-    ) -> None:
-        if not is_told:
-            self._send_cancel(pull, reason)
-        self._fail(pull, ErrorCode.KV_TRANSFER_FAILED, reason, message)
+    def read_done(self, read: ChunkRead, result: ReadResult, num_wrong_blocks: int) -> None:
+        """Nothing writes into the READ's blocks any more."""
+        pull = read.pull
+        read.transfer.count_landed(result, self._clock())
+        if result.is_ok:
+            by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
+            by_transport.inc(result.num_bytes)
+        if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
+            self._machine.show_zombies(-1)
+            self._machine.tell(BlocksFreed(read.local_block_ids))
+        elif not result.is_ok:
+            self._machine.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
+        elif num_wrong_blocks:
+            self._metrics.checksum_mismatches.inc(num_wrong_blocks)
+            message = f"{num_wrong_blocks} blocks of {pull.engine_id} came with a wrong checksum"
+            self._machine.lose(pull, ConsumerEvent.READ_FAILED, "checksum", message)
+        else:
+            self._machine.advance(pull, ConsumerEvent.READ_LANDED)
 
-    # ---- inside
+    def read_stalled(self, read: ChunkRead, message: str) -> None:
+        """It is given up, but may land at any time: its blocks stay until read_done."""
+        if read.state is ReadState.POSTED:
+            self._machine.lose(read.pull, ConsumerEvent.READ_FAILED, "stall", message)
 
-    def _add(self, request_id: str, attempt: int, engine_id: str) -> Pull:
-        pull = Pull(request_id, attempt, engine_id, self._clock() + EARLY_TIMEOUT_S)
-        self._pulls[request_id] = pull
-        return pull
+    # ---- messages
 
-    def _remove(self, pull: Pull) -> None:
-        del self._pulls[pull.request_id]
-        if pull.session is not None:
-            del self._by_session[pull.session]
-        self._num_early -= not pull.has_ticket
-        self._ended.add((pull.request_id, pull.attempt))
-        if pull.is_open and pull.is_reading:
-            self._show_zombies(+1)
-        pull.state = PullState.FAILED
-        self._show_open()
-
-    def _find(self, link: KVLink, message: BlocksReady | PrefillDone | SessionEnded) -> Pull | None:
-        """Return the pull a message is about; the first one may come before the ticket."""
-        pull = self._pulls.get(message.request_id)
+    def _on_grant_request(self, link: KVLink, message: GrantRequest) -> bool:
+        key = (link.engine_id, message.request_id, message.attempt)
+        pull = self._machine.pulls.get(key)
+        if message.session in self._machine.by_session:
+            return False
         if pull is None:
-            key = (message.request_id, message.attempt)
-            if key in self._ended or self._num_early >= MAX_EARLY:
-                if isinstance(message, BlocksReady):
-                    # Nobody here will ever release these blocks: P need not wait for its deadline.
-                    cancel = CancelRequest(
-                        request_id=message.request_id, attempt=message.attempt, reason="unwanted"
-                    )
-                    link.handle.send(cancel)
-                return None
-            pull = self._add(message.request_id, message.attempt, link.engine_id)
-            self._num_early += 1
-        return pull if pull.is_about(link, message) else None
+            return self._add_early(key, link, message)
+        if ConsumerEvent.ASKED not in CONSUMER[pull.state]:
+            return False
+        self._machine.open_session(pull, link, message.session)
+        self._machine.advance(pull, ConsumerEvent.ASKED)
+        self._check_claim(pull, message.num_tokens)
+        return True
 
-    def _on_blocks_ready(
-        self, pull: Pull, link: KVLink, welcome: KVLinkWelcome, message: BlocksReady
-    ) -> bool:
-        if self._by_session.setdefault(message.session, pull) is not pull:
-            return False  # it is another request's
-        pull.link, pull.session = link, message.session
-        bad = find_bad_blocks(message, self._layout, welcome)
+    def _add_early(self, key: PullKey, link: KVLink, message: GrantRequest) -> bool:
+        """P asks for what the router has not told of yet, unless it is over already."""
+        if key in self._machine.ended or self._machine.num_in[ConsumerState.EARLY] >= MAX_EARLY:
+            link.handle.send(make_cancel(key, "unwanted"))
+            return False
+        pull = self._machine.add(key, ConsumerState.EARLY, EARLY_TIMEOUT_S)
+        pull.num_tokens = message.num_tokens
+        self._machine.open_session(pull, link, message.session)
+        return True
+
+    def _check_claim(self, pull: Pull, num_asked: int) -> None:
+        if num_asked != pull.num_tokens:
+            self._machine.lose_protocol(
+                pull, f"asked for {num_asked} tokens, it has {pull.num_tokens}"
+            )
+
+    def _on_blocks_ready(self, pull: Pull, message: BlocksReady) -> bool:
+        if ConsumerEvent.ANNOUNCED not in CONSUMER[pull.state]:
+            return False
+        bad = find_bad_blocks(pull, message, self._layout)
         if bad is not None:
-            self._fail_protocol(pull, bad)
-            return True
-        return pull.add_blocks(message)
+            return self._machine.lose_protocol(pull, bad)
+        read = make_read(pull, message, self._layout)
+        read.transfer.reads.append(read)
+        read.transfer.num_announced = read.end_block
+        pull.deadline = self._clock() + self._ticket_timeout_s
+        return self._machine.advance(pull, ConsumerEvent.ANNOUNCED)
 
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
-        if pull.is_prefill_done:
+        if ConsumerEvent.PREFILL_DONE not in CONSUMER[pull.state]:
             return False
         bad = find_bad_end(pull, message, self._layout, self._vocab_size)
         if bad is not None:
-            self._fail_protocol(pull, bad)
-            return True
-        pull.is_prefill_done = True
-        pull.num_announced_tokens = message.num_tokens
-        pull.output_token_ids = message.output_token_ids
-        pull.announced_at = self._clock()
-        pull.session_deadline = pull.announced_at + min(message.timeout_s, MAX_SESSION_S)
-        if pull.has_ticket:
-            self._make_ready(pull)
+            return self._machine.lose_protocol(pull, bad)
+        transfer, now = pull.granted, self._clock()
+        transfer.prefill_done_at = now
+        transfer.output_token_ids = message.output_token_ids
+        pull.deadline = now + min(message.timeout_s, self._ticket_timeout_s)
+        self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
+        self._complete(pull)
         return True
 
-    def _make_ready(self, pull: Pull) -> None:
-        if pull.num_tokens != pull.num_announced_tokens:
-            self._fail_protocol(
-                pull, f"announced {pull.num_announced_tokens} tokens of {pull.num_tokens}"
-            )
-            return
-        pull.state = PullState.READY
-        pull.deadline = pull.session_deadline
-        self._output.ready_to_load.append(pull.request_id)
-        self._wakeup()
-
-    def _on_release_ack(self, message: ReleaseAck) -> bool:
-        pull = self._by_session.get(message.session)
-        if pull is None or pull.state is not PullState.RELEASING:
+    def _on_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
+        if ConsumerEvent.CONFIRMED not in CONSUMER[pull.state]:
             return False
-        if message.through_block != pull.num_remote_blocks:
+        transfer = pull.granted
+        if not transfer.num_confirmed < message.through_block <= transfer.num_released:
             return False
         self._metrics.release_acks.labels(str(message.valid).lower()).inc()
-        if message.valid:
-            self._finish(pull)
-        else:
-            self._fail(pull, ErrorCode.KV_EXPIRED, "not_valid", "P ended the session before")
+        if not message.valid:
+            message_text = f"P {pull.engine_id} had ended the session before its blocks were read"
+            return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
+        transfer.num_confirmed = message.through_block
+        self._machine.advance(pull, ConsumerEvent.CONFIRMED)
+        self._complete(pull)
         return True
 
-    def _on_session_ended(self, pull: Pull, message: SessionEnded) -> bool:
-        code = code_of_end(message.reason)
-        self._fail(pull, code, "session_ended", f"P {pull.engine_id} ended it: {message.reason}")
-        return True
+    def _complete(self, pull: Pull) -> None:
+        transfer = pull.granted
+        is_confirmed = transfer.num_confirmed == num_blocks_of(pull.num_tokens, self._layout)
+        if is_confirmed and transfer.prefill_done_at < math.inf:
+            self._machine.advance(pull, ConsumerEvent.COMPLETED)
 
-    def _send_release(self, pull: Pull) -> None:
-        assert pull.link is not None, "an announced pull has a link"
-        assert pull.session is not None, "an announced pull has a session"
-        pull.link.handle.send(Release(session=pull.session, through_block=pull.num_remote_blocks))
+    def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:
+        pull = self._machine.pulls.get((link.engine_id, message.request_id, message.attempt))
+        if pull is None or pull.session != message.session:
+            return False
+        # Of a fence, why it was put up follows.
+        word = message.reason.partition(":")[0]
+        text = f"P {link.engine_id} ended it: {message.reason}"
+        if word == "preempted":
+            return self._on_preempted(pull)
+        reason = _LOSS_REASONS.get(word, "session_ended")
+        is_void = word in _VOID_REASONS
+        event = ConsumerEvent.SESSION_VOID if is_void else ConsumerEvent.SESSION_LOST
+        return self._machine.lose(pull, event, reason, text)
 
-    def _send_cancel(self, pull: Pull, reason: str) -> None:
-        link = pull.link or self._link_of(pull.engine_id)
-        if link is not None:
-            cancel = CancelRequest(request_id=pull.request_id, attempt=pull.attempt, reason=reason)
-            link.handle.send(cancel)
+    def _on_preempted(self, pull: Pull) -> bool:
+        """P will ask again. Until then the scheduler has neither a claim nor blocks for it."""
+        is_known = self._machine.advance(pull, ConsumerEvent.SESSION_PREEMPTED)
+        if is_known and pull.request is not None:
+            pull.deadline = self._clock() + self._ticket_timeout_s
+            self._machine.tell(BlocksReturned(pull.request, pull.kept))
+        return is_known
 
-    def _finish(self, pull: Pull) -> None:
-        result, stats = pull.result, pull.stats(self._clock())
-        pull.state = PullState.DONE
-        self._output.finished_recving[pull.request_id] = stats
-        self._metrics.transfer_exposed.observe(stats.exposed_s)
-        if result is not None:
-            self._metrics.transfer_bytes.labels(result.transport).inc(result.num_bytes)
-            self._metrics.transfer_duration.observe(result.duration_s)
-            self._metrics.release_ack_duration.observe(stats.release_ack_s)
-        self._show_open()
-        self._wakeup()
 
-    def _fail_protocol(self, pull: Pull, what: str) -> None:
-        self.fail_transfer(pull, "protocol", f"P {pull.engine_id} {what}")
-
-    def _fail(self, pull: Pull, code: ErrorCode, reason: str, message: str) -> None:
-        if pull.is_reading:
-            self._show_zombies(+1)
-        pull.state = PullState.FAILED
-        is_retryable = code is not ErrorCode.CANCELLED
-        pull.error = EngineError(code=code, message=message, is_retryable=is_retryable)
-        if is_retryable:
-            self._metrics.transfer_failures.labels(reason).inc()
-            logger.warning("KV pull of %s failed: %s", pull.request_id, message)
-        if pull.has_ticket:
-            self._report_failure(pull)
-        self._show_open()
-
-    def _report_failure(self, pull: Pull) -> None:
-        assert pull.error is not None, "failed pulls have an error"
-        self._output.failed_recving[pull.request_id] = pull.error
-        self._wakeup()
-
-    def _show_zombies(self, change: int) -> None:
-        self._num_zombies += change
-        self._metrics.zombie_reads.set(self._num_zombies)
-
-    def _show_open(self) -> None:
-        self._metrics.sessions.set(self.num_open())
+def _key_of(request: Request) -> PullKey:
+    params = request.kv_transfer_params
+    assert params is not None, "only requests of the handoff come here"
+    return params.remote_engine_id, request.request_id, request.request.attempt

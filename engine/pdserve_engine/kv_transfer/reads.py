@@ -1,13 +1,51 @@
-"""READs and peers as the transfer thread of NixlTransport sees them."""
+"""READs and peers as the transfer thread of NixlTransport sees them: posted in order, polled until
+nothing can land any more.
+"""
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pdserve_common.kv_types import KVLinkWelcome
-from pdserve_engine.kv_transfer.base import ReadDone
-from pdserve_engine.kv_transfer.nixl import BlockIds
+from pdserve_engine.kv_transfer.base import ReadDone, ReadResult
+from pdserve_engine.kv_transfer.nixl import (
+    NIXL_ERRORS,
+    BlockIds,
+    NixlAgent,
+    RemoteDisconnectError,
+)
+
+logger = logging.getLogger(__name__)
+
+# Over shared memory posting IS the copy: a larger piece would hold the thread up for too long.
+MAX_POSTED_BYTES = 32 << 20
+# After a REMOTE_DISCONNECT nothing lands any more (K5). UCX gets this long to fail the other pieces
+# of the READ, which it does in the same breath, but not in the same call.
+SETTLE_S = 0.05
+# Stalled READs keep their blocks out of the pool. So many, or one for so long, and a new process
+# is cheaper than what they hold.
+MAX_STALLED_READS = 64
+MAX_STALLED_S = 60.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """How often to look for something: the longer it has not come, the less, so that looking adds
+    an eighth at most to the time it takes anyway.
+    """
+
+    min_s: float
+    max_s: float
+    since: float = 0.0
+
+    def restart(self) -> None:
+        self.since = time.monotonic()
+
+    def interval_s(self) -> float:
+        return min(self.max_s, max(self.min_s, (time.monotonic() - self.since) / 8))
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +60,7 @@ class Read:
     num_left: int = 0
     started_at: float = 0.0
     progress_at: float = 0.0
-    is_stalled: bool = False
+    stalled_at: float | None = None
     error: str = ""
 
 
@@ -64,3 +102,168 @@ class Peer:
     @property
     def agent_name(self) -> str:
         return f"{self.welcome.engine_id}.{self.welcome.epoch}"
+
+
+class Reads:
+    """Posts and polls. Runs on the transfer thread, but for `num_stalled`."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        block_bytes: int,
+        *,
+        pace: Pace,
+        lose: Callable[[Peer, str], None],
+        fail: Callable[[str], None],
+    ) -> None:
+        """`pace` is restarted when something moves, `lose` called when a peer's READ failed or
+        stalled, `fail` when the process has to be restarted.
+        """
+        self._agent = agent
+        self._block_bytes = block_bytes
+        self._pace = pace
+        self._lose = lose
+        self._fail = fail
+        # Those that were given up but may still land, oldest first.
+        self._stalled: list[Read] = []
+
+    @property
+    def num_stalled(self) -> int:
+        return len(self._stalled)
+
+    def queue(self, read: Read) -> None:
+        """Cut a READ into pieces that wait for their turn."""
+        per_piece = max(1, MAX_POSTED_BYTES // self._block_bytes)
+        for start in range(0, len(read.local), per_piece):
+            stop = min(start + per_piece, len(read.local))
+            num_bytes = (stop - start) * self._block_bytes
+            read.peer.waiting.append(Piece(read, start, stop, num_bytes))
+            read.num_left += 1
+
+    def progress(self, peer: Peer, now: float) -> None:
+        """Poll what is posted, then post what there is room for."""
+        for piece in list(peer.posted):
+            self._poll(peer, piece, now)
+        if peer.transport:
+            self._post_waiting(peer)
+
+    def drop_waiting(self, peer: Peer, error: str) -> None:
+        """Fail what was not posted."""
+        while peer.waiting:
+            self._end_piece(peer.waiting.popleft(), error)
+
+    def check_stalled(self, now: float) -> None:
+        """Have the process restarted if too much stays stalled."""
+        if len(self._stalled) > MAX_STALLED_READS:
+            self._fail(f"{len(self._stalled)} READs have stalled, the limit is {MAX_STALLED_READS}")
+        elif self._stalled and now - (self._stalled[0].stalled_at or now) > MAX_STALLED_S:
+            peer = self._stalled[0].peer.key
+            self._fail(f"a READ from {peer} has been stalled for over {MAX_STALLED_S:g} s")
+
+    # ---- posting
+
+    def _post_waiting(self, peer: Peer) -> None:
+        while peer.waiting and not peer.is_lost and not peer.is_failing:
+            piece = peer.waiting[0]
+            if peer.posted and peer.posted_bytes + piece.num_bytes > MAX_POSTED_BYTES:
+                return
+            peer.waiting.popleft()
+            peer.posted.append(piece)
+            peer.posted_bytes += piece.num_bytes
+            self._post(peer, piece)
+            self._pace.restart()
+            self._poll(peer, piece, time.monotonic())
+
+    def _post(self, peer: Peer, piece: Piece) -> None:
+        read, now = piece.read, time.monotonic()
+        if not read.started_at:
+            read.started_at = read.progress_at = now
+        wanted = slice(piece.start, piece.stop)
+        try:
+            piece.handle = self._agent.make_read(
+                peer.dlist, read.remote[wanted], read.local[wanted]
+            )
+            self._agent.post(piece.handle)
+        except RemoteDisconnectError as error:
+            self._settle(piece, str(error), now)
+        except NIXL_ERRORS as error:
+            if piece.handle is None:  # it was never posted
+                self._settle(piece, str(error), now)
+            else:
+                piece.is_unsure = True
+                self._fail_unsure(read, str(error), now)
+
+    # ---- polling
+
+    def _poll(self, peer: Peer, piece: Piece, now: float) -> None:
+        if piece.is_unsure:
+            return
+        if piece.settled_at is None:
+            is_over, error = self._agent.poll(piece.handle)
+            if not is_over:
+                self._check_pending(piece.read, error, now)
+                return
+            if not error:
+                piece.read.progress_at = now
+                self._land(peer, piece)
+                return
+            self._settle(piece, error, now)
+        self._agent.progress()
+        if piece.settled_at is not None and now >= piece.settled_at:
+            self._land(peer, piece)
+            self._lose(peer, f"READ failed: {piece.read.error}")
+
+    def _check_pending(self, read: Read, error: str, now: float) -> None:
+        if error:
+            self._fail_unsure(read, error, now)
+        elif now - read.progress_at > read.timeout_s:
+            self._give_up(read, f"no progress for {read.timeout_s:g} s", now)
+
+    def _fail_unsure(self, read: Read, error: str, now: float) -> None:
+        """Nobody can say that this READ will not land: its blocks stay out of the pool for good
+        (K5), and the process has to be restarted.
+        """
+        self._fail(f"a READ from {read.peer.key} may still land after an error: {error}")
+        self._give_up(read, error, now)
+
+    def _give_up(self, read: Read, error: str, now: float) -> None:
+        if read.stalled_at is not None:
+            return
+        read.stalled_at = now
+        read.error = read.error or error
+        self._stalled.append(read)
+        read.on_stall()
+        self._lose(read.peer, read.error)
+
+    def _settle(self, piece: Piece, error: str, now: float) -> None:
+        piece.read.error = piece.read.error or error
+        piece.read.peer.is_failing = True
+        piece.settled_at = now + SETTLE_S
+
+    def _land(self, peer: Peer, piece: Piece) -> None:
+        peer.posted.remove(piece)
+        peer.posted_bytes -= piece.num_bytes
+        if piece.handle is not None:
+            self._agent.release(piece.handle)
+        self._pace.restart()
+        self._end_piece(piece, piece.read.error)
+
+    def _end_piece(self, piece: Piece, error: str) -> None:
+        """A piece is over; so is its READ with the last one."""
+        read = piece.read
+        read.error = read.error or error
+        read.num_left -= 1
+        if read.num_left == 0:
+            self._end(read)
+
+    def _end(self, read: Read) -> None:
+        if read.stalled_at is not None:
+            self._stalled.remove(read)
+        result = ReadResult(
+            is_ok=not read.error,
+            num_bytes=len(read.local) * self._block_bytes,
+            duration_s=time.monotonic() - read.started_at if read.started_at else 0.0,
+            transport=read.peer.transport,
+            error=read.error,
+        )
+        read.on_done(result)

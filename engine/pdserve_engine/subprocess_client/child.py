@@ -148,9 +148,9 @@ class _EngineProcess:
         self, stats: SchedulerStats, outputs: Sequence[EngineCoreOutput], has_computed: bool
     ) -> None:
         self._record(stats, outputs, has_computed)
-        self._send_status(tuple(o.request_id for o in outputs if o.finished))
+        self._send_status(tuple((o.request_id, o.attempt) for o in outputs if o.finished))
 
-    def _send_status(self, finished_request_ids: tuple[str, ...] = ()) -> None:
+    def _send_status(self, finished_requests: tuple[tuple[str, int], ...] = ()) -> None:
         engine = self._engine
         if engine is None:
             status = EngineStatus(
@@ -163,7 +163,7 @@ class _EngineProcess:
                 state=engine.state(),
                 is_alive=engine.is_alive(),
                 problem=engine.problem(),
-                finished_request_ids=finished_request_ids,
+                finished_requests=finished_requests,
             )
         self.channel.send(status)
 
@@ -228,7 +228,7 @@ class _EngineProcess:
                 finish_reason=FinishReason.ERROR,
                 error=error.to_engine_error(),
             )
-            self._send_status((request.request_id,))
+            self._send_status(((request.request_id, request.attempt),))
             self.channel.send(EngineCoreOutputs(outputs=(output,)), request.client_index)
 
     # ---- calls

@@ -26,10 +26,10 @@ from pdserve_common.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineDeadError,
-    InvalidRequestError,
     error_from_engine,
 )
 from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.owners import RequestOwners
 from pdserve_engine.subprocess_client.channel import Channel
 from pdserve_engine.subprocess_client.links import ConsumerProxy, ProducerProxy
 from pdserve_engine.subprocess_client.messages import (
@@ -91,7 +91,7 @@ class SubprocessEngineClient:
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._lost = asyncio.Event()
         self._clients: dict[int, OutputsCallback] = {}
-        self._owners: dict[str, int] = {}
+        self._owners = RequestOwners()
         self._client_indexes = itertools.count(1)
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
@@ -167,14 +167,8 @@ class SubprocessEngineClient:
             raise EngineDeadError(self._error)
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
-        if request.request_id in self._owners:
-            message = f"request_id {request.request_id!r} is running already"
-            raise InvalidRequestError(message, field="request_id")
+        self._owners.claim(request)
         self._channel.send(request)
-        self._owners[request.request_id] = request.client_index
-
-    def owner_of(self, request_id: str) -> int | None:
-        return self._owners.get(request_id)
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # The process knows best which are whose.
@@ -289,9 +283,7 @@ class SubprocessEngineClient:
         if isinstance(message, EngineStatus):
             self._on_status(message)
         elif isinstance(message, EngineCoreOutputs):
-            callback = self._clients.get(ref)
-            if callback is not None:
-                callback(message)
+            self._on_outputs(message, ref)
         elif isinstance(message, LinkMessage) and self.connector is not None:
             self.connector.deliver(message, ref)
         elif isinstance(message, CallAnswer):
@@ -312,10 +304,16 @@ class SubprocessEngineClient:
             self._is_closing = True
             self._ready.set_exception(_start_error(message))
 
+    def _on_outputs(self, message: EngineCoreOutputs, client_index: int) -> None:
+        outputs = self._owners.take_in(message.outputs)
+        callback = self._clients.get(client_index)
+        if callback is not None:
+            callback(dataclasses.replace(message, outputs=outputs))
+
     def _on_status(self, status: EngineStatus) -> None:
         self._status = status
-        for request_id in status.finished_request_ids:
-            self._owners.pop(request_id, None)
+        for request_id, attempt in status.finished_requests:
+            self._owners.release(request_id, attempt)
         if not status.is_alive and not self._is_closing:
             self._die(status.problem or "the engine died")
 

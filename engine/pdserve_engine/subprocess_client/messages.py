@@ -24,12 +24,16 @@ from pdserve_common.engine_types import (
 from pdserve_common.kv_types import (
     BlocksReady,
     CancelRequest,
+    Granted,
+    GrantRequest,
     KVLinkHeartbeat,
     KVLinkHello,
     KVLinkWelcome,
+    Later,
     PrefillDone,
     Release,
     ReleaseAck,
+    Revoke,
     SessionEnded,
 )
 from pdserve_engine.config import EngineConfig, Role
@@ -142,8 +146,8 @@ class EngineStatus:
     state: EngineState
     is_alive: bool
     problem: str | None
-    # Requests whose terminal output follows.
-    finished_request_ids: tuple[str, ...] = ()
+    # (request_id, attempt) of those whose terminal output follows, if their front end is not gone.
+    finished_requests: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +252,8 @@ class LinkClosed:
 Call = Pause | Resume | Sleep | WakeUp | ResetPrefixCache | Profile | Drain | GetMetrics
 CallAnswer = Answer | Refusal | MetricsSnapshot
 LinkMessage = (
-    KVLinkHello | CancelRequest | Release | KVLinkHeartbeat
-    | KVLinkWelcome | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
+    KVLinkHello | Granted | Later | Revoke | CancelRequest | Release | KVLinkHeartbeat
+    | KVLinkWelcome | GrantRequest | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
     | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
 )  # fmt: skip
 Message = (

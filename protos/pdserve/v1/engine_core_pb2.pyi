@@ -365,39 +365,53 @@ class EngineCoreEvent(_message.Message):
     def __init__(self, type: _Optional[_Union[EngineCoreEvent.Type, str]] = ..., monotonic_ns: _Optional[int] = ...) -> None: ...
 
 class PrefillStats(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns", "grant_ns")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    GRANT_NS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_ns: int
     prefill_ns: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ...) -> None: ...
+    grant_ns: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., grant_ns: _Optional[int] = ...) -> None: ...
 
 class KvTransferStats(_message.Message):
-    __slots__ = ("num_bytes", "num_blocks", "transport", "admit_ns", "transfer_ns", "release_ack_ns", "exposed_ns", "first_decode_step_ns")
+    __slots__ = ("num_bytes", "num_blocks", "transport", "num_reads", "transfer_ns", "exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    ADMIT_NS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
-    RELEASE_ACK_NS_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_NS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_ACK_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADMIT_NS_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     num_blocks: int
     transport: str
-    admit_ns: int
+    num_reads: int
     transfer_ns: int
-    release_ack_ns: int
     exposed_ns: int
+    release_ack_ns: int
+    decode_admit_ns: int
     first_decode_step_ns: int
-    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., admit_ns: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transport: _Optional[str] = ..., num_reads: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ...) -> None: ...
+
+class KvLost(_message.Message):
+    __slots__ = ("num_confirmed_tokens", "reason", "message")
+    NUM_CONFIRMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    num_confirmed_tokens: int
+    reason: str
+    message: str
+    def __init__(self, num_confirmed_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineCoreOutput(_message.Message):
-    __slots__ = ("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs", "pooling_output", "finish_reason", "stop_token_id", "stop_string", "events", "kv_transfer_params", "trace_headers", "prefill_stats", "kv_transfer_stats", "routed_experts", "num_nans_in_logits", "attempt", "first_token_index", "error")
+    __slots__ = ("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs", "pooling_output", "finish_reason", "stop_token_id", "stop_string", "events", "kv_transfer_params", "trace_headers", "prefill_stats", "kv_transfer_stats", "routed_experts", "num_nans_in_logits", "attempt", "first_token_index", "error", "kv_lost")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +437,7 @@ class EngineCoreOutput(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    KV_LOST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     new_logprobs: LogprobsLists
@@ -441,7 +456,8 @@ class EngineCoreOutput(_message.Message):
     attempt: int
     first_token_index: int
     error: EngineError
-    def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ...) -> None: ...
+    kv_lost: KvLost
+    def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks")

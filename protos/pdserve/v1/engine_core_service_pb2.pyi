@@ -18,12 +18,32 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class AttachHello(_message.Message):
-    __slots__ = ("router_id", "router_epoch")
+    __slots__ = ("router_id", "router_epoch", "resume")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_epoch: str
-    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ...) -> None: ...
+    resume: AttachResume
+    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., resume: _Optional[_Union[AttachResume, _Mapping]] = ...) -> None: ...
+
+class RequestAttempt(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class AttachResume(_message.Message):
+    __slots__ = ("worker_epoch", "next_frame_seq", "requests")
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    worker_epoch: str
+    next_frame_seq: int
+    requests: _containers.RepeatedCompositeFieldContainer[RequestAttempt]
+    def __init__(self, worker_epoch: _Optional[str] = ..., next_frame_seq: _Optional[int] = ..., requests: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ...) -> None: ...
 
 class AbortRequests(_message.Message):
     __slots__ = ("request_ids",)
@@ -32,14 +52,16 @@ class AbortRequests(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step_seq", "draining", "paused")
+    __slots__ = ("step_seq", "draining", "paused", "next_frame_seq")
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
     step_seq: int
     draining: bool
     paused: bool
-    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ...) -> None: ...
+    next_frame_seq: int
+    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "add_request", "abort_requests", "heartbeat")
@@ -54,22 +76,26 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
-    __slots__ = ("info", "client_index")
+    __slots__ = ("info", "client_index", "adopted")
     INFO_FIELD_NUMBER: _ClassVar[int]
     CLIENT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     client_index: int
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ...) -> None: ...
+    adopted: _containers.RepeatedCompositeFieldContainer[RequestAttempt]
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ..., adopted: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "outputs", "heartbeat")
+    __slots__ = ("welcome", "outputs", "heartbeat", "frame_seq")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     outputs: _engine_core_pb2.EngineCoreOutputs
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., outputs: _Optional[_Union[_engine_core_pb2.EngineCoreOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    frame_seq: int
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., outputs: _Optional[_Union[_engine_core_pb2.EngineCoreOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., frame_seq: _Optional[int] = ...) -> None: ...
 
 class EngineCoreServiceGenerateRequest(_message.Message):
     __slots__ = ("request",)
@@ -84,7 +110,7 @@ class EngineCoreServiceGenerateResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors")
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +128,7 @@ class EngineInfo(_message.Message):
     DETERMINISM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: str
     role: WorkerRole
@@ -119,7 +146,8 @@ class EngineInfo(_message.Message):
     determinism: str
     version: str
     logits_processors: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ...) -> None: ...
+    numerics_id: str
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -64,8 +64,9 @@ class EngineCoreServiceServicer(object):
     def Attach(self, request_iterator, context):
         """The router's link to this worker: ONE long-lived stream for each pair.
         Requests and aborts go up; one message for each engine step comes down.
-        The first message up is a hello. When the stream ends, the worker aborts
-        what the router had running on it.
+        The first message up is a hello. When the stream breaks, the worker keeps
+        the router's requests for 5 s: the same router (id and epoch) may attach
+        again and adopt them. Otherwise they are aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

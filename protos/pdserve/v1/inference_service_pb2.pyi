@@ -27,8 +27,18 @@ class TokenPrompt(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ResumedCompletion(_message.Message):
+    __slots__ = ("index", "token_ids", "finished")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finished: bool
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "chat", "tokens", "sampling_params", "priority", "cache_salt", "lora_name")
+    __slots__ = ("request_id", "model", "text", "chat", "tokens", "sampling_params", "priority", "cache_salt", "lora_name", "resume")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +48,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -47,7 +58,8 @@ class GenerateRequest(_message.Message):
     priority: int
     cache_salt: str
     lora_name: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_engine_core_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ...) -> None: ...
+    resume: _containers.RepeatedCompositeFieldContainer[ResumedCompletion]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_engine_core_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedCompletion, _Mapping]]] = ...) -> None: ...
 
 class CompletionOutput(_message.Message):
     __slots__ = ("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_token_id", "stop_string", "error")
@@ -82,7 +94,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
-    __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id")
+    __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id", "determinism", "num_redrives", "grant_ns")
     ROUTER_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_NS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +103,8 @@ class RequestMetrics(_message.Message):
     RETURN_NS_FIELD_NUMBER: _ClassVar[int]
     TTFT_NS_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_EXPOSED_NS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_ACK_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADMIT_NS_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_RETURN_NS_FIELD_NUMBER: _ClassVar[int]
     FIRST_ITL_NS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +116,9 @@ class RequestMetrics(_message.Message):
     PATH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISM_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDRIVES_FIELD_NUMBER: _ClassVar[int]
+    GRANT_NS_FIELD_NUMBER: _ClassVar[int]
     router_queue_ns: int
     tokenize_ns: int
     dispatch_ns: int
@@ -110,6 +127,8 @@ class RequestMetrics(_message.Message):
     return_ns: int
     ttft_ns: int
     kv_transfer_exposed_ns: int
+    release_ack_ns: int
+    decode_admit_ns: int
     first_decode_step_ns: int
     decode_return_ns: int
     first_itl_ns: int
@@ -121,7 +140,10 @@ class RequestMetrics(_message.Message):
     path: str
     prefill_engine_id: str
     decode_engine_id: str
-    def __init__(self, router_queue_ns: _Optional[int] = ..., tokenize_ns: _Optional[int] = ..., dispatch_ns: _Optional[int] = ..., prefill_queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., return_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., kv_transfer_exposed_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., decode_return_ns: _Optional[int] = ..., first_itl_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transport: _Optional[str] = ..., mean_itl_ns: _Optional[int] = ..., e2e_ns: _Optional[int] = ..., path: _Optional[str] = ..., prefill_engine_id: _Optional[str] = ..., decode_engine_id: _Optional[str] = ...) -> None: ...
+    determinism: str
+    num_redrives: int
+    grant_ns: int
+    def __init__(self, router_queue_ns: _Optional[int] = ..., tokenize_ns: _Optional[int] = ..., dispatch_ns: _Optional[int] = ..., prefill_queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., return_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., kv_transfer_exposed_ns: _Optional[int] = ..., release_ack_ns: _Optional[int] = ..., decode_admit_ns: _Optional[int] = ..., first_decode_step_ns: _Optional[int] = ..., decode_return_ns: _Optional[int] = ..., first_itl_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., kv_transfer_bytes: _Optional[int] = ..., kv_transport: _Optional[str] = ..., mean_itl_ns: _Optional[int] = ..., e2e_ns: _Optional[int] = ..., path: _Optional[str] = ..., prefill_engine_id: _Optional[str] = ..., decode_engine_id: _Optional[str] = ..., determinism: _Optional[str] = ..., num_redrives: _Optional[int] = ..., grant_ns: _Optional[int] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "usage", "metrics", "seed")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdserve/v1/kv_transfer_service.proto\x12\npdserve.v1\"\xba\x01\n\x07KvGroup\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.KvGroup.Kind\x12\x0e\n\x06window\x18\x04 \x01(\r\"[\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\x10\n\x0cKIND_SLIDING\x10\x02\x12\x0c\n\x08KIND_MLA\x10\x03\x12\x0e\n\nKIND_STATE\x10\x04\"m\n\x08KvLayout\x12#\n\x06groups\x18\x01 \x03(\x0b\x32\x13.pdserve.v1.KvGroup\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btile_format\x18\x04 \x01(\t\"J\n\x0bKvSessionId\x12\x0f\n\x07p_epoch\x18\x01 \x01(\t\x12\x0f\n\x07\x64_epoch\x18\x02 \x01(\t\x12\x0c\n\x04link\x18\x03 \x01(\x04\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"\xc0\x01\n\x0bKvLinkHello\x12\x1c\n\x14min_protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x1a\n\x12\x63ompatibility_hash\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\tconnector\x18\x07 \x01(\t\"b\n\x0eKvMemoryRegion\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"\xe1\x01\n\rKvLinkWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x0c\n\x04link\x18\x05 \x01(\x04\x12\x15\n\rnixl_metadata\x18\x06 \x01(\x0c\x12\x13\n\x0bmemory_type\x18\x07 \x01(\t\x12+\n\x07regions\x18\x08 \x03(\x0b\x32\x1a.pdserve.v1.KvMemoryRegion\x12\x11\n\ttransport\x18\t \x01(\t\"D\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"J\n\x07Release\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x15\n\rthrough_block\x18\x02 \x01(\r\"#\n\x0fKvLinkHeartbeat\x12\x10\n\x08step_seq\x18\x01 \x01(\x04\"\xcb\x01\n\rKvLinkRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvLinkHelloH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.CancelRequestH\x00\x12&\n\x07release\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x12\x30\n\theartbeat\x18\x04 \x01(\x0b\x32\x1b.pdserve.v1.KvLinkHeartbeatH\x00\x42\t\n\x07message\"\x1d\n\x08\x42lockIds\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xab\x01\n\x0b\x42locksReady\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12$\n\x06groups\x18\x05 \x03(\x0b\x32\x14.pdserve.v1.BlockIds\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\x9e\x01\n\x0bPrefillDone\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12\x12\n\ntimeout_ns\x18\x06 \x01(\x04\"\\\n\nReleaseAck\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x15\n\rthrough_block\x18\x02 \x01(\r\x12\r\n\x05valid\x18\x03 \x01(\x08\"m\n\x0cSessionEnded\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\xbf\x02\n\x0eKvLinkResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.KvLinkWelcomeH\x00\x12/\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.BlocksReadyH\x00\x12/\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12-\n\x0brelease_ack\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ReleaseAckH\x00\x12\x31\n\rsession_ended\x18\x05 \x01(\x0b\x32\x18.pdserve.v1.SessionEndedH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.pdserve.v1.KvLinkHeartbeatH\x00\x42\t\n\x07message2X\n\x11KvTransferService\x12\x43\n\x06KvLink\x12\x19.pdserve.v1.KvLinkRequest\x1a\x1a.pdserve.v1.KvLinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdserve/v1/kv_transfer_service.proto\x12\npdserve.v1\"\xba\x01\n\x07KvGroup\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12&\n\x04kind\x18\x03 \x01(\x0e\x32\x18.pdserve.v1.KvGroup.Kind\x12\x0e\n\x06window\x18\x04 \x01(\r\"[\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\x10\n\x0cKIND_SLIDING\x10\x02\x12\x0c\n\x08KIND_MLA\x10\x03\x12\x0e\n\nKIND_STATE\x10\x04\"m\n\x08KvLayout\x12#\n\x06groups\x18\x01 \x03(\x0b\x32\x13.pdserve.v1.KvGroup\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btile_format\x18\x04 \x01(\t\"J\n\x0bKvSessionId\x12\x0f\n\x07p_epoch\x18\x01 \x01(\t\x12\x0f\n\x07\x64_epoch\x18\x02 \x01(\t\x12\x0c\n\x04link\x18\x03 \x01(\x04\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"\xc0\x01\n\x0bKvLinkHello\x12\x1c\n\x14min_protocol_version\x18\x01 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x1a\n\x12\x63ompatibility_hash\x18\x05 \x01(\t\x12$\n\x06layout\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\tconnector\x18\x07 \x01(\t\"b\n\x0eKvMemoryRegion\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\"\xe1\x01\n\rKvLinkWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x0c\n\x04link\x18\x05 \x01(\x04\x12\x15\n\rnixl_metadata\x18\x06 \x01(\x0c\x12\x13\n\x0bmemory_type\x18\x07 \x01(\t\x12+\n\x07regions\x18\x08 \x03(\x0b\x32\x1a.pdserve.v1.KvMemoryRegion\x12\x11\n\ttransport\x18\t \x01(\t\"H\n\x07Granted\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\"1\n\x05Later\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\"2\n\x06Revoke\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\"D\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"J\n\x07Release\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x15\n\rthrough_block\x18\x02 \x01(\r\"#\n\x0fKvLinkHeartbeat\x12\x10\n\x08step_seq\x18\x01 \x01(\x04\"\xbd\x02\n\rKvLinkRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvLinkHelloH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.pdserve.v1.CancelRequestH\x00\x12&\n\x07release\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x12\x30\n\theartbeat\x18\x04 \x01(\x0b\x32\x1b.pdserve.v1.KvLinkHeartbeatH\x00\x12&\n\x07granted\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.GrantedH\x00\x12\"\n\x05later\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.LaterH\x00\x12$\n\x06revoke\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.RevokeH\x00\x42\t\n\x07message\"q\n\x0cGrantRequest\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"0\n\x08\x42lockIds\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x11\n\tchecksums\x18\x02 \x03(\r\"r\n\x0b\x42locksReady\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12$\n\x06groups\x18\x03 \x03(\x0b\x32\x14.pdserve.v1.BlockIds\"y\n\x0bPrefillDone\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12\x12\n\ntimeout_ns\x18\x04 \x01(\x04\"\\\n\nReleaseAck\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x15\n\rthrough_block\x18\x02 \x01(\r\x12\r\n\x05valid\x18\x03 \x01(\x08\"m\n\x0cSessionEnded\x12(\n\x07session\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.KvSessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\xf2\x02\n\x0eKvLinkResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.KvLinkWelcomeH\x00\x12/\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.BlocksReadyH\x00\x12/\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12-\n\x0brelease_ack\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ReleaseAckH\x00\x12\x31\n\rsession_ended\x18\x05 \x01(\x0b\x32\x18.pdserve.v1.SessionEndedH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.pdserve.v1.KvLinkHeartbeatH\x00\x12\x31\n\rgrant_request\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.GrantRequestH\x00\x42\t\n\x07message2X\n\x11KvTransferService\x12\x43\n\x06KvLink\x12\x19.pdserve.v1.KvLinkRequest\x1a\x1a.pdserve.v1.KvLinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,26 +45,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVMEMORYREGION']._serialized_end=721
   _globals['_KVLINKWELCOME']._serialized_start=724
   _globals['_KVLINKWELCOME']._serialized_end=949
-  _globals['_CANCELREQUEST']._serialized_start=951
-  _globals['_CANCELREQUEST']._serialized_end=1019
-  _globals['_RELEASE']._serialized_start=1021
-  _globals['_RELEASE']._serialized_end=1095
-  _globals['_KVLINKHEARTBEAT']._serialized_start=1097
-  _globals['_KVLINKHEARTBEAT']._serialized_end=1132
-  _globals['_KVLINKREQUEST']._serialized_start=1135
-  _globals['_KVLINKREQUEST']._serialized_end=1338
-  _globals['_BLOCKIDS']._serialized_start=1340
-  _globals['_BLOCKIDS']._serialized_end=1369
-  _globals['_BLOCKSREADY']._serialized_start=1372
-  _globals['_BLOCKSREADY']._serialized_end=1543
-  _globals['_PREFILLDONE']._serialized_start=1546
-  _globals['_PREFILLDONE']._serialized_end=1704
-  _globals['_RELEASEACK']._serialized_start=1706
-  _globals['_RELEASEACK']._serialized_end=1798
-  _globals['_SESSIONENDED']._serialized_start=1800
-  _globals['_SESSIONENDED']._serialized_end=1909
-  _globals['_KVLINKRESPONSE']._serialized_start=1912
-  _globals['_KVLINKRESPONSE']._serialized_end=2231
-  _globals['_KVTRANSFERSERVICE']._serialized_start=2233
-  _globals['_KVTRANSFERSERVICE']._serialized_end=2321
+  _globals['_GRANTED']._serialized_start=951
+  _globals['_GRANTED']._serialized_end=1023
+  _globals['_LATER']._serialized_start=1025
+  _globals['_LATER']._serialized_end=1074
+  _globals['_REVOKE']._serialized_start=1076
+  _globals['_REVOKE']._serialized_end=1126
+  _globals['_CANCELREQUEST']._serialized_start=1128
+  _globals['_CANCELREQUEST']._serialized_end=1196
+  _globals['_RELEASE']._serialized_start=1198
+  _globals['_RELEASE']._serialized_end=1272
+  _globals['_KVLINKHEARTBEAT']._serialized_start=1274
+  _globals['_KVLINKHEARTBEAT']._serialized_end=1309
+  _globals['_KVLINKREQUEST']._serialized_start=1312
+  _globals['_KVLINKREQUEST']._serialized_end=1629
+  _globals['_GRANTREQUEST']._serialized_start=1631
+  _globals['_GRANTREQUEST']._serialized_end=1744
+  _globals['_BLOCKIDS']._serialized_start=1746
+  _globals['_BLOCKIDS']._serialized_end=1794
+  _globals['_BLOCKSREADY']._serialized_start=1796
+  _globals['_BLOCKSREADY']._serialized_end=1910
+  _globals['_PREFILLDONE']._serialized_start=1912
+  _globals['_PREFILLDONE']._serialized_end=2033
+  _globals['_RELEASEACK']._serialized_start=2035
+  _globals['_RELEASEACK']._serialized_end=2127
+  _globals['_SESSIONENDED']._serialized_start=2129
+  _globals['_SESSIONENDED']._serialized_end=2238
+  _globals['_KVLINKRESPONSE']._serialized_start=2241
+  _globals['_KVLINKRESPONSE']._serialized_end=2611
+  _globals['_KVTRANSFERSERVICE']._serialized_start=2613
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2701
 # @@protoc_insertion_point(module_scope)

@@ -107,6 +107,26 @@ class KvLinkWelcome(_message.Message):
     transport: str
     def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility_hash: _Optional[str] = ..., link: _Optional[int] = ..., nixl_metadata: _Optional[bytes] = ..., memory_type: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvMemoryRegion, _Mapping]]] = ..., transport: _Optional[str] = ...) -> None: ...
 
+class Granted(_message.Message):
+    __slots__ = ("session", "first_block")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    session: KvSessionId
+    first_block: int
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class Later(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: KvSessionId
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ...) -> None: ...
+
+class Revoke(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: KvSessionId
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ...) -> None: ...
+
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "reason")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -132,54 +152,64 @@ class KvLinkHeartbeat(_message.Message):
     def __init__(self, step_seq: _Optional[int] = ...) -> None: ...
 
 class KvLinkRequest(_message.Message):
-    __slots__ = ("hello", "cancel", "release", "heartbeat")
+    __slots__ = ("hello", "cancel", "release", "heartbeat", "granted", "later", "revoke")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    REVOKE_FIELD_NUMBER: _ClassVar[int]
     hello: KvLinkHello
     cancel: CancelRequest
     release: Release
     heartbeat: KvLinkHeartbeat
-    def __init__(self, hello: _Optional[_Union[KvLinkHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ...) -> None: ...
+    granted: Granted
+    later: Later
+    revoke: Revoke
+    def __init__(self, hello: _Optional[_Union[KvLinkHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., later: _Optional[_Union[Later, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ...) -> None: ...
 
-class BlockIds(_message.Message):
-    __slots__ = ("block_ids",)
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class BlocksReady(_message.Message):
-    __slots__ = ("session", "request_id", "attempt", "first_block", "groups", "num_tokens")
+class GrantRequest(_message.Message):
+    __slots__ = ("session", "request_id", "attempt", "num_tokens")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session: KvSessionId
     request_id: str
     attempt: int
+    num_tokens: int
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class BlockIds(_message.Message):
+    __slots__ = ("block_ids", "checksums")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BlocksReady(_message.Message):
+    __slots__ = ("session", "first_block", "groups")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    session: KvSessionId
     first_block: int
     groups: _containers.RepeatedCompositeFieldContainer[BlockIds]
-    num_tokens: int
-    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., first_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("session", "request_id", "attempt", "num_tokens", "output_token_ids", "timeout_ns")
+    __slots__ = ("session", "num_tokens", "output_token_ids", "timeout_ns")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
     session: KvSessionId
-    request_id: str
-    attempt: int
     num_tokens: int
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     timeout_ns: int
-    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ...) -> None: ...
 
 class ReleaseAck(_message.Message):
     __slots__ = ("session", "through_block", "valid")
@@ -204,17 +234,19 @@ class SessionEnded(_message.Message):
     def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class KvLinkResponse(_message.Message):
-    __slots__ = ("welcome", "blocks_ready", "prefill_done", "release_ack", "session_ended", "heartbeat")
+    __slots__ = ("welcome", "blocks_ready", "prefill_done", "release_ack", "session_ended", "heartbeat", "grant_request")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_READY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DONE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_ACK_FIELD_NUMBER: _ClassVar[int]
     SESSION_ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_REQUEST_FIELD_NUMBER: _ClassVar[int]
     welcome: KvLinkWelcome
     blocks_ready: BlocksReady
     prefill_done: PrefillDone
     release_ack: ReleaseAck
     session_ended: SessionEnded
     heartbeat: KvLinkHeartbeat
-    def __init__(self, welcome: _Optional[_Union[KvLinkWelcome, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., release_ack: _Optional[_Union[ReleaseAck, _Mapping]] = ..., session_ended: _Optional[_Union[SessionEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ...) -> None: ...
+    grant_request: GrantRequest
+    def __init__(self, welcome: _Optional[_Union[KvLinkWelcome, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., release_ack: _Optional[_Union[ReleaseAck, _Mapping]] = ..., session_ended: _Optional[_Union[SessionEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., grant_request: _Optional[_Union[GrantRequest, _Mapping]] = ...) -> None: ...

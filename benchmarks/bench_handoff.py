@@ -1,0 +1,128 @@
+"""What the handoff costs a request, stage by stage: one prefill and one decode service.
+
+    python benchmarks/bench_handoff.py [--lengths 512 2048 8192] [--rounds N]
+
+One request at a time, so that nothing else waits or runs. `handoff` is the time from the end of the
+prefill to D's first step being over, less a plain decode step at that context (the median gap
+between later tokens, as the client sees them). 8,192 tokens take about a minute a request.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+from machine import describe
+from make_model import make_model
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import Client
+from pdserve_client.config import StackConfig
+from pdserve_client.stack import Stack
+from pdserve_common.engine_types import SamplingParams
+
+DEFAULT_MODEL = Path(".bench/qwen3-0.6b-random")
+MAX_PROMPT_TOKEN_ID = 1000
+# All columns but the last two are milliseconds.
+COLUMNS = (
+    "TTFT", "prefill", "raw transfer", "exposed", "release ack", "admit", "first step",
+    "plain step", "handoff", "exposed / TTFT", "raw / prefill",
+)  # fmt: skip
+SHARES = COLUMNS[-2:]
+
+
+def main() -> None:
+    """Run all lengths and print a Markdown table of medians."""
+    args = _parse_args()
+    if args.model == DEFAULT_MODEL:
+        make_model(args.model)
+    config = StackConfig(
+        model=str(args.model),
+        num_threads=args.threads,
+        max_model_len=max(args.lengths) + args.tokens,
+        kv_cache_memory_mib=args.kv_cache_memory_mib,
+        require_transport=args.transport,
+        log_dir=".bench/handoff",
+        **dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0),
+    )
+    print(describe("grpcio", "nixl", "torch"))
+    with Stack(config) as stack, Client(stack.grpc_address) as client:
+        for _ in stack.wait_until_ready():
+            pass
+        measure(client, args, num_prompt_tokens=min(args.lengths))  # dials and warms up
+        report(client, args)
+
+
+def report(client: Client, args: argparse.Namespace) -> None:
+    print(
+        f"{args.model.name}, {args.threads} thread(s) a service, medians of {args.rounds} "
+        "requests, ms\n"
+    )
+    print(f"| prompt | KV | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
+    for length in args.lengths:
+        rows = [measure(client, args, num_prompt_tokens=length) for _ in range(args.rounds)]
+        medians = {name: statistics.median(row.values[name] for row in rows) for name in COLUMNS}
+        cells = [f"{medians[n]:.2%}" if n in SHARES else f"{medians[n]:.2f}" for n in COLUMNS]
+        print(f"| {length} | {rows[0].moved} | {' | '.join(cells)} |", flush=True)
+
+
+def measure(client: Client, args: argparse.Namespace, *, num_prompt_tokens: int) -> SimpleNamespace:
+    """Send one prompt that nobody has cached; return its times."""
+    prompt = [random.randrange(3, MAX_PROMPT_TOKEN_ID) for _ in range(num_prompt_tokens)]
+    params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    token_times = []
+    for output in client.generate(prompt, params, timeout_s=args.timeout_s):
+        token_times.append(time.perf_counter())
+        for completion in output.outputs:
+            if completion.HasField("error"):
+                raise SystemExit(f"{num_prompt_tokens} tokens: {completion.error.message}")
+    metrics = output.metrics
+    if metrics.path != "disaggregated":
+        raise SystemExit(f"{num_prompt_tokens} tokens went the path {metrics.path!r}")
+    moved = f"{metrics.kv_transfer_bytes / 2**20:.0f} MiB, {metrics.kv_transport}"
+    gaps = [after - before for before, after in pairwise(token_times[1:])]
+    return SimpleNamespace(values=stages(metrics, statistics.median(gaps) * 1e9), moved=moved)
+
+
+def stages(metrics: pb2.RequestMetrics, plain_step_ns: float) -> dict[str, float]:
+    """Milliseconds and shares, named as the columns."""
+    handed_over = {
+        "exposed": metrics.kv_transfer_exposed_ns,
+        "release ack": metrics.release_ack_ns,
+        "admit": metrics.decode_admit_ns,
+        "first step": metrics.first_decode_step_ns,
+    }
+    nanoseconds = {
+        "TTFT": metrics.ttft_ns,
+        "prefill": metrics.prefill_ns,
+        "raw transfer": metrics.kv_transfer_ns,
+        **handed_over,
+        "plain step": plain_step_ns,
+        "handoff": sum(handed_over.values()) - plain_step_ns,
+    }
+    return {name: value / 1e6 for name, value in nanoseconds.items()} | {
+        "exposed / TTFT": metrics.kv_transfer_exposed_ns / metrics.ttft_ns,
+        "raw / prefill": metrics.kv_transfer_ns / metrics.prefill_ns,
+    }
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="the default is made")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192], help="tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="requests a length (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of each service (%(default)s)")
+    parser.add_argument("--transport", default="any", choices=["any", "shm", "tcp"])
+    parser.add_argument("--kv-cache-memory-mib", type=int, default=1280, help="of each service")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="of a request")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

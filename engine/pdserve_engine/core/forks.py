@@ -1,0 +1,57 @@
+"""Requests that share the prompt of another one (n > 1): they wait until it is computed, or pulled,
+and then hold its blocks together with it.
+"""
+
+from collections.abc import Mapping
+
+from pdserve_engine.core.kv_cache_manager import KVCacheManager
+from pdserve_engine.core.request import Request
+
+
+class Forks:
+    """Forks whose source's prompt is not computed yet."""
+
+    def __init__(self, kv_cache_manager: KVCacheManager) -> None:
+        self._kv = kv_cache_manager
+        self._by_source: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_source.values()))
+
+    def add(self, source: Request, fork: Request) -> None:
+        self._by_source.setdefault(source.request_id, []).append(fork)
+
+    def remove(self, fork: Request) -> bool:
+        """Forget a fork that ends; False if it is not here."""
+        forks = self._by_source.get(fork.request.fork_of or "", [])
+        if fork not in forks:
+            return False
+        forks.remove(fork)
+        return True
+
+    def take(self, source: Request) -> list[Request]:
+        """Return the source's forks, which are not forks any more."""
+        return self._by_source.pop(source.request_id, [])
+
+    def share(self, source: Request, fork: Request) -> bool:
+        """Let the fork hold the full blocks of the source's prompt; False if there are none."""
+        # The last token is computed once more, for its logits.
+        num_shared = self._kv.fork(source, fork, source.num_prompt_tokens - 1)
+        fork.num_computed_tokens = fork.num_slots = num_shared
+        if num_shared:
+            fork.num_cached_tokens = num_shared
+        return num_shared > 0
+
+
+def find_source(fork: Request, requests: Mapping[str, Request]) -> Request | None:
+    """Return the request whose prompt this one may share, if it is here and really the same."""
+    source = requests.get(fork.request.fork_of or "")
+    if source is None or source is fork or not fork.reads_prefix_cache:
+        return None
+    is_same = (
+        source.request.client_index == fork.request.client_index
+        and source.request.cache_salt == fork.request.cache_salt
+        and source.request.lora_request == fork.request.lora_request
+        and source.request.prompt_token_ids == fork.request.prompt_token_ids
+    )
+    return source if is_same else None

@@ -1,0 +1,118 @@
+"""P's side of the scheduler: requests that will be decoded elsewhere wait for the decode worker's
+blocks before they get any here.
+
+A request that holds blocks of P never waits for blocks of D. Otherwise two workers could each be
+full of requests that wait for the other one.
+"""
+
+from collections.abc import Callable, Iterator
+
+from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.core.request_queue import RequestQueue
+
+# So many requests of each D are asked for ahead, or as many as make up a step, so that P does not
+# wait for answers. More would only hold room on D for nothing.
+NUM_ASKED_AHEAD = 2
+
+
+class RemoteDecodes:
+    """Requests on their way to another worker that are not in the batch, by their D."""
+
+    def __init__(self, make_queue: Callable[[], RequestQueue], step_tokens: int) -> None:
+        self._make_queue = make_queue
+        self._step_tokens = step_tokens
+        self._queues: dict[str, RequestQueue] = {}
+        # Asked for and not started: granted ones among them are in the scheduler's queue as well.
+        self._asked: dict[str, dict[Request, None]] = {}
+        self._granted: set[Request] = set()
+
+    def __len__(self) -> int:
+        """Requests that may not start yet."""
+        num_asked = sum(map(len, self._asked.values())) - len(self._granted)
+        return num_asked + sum(map(len, self._queues.values()))
+
+    def __contains__(self, request: Request) -> bool:
+        """May the request not start yet?"""
+        return request.do_remote_decode and any(other is request for other in self)
+
+    def __iter__(self) -> Iterator[Request]:
+        for asked in self._asked.values():
+            yield from (request for request in asked if request not in self._granted)
+        for queue in self._queues.values():
+            yield from queue
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the requests that may not start yet."""
+        return sum(request.num_tokens for request in self)
+
+    def add(self, request: Request) -> None:
+        self._queue_of(request).add_request(request)
+
+    def prepend(self, request: Request) -> None:
+        """Put a preempted request first; it needs a grant again."""
+        self._queue_of(request).prepend_request(request)
+
+    def take_next(self, *, only_preempted: bool) -> list[Request]:
+        """Return the next ones of every D, which are to be asked for now."""
+        return [
+            request
+            for engine_id in list(self._queues)
+            for request in self._take_next_of(engine_id, only_preempted)
+        ]
+
+    def allow(self, request: Request) -> bool:
+        """D has reserved blocks; False if the request does not wait for that any more."""
+        is_asked = request in self._asked.get(_engine_id(request), ())
+        if not is_asked or request in self._granted:
+            return False
+        self._granted.add(request)
+        return True
+
+    def forbid(self, request: Request) -> bool:
+        """D has taken them back; False if the request had not been allowed to start."""
+        if request not in self._granted:
+            return False
+        self._granted.discard(request)
+        return True
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request that starts or ends. True if it was only here; one that may start is in
+        the scheduler's queue as well.
+        """
+        engine_id = _engine_id(request)
+        if request in self._asked.get(engine_id, ()):
+            del self._asked[engine_id][request]
+            was_granted = request in self._granted
+            self._granted.discard(request)
+            return not was_granted
+        if not request.do_remote_decode:
+            return False
+        self._queues[engine_id].remove_request(request)
+        return True
+
+    def _take_next_of(self, engine_id: str, only_preempted: bool) -> Iterator[Request]:
+        queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})
+        while len(queue) and self._may_ask(asked):
+            if only_preempted and queue.peek_request().status is not RequestStatus.PREEMPTED:
+                return
+            request = queue.pop_request()
+            asked[request] = None
+            yield request
+        if not len(queue) and not asked:
+            del self._queues[engine_id], self._asked[engine_id]
+
+    def _may_ask(self, asked: dict[Request, None]) -> bool:
+        num_tokens = sum(request.num_tokens for request in asked)
+        return len(asked) < NUM_ASKED_AHEAD or num_tokens < self._step_tokens
+
+    def _queue_of(self, request: Request) -> RequestQueue:
+        engine_id = _engine_id(request)
+        if engine_id not in self._queues:
+            self._queues[engine_id] = self._make_queue()
+        return self._queues[engine_id]
+
+
+def _engine_id(request: Request) -> str:
+    params = request.kv_transfer_params
+    return params.remote_engine_id if params is not None else ""

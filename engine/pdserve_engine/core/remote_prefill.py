@@ -1,0 +1,162 @@
+"""D's side of the handoff in the scheduler: requests whose KV another worker computes, from the
+router's ticket until they can run.
+
+A ticket holds nothing. When P asks, the request gets its blocks, if there is room, and P may start.
+Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
+nobody starves; preempted requests come before all of them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pdserve_common.engine_types import EngineCoreEventType
+from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import KVConnector
+
+# Who has waited so long for blocks is not overtaken by who came later.
+OVERDUE_S = 1.0
+# Requests that have blocks and do not run may hold this share of the pool, or one of them any.
+MAX_SHARE = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    request: Request
+    since: float = field(default_factory=time.monotonic)
+    # P knows that it has to wait.
+    is_deferred: bool = False
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() - self.since > OVERDUE_S
+
+
+class RemotePrefills:
+    """Requests that wait for their KV, and the claims of P on blocks for them."""
+
+    def __init__(
+        self,
+        connector: KVConnector | None,
+        kv_cache_manager: KVCacheManager,
+        num_reserved_blocks: Callable[[], int],
+    ) -> None:
+        """`num_reserved_blocks` returns how many free blocks admitted requests still need."""
+        self._connector = connector
+        self._kv = kv_cache_manager
+        self._num_reserved_blocks = num_reserved_blocks
+        self._requests: dict[Request, None] = {}
+        self._claims: deque[_Claim] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._requests
+
+    def with_blocks(self) -> Iterator[Request]:
+        """Those that own blocks: granted, being pulled, or lost and on hold."""
+        return (request for request in self._requests if request.num_slots)
+
+    def come_before(self, waiting_since: float) -> bool:
+        """Must a local request that has waited since then leave its blocks to an overdue claim?"""
+        first = self._claims[0] if self._claims else None
+        return first is not None and first.is_overdue and first.since < waiting_since
+
+    def add(self, request: Request) -> None:
+        """Note the router's ticket."""
+        self._requests[request] = None
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request that runs or ends; False if it is not here."""
+        if request not in self._requests:
+            return False
+        del self._requests[request]
+        self._drop_claim(request)
+        return True
+
+    def claim(self, request: Request) -> None:
+        """P wants to start the request, which gets its blocks when grant_claims finds room."""
+        # It may have asked, withdrawn and asked again before the first claim had its turn.
+        if all(claim.request is not request for claim in self._claims):
+            self._claims.append(_Claim(request))
+
+    def grant_claims(self, waiting_since: float) -> None:
+        """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
+        that has waited since `waiting_since` if that is overdue.
+        """
+        is_overdue = time.monotonic() - waiting_since > OVERDUE_S
+        for claim in list(self._claims):
+            if is_overdue and waiting_since < claim.since:
+                return
+            if self._reserve(claim.request):
+                self._claims.remove(claim)
+            elif claim.is_overdue:
+                return
+            elif not claim.is_deferred:
+                claim.is_deferred = True
+                self._defer(claim.request)
+
+    def give_back(self, request: Request, kept: frozenset[int]) -> None:
+        """P has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
+        self._drop_claim(request)
+        self._free(request, kept)
+
+    def reclaim(self) -> bool:
+        """Free the blocks of the youngest request that P has announced nothing of; its claim stands
+        and is the next. False if there is none.
+        """
+        request = self._connector.reclaim() if self._connector is not None else None
+        if request is None:
+            return False
+        self._free(request)
+        self._claims.appendleft(_Claim(request, is_deferred=True))
+        return True
+
+    def _drop_claim(self, request: Request) -> None:
+        self._claims = deque(claim for claim in self._claims if claim.request is not request)
+
+    def _defer(self, request: Request) -> None:
+        assert self._connector is not None
+        self._connector.defer(request)
+
+    def _reserve(self, request: Request) -> bool:
+        """Give a request blocks for all its known tokens, those that are cached here among them,
+        and tell P. False if there is no room; True also if P has withdrawn its claim.
+        """
+        assert self._connector is not None
+        num_tokens = request.num_tokens
+        blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
+        if not self._has_room(request, blocks):
+            return False
+        added = self._kv.allocate_slots(request, num_tokens, blocks, num_remote_tokens=num_tokens)
+        if added is None:
+            return False
+        request.num_slots = self._kv.blocks_for(num_tokens) * self._kv.block_size
+        block_ids = self._kv.get_block_ids(request.request_id)
+        if self._connector.grant(request, block_ids, num_hit_tokens):
+            self._kv.record_lookup(request, num_hit_tokens)
+            request.num_external_tokens = num_tokens - num_hit_tokens
+            request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
+        else:
+            self._free(request)
+        return True
+
+    def _has_room(self, request: Request, blocks: ComputedBlocks) -> bool:
+        """Besides what admitted requests still need, and without filling the pool with requests
+        that do not run.
+        """
+        held = sum(self._kv.num_blocks_of(other.request_id) for other in self.with_blocks())
+        needed = self._kv.num_blocks_needed(request.num_tokens)
+        if held and held + needed > MAX_SHARE * self._kv.block_pool.num_blocks:
+            return False
+        # With room for the first token that D itself computes.
+        num_spare = self._num_reserved_blocks()
+        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=num_spare)
+
+    def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:
+        taken = [block.block_id for block in self._kv.take(request)]
+        self._kv.free_block_ids([block_id for block_id in taken if block_id not in kept])
+        request.num_slots = 0

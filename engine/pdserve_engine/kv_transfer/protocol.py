@@ -1,0 +1,349 @@
+"""The KV session as tables: what its two ends do, and in which order.
+
+ProducerConnector and ConsumerConnector carry out these transitions and no others, and the protocol
+model in tests/kv_transfer/model explores the same tables exhaustively: with them no byte of a freed
+block reaches a token, nothing leaks and nothing waits for ever. The rules K1 to K8 are in
+docs/architecture.md.
+
+An event that a state has no entry for comes too late, or makes no sense: it is counted and ignored
+(K8). Actions are carried out in the order given, all under the connector's lock.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# ---- P: a session, from the question for blocks to the fence
+
+
+class ProducerState(enum.Enum):
+    """A session on P."""
+
+    # D is asked to reserve blocks, or will be once its link is up. P holds none for it.
+    ASKING = enum.auto()
+    # D has reserved: the scheduler may start the request.
+    GRANTED = enum.auto()
+    # The request runs; its finished blocks are announced.
+    SENDING = enum.auto()
+    # The prefill is over; the session keeps the blocks.
+    HANDED_OFF = enum.auto()
+    # Fenced.
+    ENDED = enum.auto()
+
+
+class ProducerEvent(enum.Enum):
+    """What may happen to it."""
+
+    # Of D.
+    GRANTED = enum.auto()
+    LATER = enum.auto()
+    REVOKED = enum.auto()
+    RELEASED = enum.auto()
+    # The last block is released.
+    RELEASED_ALL = enum.auto()
+    CANCELLED = enum.auto()
+    LINK_LOST = enum.auto()
+    # Of the scheduler.
+    STARTED = enum.auto()
+    # A step that wrote blocks is over (K2).
+    COMPUTED = enum.auto()
+    PREFILLED = enum.auto()
+    # As PREFILLED, and D has all blocks itself: there is nothing to announce or to keep.
+    PREFILLED_ALL_CACHED = enum.auto()
+    PREEMPTED = enum.auto()
+    # The request ended on P: at its first token, by an abort, by an error.
+    FINISHED = enum.auto()
+    # Of the worker.
+    EXPIRED = enum.auto()
+    FENCED = enum.auto()
+
+
+class ProducerAction(enum.Enum):
+    """What P does about it."""
+
+    ALLOW_START = enum.auto()
+    FORBID_START = enum.auto()
+    # BlocksReady for what is new.
+    ANNOUNCE = enum.auto()
+    SEND_PREFILL_DONE = enum.auto()
+    SEND_VALID_ACK = enum.auto()
+    SEND_INVALID_ACK = enum.auto()
+    # From here on no release is valid (K3).
+    FENCE = enum.auto()
+    # Gives what the session still keeps back to the pool. The request's own blocks are the
+    # scheduler's.
+    FREE = enum.auto()
+    FREE_RELEASED = enum.auto()
+    SEND_SESSION_ENDED = enum.auto()
+    # The request ends on P with an error.
+    FAIL_REQUEST = enum.auto()
+
+
+class ProducerStep(NamedTuple):
+    next: ProducerState
+    actions: tuple[ProducerAction, ...] = ()
+
+
+_P, _PE, _PA = ProducerState, ProducerEvent, ProducerAction
+
+# K3 on every path: FENCE is the first action of whatever ends a session. D hears of it unless it is
+# D's own wish, or the link is gone.
+_GIVEN_UP = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FAIL_REQUEST))
+_WITHDRAWN = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED, _PA.FAIL_REQUEST))
+_OVER = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED))
+_OVER_FREE = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED, _PA.FREE))
+_DROPPED_FREE = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FREE))
+
+_BEFORE_HANDOFF: Mapping[ProducerEvent, ProducerStep] = {
+    _PE.FINISHED: _OVER,
+    _PE.CANCELLED: _GIVEN_UP,
+    _PE.LINK_LOST: _GIVEN_UP,
+    _PE.EXPIRED: _WITHDRAWN,
+    _PE.FENCED: _WITHDRAWN,
+}
+
+PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
+    _P.ASKING: {
+        **_BEFORE_HANDOFF,
+        _PE.GRANTED: ProducerStep(_P.GRANTED, (_PA.ALLOW_START,)),
+        _PE.LATER: ProducerStep(_P.ASKING),
+    },
+    _P.GRANTED: {
+        **_BEFORE_HANDOFF,
+        _PE.REVOKED: ProducerStep(_P.ASKING, (_PA.FORBID_START,)),
+        _PE.STARTED: ProducerStep(_P.SENDING),
+    },
+    _P.SENDING: {
+        **_BEFORE_HANDOFF,
+        _PE.COMPUTED: ProducerStep(_P.SENDING, (_PA.ANNOUNCE,)),
+        _PE.RELEASED: ProducerStep(_P.SENDING, (_PA.SEND_VALID_ACK,)),
+        _PE.PREFILLED: ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE, _PA.SEND_PREFILL_DONE)),
+        # No release will come that could end the session.
+        _PE.PREFILLED_ALL_CACHED: ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_PREFILL_DONE)),
+        # The request loses its blocks, waits again and gets a session of its own for that.
+        _PE.PREEMPTED: _OVER,
+        # It had started before D's word came. It must not hold P's blocks and wait for D's.
+        _PE.REVOKED: _WITHDRAWN,
+    },
+    _P.HANDED_OFF: {
+        _PE.RELEASED: ProducerStep(_P.HANDED_OFF, (_PA.SEND_VALID_ACK, _PA.FREE_RELEASED)),
+        # The answer is given while the session is open, then nothing of it is left.
+        _PE.RELEASED_ALL: ProducerStep(
+            _P.ENDED, (_PA.SEND_VALID_ACK, _PA.FENCE, _PA.FREE_RELEASED)
+        ),
+        _PE.REVOKED: _OVER_FREE,
+        _PE.FINISHED: _OVER_FREE,
+        _PE.EXPIRED: _OVER_FREE,
+        _PE.FENCED: _OVER_FREE,
+        _PE.CANCELLED: _DROPPED_FREE,
+        _PE.LINK_LOST: _DROPPED_FREE,
+    },
+    _P.ENDED: {
+        _PE.RELEASED: ProducerStep(_P.ENDED, (_PA.SEND_INVALID_ACK,)),
+    },
+}
+
+# ---- D: a pull, from the router's ticket to the accepted blocks
+
+
+class ConsumerState(enum.Enum):
+    """A pull on D."""
+
+    # P has asked for blocks, the router's ticket is still on its way.
+    EARLY = enum.auto()
+    # The router has announced the request, P has not asked yet.
+    TICKET = enum.auto()
+    # Both: the scheduler looks for room.
+    CLAIMED = enum.auto()
+    # Blocks are reserved, P may start.
+    GRANTED = enum.auto()
+    # Blocks are announced and read.
+    PULLING = enum.auto()
+    # All is here and confirmed: the request goes on.
+    ACCEPTED = enum.auto()
+    # The rest will not come. What is confirmed stays until the router has decided (K6).
+    LOST = enum.auto()
+    ENDED = enum.auto()
+
+
+class ConsumerEvent(enum.Enum):
+    """What may happen to it."""
+
+    # Of the router: the request is here.
+    TICKETED = enum.auto()
+    # Of P.
+    ASKED = enum.auto()
+    ANNOUNCED = enum.auto()
+    CONFIRMED = enum.auto()
+    # All blocks are announced and P's tokens are known.
+    PREFILL_DONE = enum.auto()
+    # P preempted the request and will ask again.
+    SESSION_PREEMPTED = enum.auto()
+    # P needs no D: the first token was the last, or the request was aborted.
+    SESSION_VOID = enum.auto()
+    # P fenced it, said that a release is not valid, or its link is gone.
+    SESSION_LOST = enum.auto()
+    # Of the scheduler.
+    RESERVED = enum.auto()
+    NO_ROOM = enum.auto()
+    RECLAIMED = enum.auto()
+    # The request is over on D: finished, aborted or superseded by another attempt.
+    REQUEST_ENDED = enum.auto()
+    # Of the transfer thread.
+    READ_LANDED = enum.auto()
+    READ_FAILED = enum.auto()
+    # Everything announced has landed and is confirmed, and P is done.
+    COMPLETED = enum.auto()
+    # Of the worker: a deadline passed, P broke the protocol, or blocks are about to change hands.
+    EXPIRED = enum.auto()
+    FENCED = enum.auto()
+    # The router has not decided in time.
+    HOLD_EXPIRED = enum.auto()
+
+
+class ConsumerAction(enum.Enum):
+    """What D does about it."""
+
+    # Has the scheduler reserve blocks.
+    CLAIM = enum.auto()
+    SEND_GRANTED = enum.auto()
+    SEND_LATER = enum.auto()
+    SEND_REVOKE = enum.auto()
+    POST_READ = enum.auto()
+    # Only after the READ is DONE (K4).
+    SEND_RELEASE = enum.auto()
+    # Blocks become usable, and only here (K4).
+    CONFIRM = enum.auto()
+    # The request may run.
+    ACCEPT = enum.auto()
+    # Reserved blocks go back, those under a posted READ when it has landed (K5).
+    GIVE_BACK = enum.auto()
+    SEND_CANCEL = enum.auto()
+    # Tells the router, who alone decides what happens next (K6).
+    REPORT_LOST = enum.auto()
+    FAIL_REQUEST = enum.auto()
+    # P has ended it: no error.
+    VOID_REQUEST = enum.auto()
+
+
+class ConsumerStep(NamedTuple):
+    next: ConsumerState
+    actions: tuple[ConsumerAction, ...] = ()
+
+
+_D, _DE, _DA = ConsumerState, ConsumerEvent, ConsumerAction
+
+_LOST = ConsumerStep(_D.LOST, (_DA.REPORT_LOST,))
+_LOST_CANCEL = ConsumerStep(_D.LOST, (_DA.SEND_CANCEL, _DA.REPORT_LOST))
+
+_WAITING: Mapping[ConsumerEvent, ConsumerStep] = {
+    # The scheduler ends the request, and only with that its blocks come back.
+    _DE.SESSION_VOID: ConsumerStep(_D.LOST, (_DA.VOID_REQUEST,)),
+    _DE.SESSION_LOST: _LOST,
+    _DE.EXPIRED: _LOST_CANCEL,
+    _DE.FENCED: _LOST_CANCEL,
+    _DE.REQUEST_ENDED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL, _DA.GIVE_BACK)),
+}
+_ASK_AGAIN = ConsumerStep(_D.TICKET, (_DA.GIVE_BACK,))
+
+CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
+    _D.EARLY: {
+        _DE.TICKETED: ConsumerStep(_D.CLAIMED, (_DA.CLAIM,)),
+        # The ticket may still come: then P asks again, or the router hears of P's end from P.
+        _DE.SESSION_PREEMPTED: ConsumerStep(_D.ENDED),
+        _DE.SESSION_VOID: ConsumerStep(_D.ENDED),
+        _DE.SESSION_LOST: ConsumerStep(_D.ENDED),
+        _DE.EXPIRED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL,)),
+        _DE.FENCED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL,)),
+    },
+    _D.TICKET: {
+        **_WAITING,
+        _DE.ASKED: ConsumerStep(_D.CLAIMED, (_DA.CLAIM,)),
+    },
+    _D.CLAIMED: {
+        **_WAITING,
+        _DE.SESSION_PREEMPTED: ConsumerStep(_D.TICKET),
+        _DE.RESERVED: ConsumerStep(_D.GRANTED, (_DA.SEND_GRANTED,)),
+        _DE.NO_ROOM: ConsumerStep(_D.CLAIMED, (_DA.SEND_LATER,)),
+    },
+    _D.GRANTED: {
+        **_WAITING,
+        _DE.SESSION_PREEMPTED: _ASK_AGAIN,
+        _DE.RECLAIMED: ConsumerStep(_D.CLAIMED, (_DA.SEND_REVOKE, _DA.GIVE_BACK)),
+        _DE.ANNOUNCED: ConsumerStep(_D.PULLING, (_DA.POST_READ,)),
+        # All of the prompt is cached here.
+        _DE.PREFILL_DONE: ConsumerStep(_D.PULLING),
+    },
+    _D.PULLING: {
+        **_WAITING,
+        _DE.SESSION_PREEMPTED: _ASK_AGAIN,
+        _DE.ANNOUNCED: ConsumerStep(_D.PULLING, (_DA.POST_READ,)),
+        _DE.READ_LANDED: ConsumerStep(_D.PULLING, (_DA.SEND_RELEASE,)),
+        _DE.READ_FAILED: _LOST_CANCEL,
+        _DE.CONFIRMED: ConsumerStep(_D.PULLING, (_DA.CONFIRM,)),
+        _DE.PREFILL_DONE: ConsumerStep(_D.PULLING),
+        _DE.COMPLETED: ConsumerStep(_D.ACCEPTED, (_DA.ACCEPT,)),
+    },
+    _D.ACCEPTED: {
+        _DE.REQUEST_ENDED: ConsumerStep(_D.ENDED),
+    },
+    _D.LOST: {
+        _DE.HOLD_EXPIRED: ConsumerStep(_D.LOST, (_DA.FAIL_REQUEST,)),
+        _DE.REQUEST_ENDED: ConsumerStep(_D.ENDED, (_DA.GIVE_BACK,)),
+    },
+    _D.ENDED: {},
+}
+
+# ---- D: one READ of a chunk of blocks
+
+
+class ReadState(enum.Enum):
+    """A posted READ and the blocks it writes."""
+
+    # The transport may write into the blocks at any time (K5).
+    POSTED = enum.auto()
+    LANDED = enum.auto()
+    # P has said that it had kept the blocks until they had been read (K4).
+    CONFIRMED = enum.auto()
+    # Its pull is over and it has not landed: polled on, its blocks belong to nobody.
+    ZOMBIE = enum.auto()
+    OVER = enum.auto()
+
+
+class ReadEvent(enum.Enum):
+    # DONE or REMOTE_DISCONNECT: nothing lands any more.
+    LANDED = enum.auto()
+    CONFIRMED = enum.auto()
+    # The pull gives its blocks back.
+    DROPPED = enum.auto()
+
+
+class ReadAction(enum.Enum):
+    # Its blocks may be anybody's.
+    FREE_BLOCKS = enum.auto()
+
+
+class ReadStep(NamedTuple):
+    next: ReadState
+    actions: tuple[ReadAction, ...] = ()
+
+
+_R, _RE = ReadState, ReadEvent
+
+READ: Mapping[ReadState, Mapping[ReadEvent, ReadStep]] = {
+    _R.POSTED: {
+        _RE.LANDED: ReadStep(_R.LANDED),
+        _RE.DROPPED: ReadStep(_R.ZOMBIE),
+    },
+    _R.LANDED: {
+        _RE.CONFIRMED: ReadStep(_R.CONFIRMED),
+        _RE.DROPPED: ReadStep(_R.OVER, (ReadAction.FREE_BLOCKS,)),
+    },
+    _R.CONFIRMED: {
+        _RE.DROPPED: ReadStep(_R.OVER, (ReadAction.FREE_BLOCKS,)),
+    },
+    _R.ZOMBIE: {
+        _RE.LANDED: ReadStep(_R.OVER, (ReadAction.FREE_BLOCKS,)),
+    },
+    _R.OVER: {},
+}

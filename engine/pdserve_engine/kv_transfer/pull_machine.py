@@ -1,0 +1,288 @@
+"""Takes the steps of D's pulls: carries out the CONSUMER table of protocol.py, and keeps account of
+what it has led to. Not thread-safe: the consumer's lock guards all of it.
+
+An action may bring the next event, as when there is nothing to read of a chunk; so a pull's state
+is set before its actions are carried out.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from pdserve_common.engine_types import EngineError, ErrorCode, KVLost
+from pdserve_common.errors import KVTransferError
+from pdserve_common.kv_types import (
+    CancelRequest,
+    Granted,
+    KVLayout,
+    KVLinkRequestMessage,
+    KVSessionId,
+    Later,
+    Release,
+    Revoke,
+)
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import (
+    BlocksClaimed,
+    BlocksConfirmed,
+    KVNews,
+    TransferFailed,
+    TransferFinished,
+    TransferLost,
+)
+from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
+from pdserve_engine.kv_transfer.protocol import (
+    CONSUMER,
+    ConsumerAction,
+    ConsumerEvent,
+    ConsumerState,
+    ReadEvent,
+)
+from pdserve_engine.kv_transfer.pull import ChunkRead, LossReason, Pull, PullKey
+
+logger = logging.getLogger(__name__)
+
+ACK_TIMEOUT_S = 5.0  # P answers at once
+# How long a lost pull waits for the router's decision (K6).
+HOLD_S = 5.0
+
+# P has a session of ours open.
+_SESSION_STATES = frozenset(
+    {
+        ConsumerState.EARLY,
+        ConsumerState.CLAIMED,
+        ConsumerState.GRANTED,
+        ConsumerState.PULLING,
+    }
+)
+_OVER_STATES = frozenset({ConsumerState.ACCEPTED, ConsumerState.ENDED})
+# P has not kept the blocks for as long as it took, or D's pool changes hands.
+_EXPIRY_REASONS = frozenset({"expired", "fenced", "not_valid"})
+
+
+class PullMachine:
+    """The pulls of one D and what the scheduler is to hear of them.
+
+    `post` starts a READ, or raises KVTransferError; how it ends is for the caller to take.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout,
+        metrics: KVTransferMetrics,
+        link_of: Callable[[str], KVLink | None],
+        post: Callable[[ChunkRead], None],
+        wakeup: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._metrics = metrics
+        self._link_of = link_of
+        self._post = post
+        self._wakeup = wakeup
+        self._clock = clock
+        self.pulls: dict[PullKey, Pull] = {}
+        self.by_session: dict[KVSessionId, Pull] = {}
+        # Requests that are over here, so that P need not wait for an answer when it asks for them.
+        self.ended = RecentKeys()
+        self.num_in: Counter[ConsumerState] = Counter()
+        self._num_zombies = 0
+        self._news: list[KVNews] = []
+        self._actions: dict[ConsumerAction, Callable[[Pull], None]] = {
+            ConsumerAction.CLAIM: self._claim,
+            ConsumerAction.SEND_GRANTED: self._send_granted,
+            ConsumerAction.SEND_LATER: lambda pull: _send(pull, Later(session=_session_of(pull))),
+            ConsumerAction.SEND_REVOKE: lambda pull: _send(pull, Revoke(session=_session_of(pull))),
+            ConsumerAction.POST_READ: self._post_read,
+            ConsumerAction.SEND_RELEASE: self._send_release,
+            ConsumerAction.CONFIRM: self._confirm,
+            ConsumerAction.ACCEPT: self._accept,
+            ConsumerAction.GIVE_BACK: self._give_back,
+            ConsumerAction.SEND_CANCEL: self._send_cancel,
+            ConsumerAction.REPORT_LOST: self._report_lost,
+            ConsumerAction.FAIL_REQUEST: self._fail_request,
+            ConsumerAction.VOID_REQUEST: self._void_request,
+        }
+
+    def num_open(self) -> int:
+        """Pulls of requests that are here and not over, and READs whose pull is over."""
+        num_pulls = len(self.pulls) - self.num_in[ConsumerState.EARLY]
+        return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_zombies
+
+    def take_news(self) -> list[KVNews]:
+        news, self._news = self._news, []
+        return news
+
+    def add(self, key: PullKey, state: ConsumerState, timeout_s: float) -> Pull:
+        pull = Pull(key, state, self._clock() + timeout_s)
+        self.pulls[key] = pull
+        self._count(state, +1)
+        return pull
+
+    def open_session(self, pull: Pull, link: KVLink, session: KVSessionId) -> None:
+        pull.session, pull.link = session, link
+        self.by_session[session] = pull
+
+    def tell(self, news: KVNews) -> None:
+        """Have the scheduler hear of it."""
+        self._news.append(news)
+        self._wakeup()
+
+    def show_zombies(self, change: int) -> None:
+        self._num_zombies += change
+        self._metrics.zombie_reads.set(self._num_zombies)
+
+    def has_news_of_claim(self, request: Request) -> bool:
+        """Is there a claim of the request that the scheduler has not heard of yet?"""
+        return any(isinstance(n, BlocksClaimed) and n.request is request for n in self._news)
+
+    def advance(self, pull: Pull, event: ConsumerEvent) -> bool:
+        """Take a step of the CONSUMER table. False: the event comes too late."""
+        step = CONSUMER[pull.state].get(event)
+        if step is None:
+            return False
+        self._set_state(pull, step.next)
+        for action in step.actions:
+            self._actions[action](pull)
+        if step.next is ConsumerState.ENDED:
+            self._forget(pull)
+        return True
+
+    def lose(self, pull: Pull, event: ConsumerEvent, reason: LossReason, message: str) -> bool:
+        """As `advance`, for an event that ends the pull."""
+        if event not in CONSUMER[pull.state]:
+            return False
+        pull.reason, pull.message = reason, message
+        return self.advance(pull, event)
+
+    def lose_protocol(self, pull: Pull, what: str) -> bool:
+        message = f"P {pull.engine_id} {what}"
+        return self.lose(pull, ConsumerEvent.EXPIRED, "protocol", message)
+
+    # ---- what the steps do
+
+    def _claim(self, pull: Pull) -> None:
+        self.tell(BlocksClaimed(pull.ticket))
+
+    def _send_granted(self, pull: Pull) -> None:
+        _send(pull, Granted(session=_session_of(pull), first_block=pull.granted.first_block))
+
+    def _post_read(self, pull: Pull) -> None:
+        read = pull.granted.reads[-1]
+        if not read.local_block_ids:
+            read.advance(ReadEvent.LANDED)
+            self.advance(pull, ConsumerEvent.READ_LANDED)
+            return
+        try:
+            self._post(read)
+        except KVTransferError as error:
+            read.advance(ReadEvent.LANDED)  # nothing was posted that could land
+            self.lose(pull, ConsumerEvent.READ_FAILED, "read_error", error.message)
+            return
+        read.transfer.count_posted(self._clock())
+
+    def _send_release(self, pull: Pull) -> None:
+        """For what is here without a hole, if that is more than before."""
+        transfer = pull.granted
+        through = transfer.num_landed
+        if through == transfer.num_released:
+            return
+        transfer.num_released = through
+        transfer.ack_deadline = min(transfer.ack_deadline, self._clock() + ACK_TIMEOUT_S)
+        _send(pull, Release(session=_session_of(pull), through_block=through))
+
+    def _confirm(self, pull: Pull) -> None:
+        transfer = pull.granted
+        for read in transfer.reads:
+            if read.end_block <= transfer.num_confirmed:
+                read.advance(ReadEvent.CONFIRMED)
+        is_owed = transfer.num_confirmed < transfer.num_released
+        transfer.ack_deadline = self._clock() + ACK_TIMEOUT_S if is_owed else math.inf
+        num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
+        self.tell(BlocksConfirmed(pull.ticket, num_tokens))
+
+    def _accept(self, pull: Pull) -> None:
+        transfer = pull.granted
+        pull.deadline = math.inf
+        stats = transfer.stats(self._clock())
+        if stats.num_reads:
+            self._metrics.transfer_duration.labels(pull.engine_id).observe(stats.transfer_s)
+        self._metrics.transfer_exposed.labels(pull.engine_id).observe(stats.exposed_s)
+        self._metrics.release_ack_duration.labels(pull.engine_id).observe(stats.release_ack_s)
+        self.tell(TransferFinished(pull.ticket, transfer.output_token_ids, stats))
+        pull.transfer = None  # the blocks are the request's own from here on
+
+    def _give_back(self, pull: Pull) -> None:
+        if pull.transfer is None:
+            return
+        zombies = pull.transfer.drop_reads()
+        pull.kept = frozenset(i for read in zombies for i in read.local_block_ids)
+        pull.transfer = None
+        self.show_zombies(len(zombies))
+
+    def _send_cancel(self, pull: Pull) -> None:
+        link = self._link_of(pull.engine_id)
+        if link is not None:
+            link.handle.send(make_cancel(pull.key, pull.reason))
+
+    def _report_lost(self, pull: Pull) -> None:
+        pull.deadline = self._clock() + HOLD_S
+        self._metrics.transfer_failures.labels(pull.engine_id, pull.reason).inc()
+        logger.warning("KV pull of %s is lost: %s", pull.request_id, pull.message)
+        # What D has may change hands after a fence.
+        is_kept = pull.reason != "fenced"
+        num_tokens = pull.num_confirmed_tokens(self._layout.block_size) if is_kept else 0
+        lost = KVLost(num_confirmed_tokens=num_tokens, reason=pull.reason, message=pull.message)
+        self.tell(TransferLost(pull.ticket, lost))
+
+    def _fail_request(self, pull: Pull) -> None:
+        is_expiry = pull.reason in _EXPIRY_REASONS
+        code = ErrorCode.KV_EXPIRED if is_expiry else ErrorCode.KV_TRANSFER_FAILED
+        error = EngineError(code=code, message=pull.message, is_retryable=True)
+        self.tell(TransferFailed(pull.ticket, error))
+
+    def _void_request(self, pull: Pull) -> None:
+        """Nobody's fault: the router knows of it from P's own output."""
+        pull.deadline = math.inf
+        error = EngineError(code=ErrorCode.CANCELLED, message=pull.message, is_retryable=False)
+        self.tell(TransferFailed(pull.ticket, error))
+
+    # ---- inside
+
+    def _forget(self, pull: Pull) -> None:
+        self._count(pull.state, -1)
+        del self.pulls[pull.key]
+        if pull.request is not None:
+            self.ended.add(pull.key)
+
+    def _set_state(self, pull: Pull, state: ConsumerState) -> None:
+        if state is pull.state:
+            return
+        self._count(pull.state, -1)
+        pull.state = state
+        self._count(state, +1)
+        if state not in _SESSION_STATES and pull.session is not None:
+            del self.by_session[pull.session]
+            pull.session = pull.link = None
+
+    def _count(self, state: ConsumerState, change: int) -> None:
+        self.num_in[state] += change
+        if state not in _OVER_STATES:
+            self._metrics.sessions.labels(state.name.lower()).set(self.num_in[state])
+
+
+def make_cancel(key: PullKey, reason: str) -> CancelRequest:
+    return CancelRequest(request_id=key[1], attempt=key[2], reason=reason)
+
+
+def _session_of(pull: Pull) -> KVSessionId:
+    assert pull.session is not None, "claimed, granted and pulling pulls have a session"
+    return pull.session
+
+
+def _send(pull: Pull, message: KVLinkRequestMessage) -> None:
+    assert pull.link is not None, "claimed, granted and pulling pulls have a link"
+    pull.link.handle.send(message)

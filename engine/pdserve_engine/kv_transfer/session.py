@@ -1,0 +1,117 @@
+"""One session as P sees it: which blocks D reads, what is announced, released and kept of them."""
+
+from collections.abc import Sequence
+
+from pdserve_common.kv_types import KVLayout, KVSessionId, Release
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import first_read_blocks
+from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.protocol import ProducerState
+
+
+class Session:
+    """A session on P. Blocks are counted from the request's start, alike in every KV group.
+
+    All numbers of blocks grow: first_block <= num_announced <= num_blocks, and D has released
+    num_released <= num_announced of them. Guarded by its connector's lock.
+    """
+
+    __slots__ = (
+        "_first_reads",
+        "asked_at",
+        "block_ids",
+        "deadline",
+        "engine_id",
+        "first_block",
+        "id",
+        "link",
+        "num_announced",
+        "num_blocks",
+        "num_freed",
+        "num_released",
+        "num_tokens",
+        "reason",
+        "release",
+        "request",
+        "state",
+    )
+
+    def __init__(self, request: Request, layout: KVLayout, *, now: float, deadline: float) -> None:
+        params = request.kv_transfer_params
+        assert params is not None, "only requests that will be decoded elsewhere have sessions"
+        self.request = request
+        self.engine_id = params.remote_engine_id  # of D
+        self.state = ProducerState.ASKING
+        self.asked_at = now
+        self.deadline = deadline
+        # Why it is over: one word, and for fences why they were put up.
+        self.reason = ""
+        # Both are set when D's link is up.
+        self.link: KVLink | None = None
+        self.id: KVSessionId | None = None
+        # D pulls the KV of so many tokens.
+        self.num_tokens = request.num_prompt_tokens + len(request.request.resume_output_token_ids)
+        self.num_blocks = -(-self.num_tokens // layout.block_size)
+        self._first_reads = first_read_blocks(layout, self.num_tokens)
+        # D has those before it.
+        self.first_block = 0
+        # Ids of blocks that are written, per group; NULL_BLOCK_ID where D reads none.
+        self.block_ids: list[list[int]] = [[] for _ in layout.groups]
+        self.num_announced = 0
+        # D's last release, and the furthest.
+        self.release: Release | None = None
+        self.num_released = 0
+        # Blocks before it are the request's, or have been given back.
+        self.num_freed = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Names the request to its D."""
+        return self.engine_id, self.request.request_id, self.request.request.attempt
+
+    @property
+    def open_id(self) -> KVSessionId:
+        assert self.id is not None, "D has been asked over its link"
+        return self.id
+
+    @property
+    def is_exported(self) -> bool:
+        """May D be reading?"""
+        return self.num_announced > self.first_block
+
+    def start_at(self, first_block: int) -> None:
+        """D has the blocks before `first_block`."""
+        self.first_block = self.num_announced = first_block
+
+    def add_blocks(self, block_ids: Sequence[Sequence[int]], num_blocks: int) -> None:
+        """The first `num_blocks` blocks of the request's tables are written."""
+        for known, ids, first_read in zip(
+            self.block_ids, block_ids, self._first_reads, strict=True
+        ):
+            num_unread = max(first_read, self.first_block)
+            known.extend(
+                ids[index] if index >= num_unread else NULL_BLOCK_ID
+                for index in range(len(known), num_blocks)
+            )
+
+    def take_unannounced(self) -> list[list[int]]:
+        """Return the ids, per group, of written blocks that were not announced; they are now."""
+        num_written = len(self.block_ids[0])
+        new = [ids[self.num_announced :] for ids in self.block_ids]
+        self.num_announced = max(self.num_announced, num_written)
+        return new
+
+    def keep(self) -> frozenset[int]:
+        """The request's blocks are the session's from now on: return those that it keeps."""
+        self.num_freed = self.num_released
+        return frozenset(self._ids_between(self.num_freed, self.num_blocks))
+
+    def take_kept(self, through_block: int) -> tuple[int, ...]:
+        """Return kept blocks before `through_block`, each once; the session keeps them no more."""
+        taken = self._ids_between(self.num_freed, through_block)
+        self.num_freed = max(self.num_freed, through_block)
+        return tuple(taken)
+
+    def _ids_between(self, start: int, end: int) -> list[int]:
+        return [i for ids in self.block_ids for i in ids[start:end] if i != NULL_BLOCK_ID]

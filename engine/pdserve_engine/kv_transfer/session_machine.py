@@ -1,0 +1,322 @@
+"""Takes the steps of P's sessions: carries out the PRODUCER table of protocol.py, and keeps account
+of what it has led to. Not thread-safe: the producer's lock guards all of it.
+
+Sessions that are not over are in `_sessions`, those that D knows of in `_open` as well; leaving
+both is the fence (rule K3).
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from pdserve_common.errors import KVTransferError
+from pdserve_common.kv_types import (
+    BlocksReady,
+    GrantRequest,
+    KVLinkResponseMessage,
+    KVSessionId,
+    PrefillDone,
+    Release,
+    ReleaseAck,
+    SessionEnded,
+)
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.core.block_pool import NULL_BLOCK_ID
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import (
+    BlocksFreed,
+    KVIdentity,
+    KVNews,
+    KVTransport,
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+)
+from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.protocol import (
+    PRODUCER,
+    ProducerAction,
+    ProducerEvent,
+    ProducerState,
+)
+from pdserve_engine.kv_transfer.session import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_UNDELIVERED = 4096
+# How long a session waits for its D to dial.
+LINK_WAIT_S = 5.0
+
+Checksum = Callable[[Sequence[int]], tuple[int, ...]]
+
+
+class SessionMachine:
+    """The sessions of one P, and what the scheduler and Ds are to hear of them."""
+
+    def __init__(
+        self,
+        transport: KVTransport,
+        *,
+        identity: KVIdentity,
+        metrics: KVTransferMetrics,
+        link_of: Callable[[str], KVLink | None],
+        wakeup: Callable[[], None],
+        session_timeout_s: float,
+        checksum: Checksum | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._identity = identity
+        self._metrics = metrics
+        self._link_of = link_of
+        self._wakeup = wakeup
+        self._session_timeout_s = session_timeout_s
+        self._checksum = checksum
+        self._clock = clock
+        self._next_seq = 1
+        self._sessions: dict[str, Session] = {}  # by request id
+        self._open: dict[KVSessionId, Session] = {}
+        self._num_exported = 0
+        self._news: list[KVNews] = []
+        # Requests that the scheduler is told to end: D knows already.
+        self._failed: set[Request] = set()
+        # For Ds whose link is not here yet: until when to keep it, and what to tell.
+        self._undelivered: OrderedDict[tuple[str, str], tuple[float, SessionEnded]] = OrderedDict()
+        # All but SEND_INVALID_ACK, which is for sessions that are in no map any more: `refuse`.
+        self._actions: Mapping[ProducerAction, Callable[[Session], None]] = {
+            ProducerAction.ALLOW_START: self._allow_start,
+            ProducerAction.FORBID_START: self._forbid_start,
+            ProducerAction.ANNOUNCE: self._announce,
+            ProducerAction.SEND_PREFILL_DONE: self._send_prefill_done,
+            ProducerAction.SEND_VALID_ACK: self._send_valid_ack,
+            ProducerAction.FENCE: self._fence,
+            ProducerAction.FREE: self._free,
+            ProducerAction.FREE_RELEASED: self._free_released,
+            ProducerAction.SEND_SESSION_ENDED: self._send_session_ended,
+            ProducerAction.FAIL_REQUEST: self._fail_request,
+        }
+
+    def __len__(self) -> int:
+        """Sessions that are not over."""
+        return len(self._sessions)
+
+    def all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def get(self, request_id: str) -> Session | None:
+        """Return the session of whatever attempt of the request has one."""
+        return self._sessions.get(request_id)
+
+    def find(self, request: Request) -> Session | None:
+        """Return the request's session, not another attempt's."""
+        session = self._sessions.get(request.request_id)
+        return session if session is not None and session.request is request else None
+
+    def find_open(self, session_id: KVSessionId, link: KVLink) -> Session | None:
+        """Return the session of that id, if it is one of that link."""
+        session = self._open.get(session_id)
+        return session if session is not None and session.link is link else None
+
+    def take_news(self) -> list[KVNews]:
+        news, self._news = self._news, []
+        return news
+
+    def advance(self, session: Session, event: ProducerEvent, reason: str = "") -> bool:
+        """Take the table's step; False, and nothing, if it has none. `reason`: why the session is
+        over, if it is then.
+        """
+        step = PRODUCER[session.state].get(event)
+        if step is None:
+            return False
+        logger.debug("session of %s: %s %s", session.request.request_id, event.name, reason)
+        session.deadline = self._clock() + self._session_timeout_s
+        session.reason = reason
+        self._enter(session, step.next)
+        for action in step.actions:
+            self._actions[action](session)
+        return True
+
+    def add(self, request: Request) -> Session:
+        """Begin a session, to be opened when D's link is up."""
+        now = self._clock()
+        deadline = now + min(LINK_WAIT_S, self._session_timeout_s)
+        session = Session(request, self._identity.layout, now=now, deadline=deadline)
+        self._sessions[request.request_id] = session
+        self._metrics.sessions.labels(session.state.name.lower()).inc()
+        return session
+
+    def open(self, session: Session, link: KVLink) -> None:
+        """D's link is up: ask it for blocks."""
+        session.link = link
+        session.id = KVSessionId(
+            p_epoch=self._identity.epoch,
+            d_epoch=link.epoch,
+            link=link.number,
+            seq=self._next_seq,
+        )
+        self._next_seq += 1
+        self._open[session.id] = session
+        session.deadline = self._clock() + self._session_timeout_s
+        message = GrantRequest(
+            session=session.id,
+            request_id=session.request.request_id,
+            attempt=session.request.request.attempt,
+            num_tokens=session.num_tokens,
+        )
+        link.handle.send(message)
+
+    def open_waiting(self, link: KVLink) -> None:
+        """A D has dialed: tell it what it has missed and ask it for what waits."""
+        for key in [key for key in self._undelivered if key[0] == link.engine_id]:
+            link.handle.send(self._undelivered.pop(key)[1])
+        for session in self._sessions.values():
+            if session.engine_id == link.engine_id and session.link is None:
+                self.open(session, link)
+
+    def expire(self) -> None:
+        """End what is overdue."""
+        now = self._clock()
+        for session in [s for s in self._sessions.values() if s.deadline <= now]:
+            self.advance(session, ProducerEvent.EXPIRED, "expired")
+        while self._undelivered and next(iter(self._undelivered.values()))[0] <= now:
+            self._undelivered.popitem(last=False)
+
+    def tell_end(self, request: Request, reason: str) -> None:
+        """The request ends on P without a session: D's ticket is void, unless D knows."""
+        params = request.kv_transfer_params
+        assert params is not None
+        if request in self._failed:
+            self._failed.discard(request)
+        else:
+            self._send_ended(params.remote_engine_id, None, request, reason)
+
+    def refuse(self, link: KVLink, release: Release) -> None:
+        """What the table says of ENDED sessions: the release is not valid."""
+        self._send_ack(link, release, is_valid=False)
+
+    # ---- actions
+
+    def _allow_start(self, session: Session) -> None:
+        now = self._clock()
+        self._metrics.grant_wait.labels(session.engine_id).observe(now - session.asked_at)
+        if session.request.first_scheduled_time is None:  # else it was preempted
+            session.request.asked_time, session.request.granted_time = session.asked_at, now
+        self._tell(StartAllowed(session.request))
+
+    def _forbid_start(self, session: Session) -> None:
+        self._tell(StartForbidden(session.request))
+
+    def _announce(self, session: Session) -> None:
+        first_block = session.num_announced
+        was_exported = session.is_exported
+        groups = session.take_unannounced()
+        if session.num_announced == first_block:
+            return
+        if not was_exported:
+            self._export(1)
+        # The message has no null blocks: D does not read those entries.
+        message = BlocksReady(
+            session=session.open_id,
+            first_block=first_block,
+            block_ids=tuple(tuple(max(block_id, 0) for block_id in ids) for ids in groups),
+            checksums=tuple(map(self._checksums, groups)) if self._checksum is not None else (),
+        )
+        self._send(session, message)
+        self._transport.poke()
+
+    def _send_prefill_done(self, session: Session) -> None:
+        request = session.request
+        message = PrefillDone(
+            session=session.open_id,
+            num_tokens=session.num_tokens,
+            output_token_ids=tuple(request.all_token_ids[session.num_tokens :]),
+            timeout_s=self._session_timeout_s,
+        )
+        self._send(session, message)
+
+    def _send_valid_ack(self, session: Session) -> None:
+        assert session.link is not None
+        assert session.release is not None, "a release is being answered"
+        self._send_ack(session.link, session.release, is_valid=True)
+
+    def _fence(self, session: Session) -> None:
+        """Nothing of the session is valid from here on (K3)."""
+        del self._sessions[session.request.request_id]
+        if session.id is not None:
+            del self._open[session.id]
+        if session.is_exported:
+            self._export(-1)
+        self._metrics.sessions_ended.labels(session.reason.partition(":")[0]).inc()
+
+    def _free(self, session: Session) -> None:
+        self._free_through(session, session.num_blocks)
+
+    def _free_released(self, session: Session) -> None:
+        self._free_through(session, session.num_released)
+
+    def _send_session_ended(self, session: Session) -> None:
+        self._send_ended(session.engine_id, session.id, session.request, session.reason)
+
+    def _fail_request(self, session: Session) -> None:
+        self._failed.add(session.request)
+        error = KVTransferError(f"handing KV over to {session.engine_id} failed: {session.reason}")
+        self._tell(TransferFailed(session.request, error.to_engine_error()))
+
+    # ---- helpers
+
+    def _enter(self, session: Session, state: ProducerState) -> None:
+        self._metrics.sessions.labels(session.state.name.lower()).dec()
+        session.state = state
+        if state is not ProducerState.ENDED:
+            self._metrics.sessions.labels(state.name.lower()).inc()
+
+    def _tell(self, news: KVNews) -> None:
+        self._news.append(news)
+        self._wakeup()
+
+    def _send(self, session: Session, message: KVLinkResponseMessage) -> None:
+        assert session.link is not None
+        session.link.handle.send(message)
+
+    def _send_ack(self, link: KVLink, release: Release, *, is_valid: bool) -> None:
+        ack = ReleaseAck(
+            session=release.session, through_block=release.through_block, valid=is_valid
+        )
+        link.handle.send(ack)
+        self._metrics.release_acks.labels(str(is_valid).lower()).inc()
+
+    def _send_ended(
+        self, engine_id: str, session_id: KVSessionId | None, request: Request, reason: str
+    ) -> None:
+        message = SessionEnded(
+            session=session_id,
+            request_id=request.request_id,
+            attempt=request.request.attempt,
+            reason=reason,
+        )
+        link = self._link_of(engine_id)
+        if link is not None:
+            link.handle.send(message)
+            return
+        deadline = self._clock() + self._session_timeout_s
+        self._undelivered[engine_id, request.request_id] = (deadline, message)
+        if len(self._undelivered) > MAX_UNDELIVERED:
+            self._undelivered.popitem(last=False)
+
+    def _free_through(self, session: Session, through_block: int) -> None:
+        block_ids = session.take_kept(through_block)
+        if block_ids:
+            self._tell(BlocksFreed(block_ids))
+
+    def _export(self, change: int) -> None:
+        """One session more, or less, of which D may be reading."""
+        was_exporting = self._num_exported > 0
+        self._num_exported += change
+        if (self._num_exported > 0) is not was_exporting:
+            self._transport.set_exporting(not was_exporting)
+
+    def _checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """One for each block, 0 for those that D does not read."""
+        assert self._checksum is not None
+        sums = iter(self._checksum([i for i in block_ids if i != NULL_BLOCK_ID]))
+        return tuple(0 if i == NULL_BLOCK_ID else next(sums) for i in block_ids)

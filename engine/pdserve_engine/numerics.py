@@ -1,0 +1,61 @@
+"""What decides the bits of an engine's logits, besides weights and tokens."""
+
+import hashlib
+import platform
+
+import torch
+
+from pdserve_common.version import VERSION
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.models.base import Model
+
+# Which of a processor's extensions matrix multiplications are chosen by.
+_ISA_PREFIXES = ("sse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
+
+_MODEL_FIELDS = ("model name", "cpu family", "model", "stepping", "cache size")
+
+
+def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str:
+    """Return 16 hexadecimal digits that are equal for two workers only if an exact model computes
+    the same bits on both.
+
+    Digested are: our version, which fixes the kernels and their tiles; torch's, which fixes the
+    libraries under it; the processor's or GPU's model and instruction set, by which those choose
+    their code; compute threads, dtype, block size, and whose code the model is. It errs on the
+    safe side: workers whose ids differ may still agree. Weights are left to the compatibility
+    hash.
+    """
+    parts = (
+        VERSION,
+        torch.__version__,
+        *_machine(device),
+        type(model).__name__,
+        model.config.dtype_name,
+        config.block_size,
+    )
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return device.type, torch.version.cuda, name, torch.cuda.get_device_capability(device)
+    isa = torch.backends.cpu.get_cpu_capability()
+    return device.type, platform.machine(), isa, *_processor(), torch.get_num_threads()
+
+
+def _processor() -> tuple[str, ...]:
+    """Model and extensions, as Linux tells them; nothing elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            fields = dict(_field(line) for line in file if ":" in line)
+    except OSError:
+        return ()
+    flags = (fields.get("flags") or fields.get("Features", "")).split()
+    isa = sorted(flag for flag in flags if flag.startswith(_ISA_PREFIXES))
+    return *(fields.get(name, "") for name in _MODEL_FIELDS), " ".join(isa)
+
+
+def _field(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip(), value.strip()

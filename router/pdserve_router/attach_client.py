@@ -1,0 +1,136 @@
+"""One Attach stream from its first message to its end: written, read, and watched for silence."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+
+# How long a worker may take to end a stream that we have closed.
+_CLOSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimings:
+    """How a link proves that it lives; tests shorten it."""
+
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 5.0
+    min_backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+    # How long requests wait for their broken stream to be replaced.
+    reattach_s: float = 2.0
+
+
+class LinkLostError(Exception):
+    """The worker is of no use as it is; the message says why."""
+
+
+class StreamBrokenError(Exception):
+    """The stream is over, the worker may live; the message says why."""
+
+
+class AttachStream:
+    """Serves one stream. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        timings: LinkTimings,
+        *,
+        on_response: Callable[[service_pb2.AttachResponse], None],
+        next_frame_seq: Callable[[], int],
+    ) -> None:
+        self._timings = timings
+        self._on_response = on_response
+        self._next_frame_seq = next_frame_seq
+        # None ends our half of the stream.
+        self._outbox: asyncio.Queue[service_pb2.AttachRequest | None] = asyncio.Queue()
+        self._is_heartbeat_queued = False
+        self._last_heard = time.monotonic()
+
+    def send(self, message: service_pb2.AttachRequest) -> None:
+        """Queue a message. It is lost if the stream breaks before it has left."""
+        self._outbox.put_nowait(message)
+
+    async def serve(
+        self, stub: service_grpc.EngineCoreServiceStub, hello: service_pb2.AttachHello
+    ) -> None:
+        """Attach and serve the stream until it ends, always with an exception: LinkLostError of a
+        silent worker, StreamBrokenError or AioRpcError of a stream, what `on_response` raises. If
+        cancelled it ends the stream in order, which tells the worker that nobody comes back.
+        """
+        self._last_heard = time.monotonic()
+        call = stub.Attach()
+        tasks = [
+            asyncio.create_task(part)
+            for part in (self._read(call), self._write(call, hello), self._watch())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The reader, first in the list, knows the status; the writer only that it is over.
+            for task in sorted(done, key=tasks.index):
+                task.result()
+        except asyncio.CancelledError:
+            self._outbox.put_nowait(None)
+            await asyncio.wait(tasks[:1], timeout=_CLOSE_S)
+            raise
+        finally:
+            call.cancel()
+            await _cancel(tasks)
+
+    async def _write(self, call: Any, hello: service_pb2.AttachHello) -> None:
+        try:
+            await call.write(service_pb2.AttachRequest(hello=hello))
+            while (message := await self._outbox.get()) is not None:
+                await call.write(self._stamped(message))
+            await call.done_writing()
+            await asyncio.Event().wait()  # The reader sees the end.
+        except asyncio.InvalidStateError:
+            raise StreamBrokenError("the stream has ended") from None
+
+    def _stamped(self, message: service_pb2.AttachRequest) -> service_pb2.AttachRequest:
+        if message.HasField("heartbeat"):
+            self._is_heartbeat_queued = False
+            message.heartbeat.next_frame_seq = self._next_frame_seq()
+        return message
+
+    async def _read(self, call: Any) -> None:
+        while True:
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                # Raises unless the worker ended the stream with OK.
+                code, details = await call.code(), await call.details()
+                raise StreamBrokenError(f"the stream ended: {code.name} {details}".rstrip())
+            self._last_heard = time.monotonic()
+            self._on_response(response)
+
+    async def _watch(self) -> None:
+        """Send heartbeats and notice silence: gRPC answers pings also for a hung event loop."""
+        interval = self._timings.heartbeat_s
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            self._beat()
+            if now - before > 2 * interval:
+                # It was this process that hung: what the worker sent is still to be read.
+                self._last_heard = max(self._last_heard, now - interval)
+            silence = now - self._last_heard
+            if silence > self._timings.dead_after_s:
+                raise LinkLostError(f"nothing heard for {silence:.1f} s")
+
+    def _beat(self) -> None:
+        if not self._is_heartbeat_queued:
+            self._is_heartbeat_queued = True
+            self.send(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))
+
+
+async def _cancel(tasks: "list[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

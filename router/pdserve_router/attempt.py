@@ -1,0 +1,153 @@
+"""One attempt at a request: its legs, and what the end of one means for the other."""
+
+import dataclasses
+from typing import Protocol
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    KVLost,
+)
+from pdserve_common.errors import NoWorkerError
+from pdserve_router.output_processor import RequestState
+from pdserve_router.route_chooser import Route
+from pdserve_router.worker_client import OutputCallback, WorkerClient
+
+
+class AttemptOwner(Protocol):
+    """The request that an attempt serves."""
+
+    state: RequestState
+
+    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
+        """Take an output's tokens. Returns False if that ended the request."""
+
+    def on_done(self, output: EngineCoreOutput, *, outcome: str) -> None:
+        """This output is the end of the answer."""
+
+    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+        """A worker cannot go on."""
+
+    def on_kv_lost(self, lost: KVLost) -> None:
+        """D waits for a decision."""
+
+    def on_defect(self) -> None:
+        """This process is at fault."""
+
+
+class Attempt:
+    """A request, at one attempt, on one route. Both legs get it at once: P computes the prompt and
+    the first token, D pulls the KV blocks and goes on.
+    """
+
+    def __init__(self, request: EngineCoreRequest, route: Route, owner: AttemptOwner) -> None:
+        self.request = request
+        self.route = route
+        # P stays in here after it handed the request off: it may still hold the blocks.
+        self.running: set[WorkerClient] = set()
+        # Tokens of this stream before this attempt.
+        self.num_tokens_before = owner.state.num_new_tokens
+        self._num_known = len(owner.state.token_ids)
+        self._owner = owner
+        # Of D, until P has said what only P knows.
+        self._early: list[EngineCoreOutput] = []
+
+    def send(self) -> None:
+        prefill, decode = self.route.prefill, self.route.decode
+        if prefill is None:
+            self._send(decode, self.request, self._on_decode_output)
+            return
+        to_decode = dataclasses.replace(decode.kv_transfer_params, do_remote_decode=True)
+        to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
+        prefill_leg = dataclasses.replace(self.request, kv_transfer_params=to_decode)
+        decode_leg = dataclasses.replace(self.request, kv_transfer_params=to_prefill)
+        self._send(prefill, prefill_leg, self._on_prefill_output)
+        self._send(decode, decode_leg, self._on_decode_output)
+
+    def abort(self, *, but: frozenset[WorkerClient] = frozenset()) -> None:
+        """End it on every worker. It says nothing any more; on the workers in `but` the next
+        attempt takes its place.
+        """
+        for worker in self.running - but:
+            worker.abort(self.request.request_id)
+        self.running.clear()
+
+    def _send(
+        self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
+    ) -> None:
+        try:
+            worker.add_request(request, on_output, self._owner.on_defect)
+        except NoWorkerError as error:
+            # What an earlier attempt may still have there has no successor.
+            worker.abort(request.request_id)
+            self._owner.on_failed(worker, error.to_engine_error())
+        else:
+            self.running.add(worker)
+
+    def _on_prefill_output(self, output: EngineCoreOutput) -> None:
+        prefill = self.route.prefill
+        assert prefill is not None
+        if not self._owner.accept(output, prefill) or not output.finished:
+            return
+        if _has_failed(output):
+            self._fail_leg(prefill, output)
+        elif output.kv_transfer_params is None:
+            # The first token was the last: D's ticket is void.
+            self.running.discard(prefill)
+            self._owner.on_done(output, outcome="ended_at_prefill")
+        else:
+            self._take_early()
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for held in early:
+            if self.running:
+                self._on_decode_output(held)
+
+    def _on_decode_output(self, output: EngineCoreOutput) -> None:
+        if self._is_early(output):
+            self._early.append(output)
+            return
+        if output.kv_lost is not None:
+            self._owner.on_kv_lost(output.kv_lost)
+            return
+        if not self._owner.accept(output, self.route.decode) or not output.finished:
+            return
+        if self._is_void_ticket(output):
+            self.running.discard(self.route.decode)
+        elif _has_failed(output):
+            self._fail_leg(self.route.decode, output)
+        else:
+            # D is done, so P has nothing left to do either.
+            self.running.clear()
+            self._owner.on_done(output, outcome="completed")
+
+    def _is_early(self, output: EngineCoreOutput) -> bool:
+        """Only P has the logprobs of the prompt and of its first token, which D repeats."""
+        is_first = bool(output.new_token_ids) and (
+            len(self._owner.state.token_ids) == self._num_known
+        )
+        is_disaggregated = self.route.prefill is not None
+        return is_first and is_disaggregated and self._owner.state.wants_logprobs
+
+    def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
+        """D heard from P that the request ends there; P's own word of it is still on its way."""
+        is_cancelled = output.error is not None and output.error.code is ErrorCode.CANCELLED
+        return is_cancelled and self.route.prefill in self.running
+
+    def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+        self.running.discard(worker)
+        error = output.error or EngineError(
+            code=ErrorCode.ENGINE_DEAD,
+            message=f"worker {worker.address} ended the request: {output.finish_reason!s}",
+            is_retryable=True,
+        )
+        self._owner.on_failed(worker, error)
+
+
+def _has_failed(output: EngineCoreOutput) -> bool:
+    # An abort we did not ask for is the worker's failure.
+    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)

@@ -1,0 +1,119 @@
+"""A tiny generation over one pair of workers, which proves that their handoff works."""
+
+import asyncio
+import dataclasses
+import secrets
+import time
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineInfo,
+    FinishReason,
+    KVTransferStats,
+    SamplingParams,
+)
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.validation import PRIORITY_LIMIT
+from pdserve_router.worker_client import WorkerClient
+
+PROBE_PREFIX = "probe-"
+_NUM_TOKENS = 2
+_NUM_BLOCKS = 2
+
+
+class ProbeFailedError(Exception):
+    """The pair cannot be used; the message says why."""
+
+
+async def probe(
+    prefill: WorkerClient, decode: WorkerClient, *, timeout_s: float
+) -> KVTransferStats:
+    """Have `prefill` compute two blocks and one token, and `decode` pull them and add one. Returns
+    what the transfer was. Raises ProbeFailedError.
+    """
+    assert decode.info is not None
+    request = _request(decode.info, timeout_s)
+    run = _Probe(prefill, decode)
+    try:
+        run.start(request)
+        return await asyncio.wait_for(run.result, timeout_s)
+    except NoWorkerError as error:
+        raise ProbeFailedError(error.message) from None
+    except asyncio.TimeoutError:
+        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
+    finally:
+        prefill.abort(request.request_id)
+        decode.abort(request.request_id)
+
+
+def _request(info: EngineInfo, timeout_s: float) -> EngineCoreRequest:
+    ordinary = [t for t in range(info.vocab_size) if t not in info.eos_token_ids][: info.block_size]
+    num_tokens = min(_NUM_BLOCKS * info.block_size, info.max_model_len - _NUM_TOKENS)
+    request_id = PROBE_PREFIX + secrets.token_hex(8)
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_tokens)),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True),
+        # Blocks that D has cached would not be pulled.
+        cache_salt=request_id,
+        priority=PRIORITY_LIMIT,
+        deadline=time.monotonic() + timeout_s,
+    )
+
+
+class _Probe:
+    """Both legs of one probe; `result` is set once D has its token."""
+
+    def __init__(self, prefill: WorkerClient, decode: WorkerClient) -> None:
+        self.result: asyncio.Future[KVTransferStats] = asyncio.get_running_loop().create_future()
+        self._prefill = prefill
+        self._decode = decode
+        self._num_tokens = 0
+        self._stats: KVTransferStats | None = None
+
+    def start(self, request: EngineCoreRequest) -> None:
+        """Raises NoWorkerError if a worker takes nothing."""
+        p_leg = dataclasses.replace(self._decode.kv_transfer_params, do_remote_decode=True)
+        d_leg = dataclasses.replace(self._prefill.kv_transfer_params, do_remote_prefill=True)
+        for worker, leg, on_output in (
+            (self._prefill, p_leg, self._on_prefill_output),
+            (self._decode, d_leg, self._on_decode_output),
+        ):
+            worker.add_request(dataclasses.replace(request, kv_transfer_params=leg), on_output)
+
+    def _on_prefill_output(self, output: EngineCoreOutput) -> None:
+        if _has_failed(output):
+            self._fail(f"{self._prefill.engine_id} failed: {_why(output)}")
+        elif output.finished and output.kv_transfer_params is None:
+            self._fail(f"{self._prefill.engine_id} handed nothing over")
+
+    def _on_decode_output(self, output: EngineCoreOutput) -> None:
+        self._num_tokens += len(output.new_token_ids)
+        self._stats = output.kv_transfer_stats or self._stats
+        if output.kv_lost is not None:
+            self._fail(f"{self._decode.engine_id} lost the KV: {output.kv_lost.message}")
+        elif _has_failed(output):
+            self._fail(f"{self._decode.engine_id} failed: {_why(output)}")
+        elif output.finished:
+            self._on_decoded()
+
+    def _on_decoded(self) -> None:
+        if self._num_tokens != _NUM_TOKENS:
+            self._fail(f"{self._decode.engine_id} has {self._num_tokens} of {_NUM_TOKENS} tokens")
+        elif self._stats is None or self._stats.num_blocks == 0:
+            self._fail(f"{self._decode.engine_id} pulled no KV blocks")
+        elif not self.result.done():
+            self.result.set_result(self._stats)
+
+    def _fail(self, reason: str) -> None:
+        if not self.result.done():
+            self.result.set_exception(ProbeFailedError(reason))
+
+
+def _has_failed(output: EngineCoreOutput) -> bool:
+    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+
+
+def _why(output: EngineCoreOutput) -> str:
+    return output.error.message if output.error is not None else str(output.finish_reason)

@@ -1,0 +1,83 @@
+"""Going on with an answer whose stream broke: what a client says of it, and whether it was over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdserve_common.engine_types import EngineCoreRequest, FinishReason, SamplingParams
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import validate_token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedCompletion:
+    """What a broken stream had brought of completion `index`."""
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    is_finished: bool = False
+
+
+class TokenEnd(NamedTuple):
+    """How an answer ended, as far as its tokens tell."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def validate_resume(
+    resume: Sequence[ResumedCompletion], params: SamplingParams, *, vocab_size: int
+) -> None:
+    """Raise InvalidRequestError unless `resume` can be the beginning of an answer to a request with
+    these parameters, of which max_tokens is set.
+    """
+    if not resume:
+        return
+    for name, is_set in (
+        ("use_beam_search", params.use_beam_search),
+        ("best_of", params.best_of is not None),
+    ):
+        if is_set:
+            raise _invalid(f"is set with {name}: nothing of such an answer is known before its end")
+    indexes = [completion.index for completion in resume]
+    if not 0 <= min(indexes) <= max(indexes) < params.n:
+        raise _invalid(f"has index {max(indexes)}, must be 0 to {params.n - 1}")
+    if len(set(indexes)) < len(indexes):
+        raise _invalid("names an index twice")
+    assert params.max_tokens is not None, "the input processor fills it in"
+    for completion in resume:
+        if len(completion.token_ids) > params.max_tokens:
+            raise _invalid(
+                f"has {len(completion.token_ids)} tokens of completion {completion.index}, "
+                f"max_tokens is {params.max_tokens}"
+            )
+        validate_token_ids("resume.token_ids", completion.token_ids, vocab_size)
+
+
+def require_seed(params: SamplingParams) -> None:
+    """Raise InvalidRequestError without a seed: another one would go on with another answer."""
+    if params.seed is None:
+        raise _invalid("needs sampling_params.seed, as the broken answer told it")
+
+
+def token_end(request: EngineCoreRequest, token_ids: Sequence[int]) -> TokenEnd | None:
+    """Return how the last of an answer's tokens ended it, by the engine's rules; None if it did
+    not. Stop strings are the detokenizer's.
+    """
+    params = request.sampling_params
+    assert params is not None
+    if not token_ids:
+        return None
+    if len(token_ids) >= params.min_tokens:
+        last = token_ids[-1]
+        if not params.ignore_eos and last == request.eos_token_id:
+            return TokenEnd(FinishReason.STOP)
+        if last in params.stop_token_ids:
+            return TokenEnd(FinishReason.STOP, last)
+    if params.max_tokens is not None and len(token_ids) >= params.max_tokens:
+        return TokenEnd(FinishReason.LENGTH)
+    return None
+
+
+def _invalid(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"resume {problem}", field="resume")

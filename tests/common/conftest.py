@@ -1,0 +1,33 @@
+"""Fixtures of the worker's suites."""
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.config import EngineConfig
+
+sys.path.append(str(Path(__file__).parent))  # test modules import worker_driver
+
+from worker_driver import Worker, serve
+
+
+@pytest.fixture
+async def worker(make_model: Callable[..., Path]) -> AsyncIterator[Worker]:
+    config = EngineConfig(
+        model=str(make_model()),
+        num_threads=1,
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        max_num_seqs=4,
+    )
+    engine = await InprocEngineClient.load(
+        config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())
+    )
+    async with serve(engine) as worker:
+        yield worker
+    await engine.close()

@@ -1,0 +1,306 @@
+"""Attach streams over a network that fails: what a router keeps, and what it loses."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from worker_driver import Worker, add, beat
+
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.worker import attachment as attachment_module
+from pdserve_common.worker import service as service_module
+
+pytestmark = pytest.mark.slow
+
+Stub = service_grpc.EngineCoreServiceStub
+
+
+class Network:
+    """A way to the worker that the test can cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._transports: list[asyncio.WriteTransport] = []
+        self._copies: set[asyncio.Task[None]] = set()
+
+    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._transports += [writer.transport, back.transport]
+        for source, sink in ((reader, back), (there, writer)):
+            self._copies.add(asyncio.create_task(self._copy(source, sink)))
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(2**16):
+                sink.write(data)
+
+    def freeze(self) -> None:
+        """Nothing arrives any more, and nobody is told."""
+        for copy in self._copies:
+            copy.cancel()
+
+    def cut(self) -> None:
+        """Connections break; new ones can be had."""
+        self.freeze()
+        for transport in self._transports:
+            transport.abort()
+
+
+class Router:
+    """A router that takes in what comes as it should, and can attach again."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.call: Any = None
+        self.adopted: list[tuple[str, int]] = []
+        self.next_frame_seq = 1
+        self.tokens: list[int] = []
+        self.ends: dict[str, core_pb2.EngineCoreOutput] = {}
+        self._worker_epoch = ""
+        self._beating: asyncio.Future[None] = asyncio.Future()
+
+    async def close(self) -> None:
+        self.call.cancel()
+        await self._stop_beating()
+
+    async def _stop_beating(self) -> None:
+        """Writing to a stream that has ended would hide its status."""
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
+
+    async def attach(self, *requests: tuple[str, int], resumes: bool = False) -> None:
+        channel = grpc.aio.insecure_channel(
+            f"127.0.0.1:{self.port}", options=[("grpc.use_local_subchannel_pool", 1)]
+        )
+        self.call = Stub(channel).Attach(timeout=20)
+        hello = service_pb2.AttachHello(router_id="r", router_epoch="0" * 32)
+        if resumes:
+            hello.resume.worker_epoch = self._worker_epoch
+            hello.resume.next_frame_seq = self.next_frame_seq
+            for request_id, attempt in requests:
+                hello.resume.requests.add(request_id=request_id, attempt=attempt)
+        else:
+            self.next_frame_seq = 1
+        await self.call.write(service_pb2.AttachRequest(hello=hello))
+        await self._stop_beating()
+        self._beating = asyncio.create_task(beat(self.call))
+        welcome = (await asyncio.wait_for(self.call.read(), 10)).welcome
+        self._worker_epoch = welcome.info.epoch
+        self.adopted = [(request.request_id, request.attempt) for request in welcome.adopted]
+
+    async def read(self) -> None:
+        message = await asyncio.wait_for(self.call.read(), 10)
+        assert message is not grpc.aio.EOF
+        if message.WhichOneof("message") != "outputs":
+            return
+        assert message.frame_seq == self.next_frame_seq
+        self.next_frame_seq += 1
+        for output in message.outputs.outputs:
+            assert output.first_token_index == len(self.tokens)
+            self.tokens += output.new_token_ids
+            if output.finish_reason:
+                self.ends[output.request_id] = output
+
+    async def read_tokens(self, num_tokens: int) -> None:
+        target = len(self.tokens) + num_tokens
+        while len(self.tokens) < target:
+            await self.read()
+
+    async def read_end(self, request_id: str) -> core_pb2.EngineCoreOutput:
+        while request_id not in self.ends:
+            await self.read()
+        return self.ends[request_id]
+
+    async def read_status(self) -> grpc.StatusCode:
+        """Lose what comes until the stream's end."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+        return await self.call.code()
+
+    async def acknowledge(self) -> None:
+        heartbeat = service_pb2.Heartbeat(next_frame_seq=self.next_frame_seq)
+        await self.call.write(service_pb2.AttachRequest(heartbeat=heartbeat))
+
+    async def add(self, request_id: str, max_tokens: int) -> None:
+        await self.call.write(add(request_id, max_tokens))
+
+
+@pytest.fixture
+async def network(worker: Worker) -> AsyncIterator[Network]:
+    network = Network(worker.port)
+    server = await asyncio.start_server(network.carry, "127.0.0.1", 0)
+    network.port = server.sockets[0].getsockname()[1]
+    yield network
+    network.cut()
+    server.close()
+
+
+@pytest.fixture
+async def router(network: Network) -> AsyncIterator[Router]:
+    router = Router(network.port)
+    await router.attach()
+    yield router
+    await router.close()
+
+
+async def until_idle(worker: Worker, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    stats = worker.engine.stats()
+    while stats.num_running_reqs or stats.num_free_blocks < stats.num_total_blocks:
+        assert time.monotonic() < deadline, "not idle in time"
+        await asyncio.sleep(0.01)
+        stats = worker.engine.stats()
+
+
+async def tokens_without_faults(worker: Worker, max_tokens: int) -> list[int]:
+    router = Router(worker.port)
+    await router.attach()
+    await router.add("reference", max_tokens)
+    await router.read_end("reference")
+    await router.close()
+    return router.tokens
+
+
+@pytest.mark.parametrize("acknowledges", [True, False])
+async def test_a_router_goes_on_after_its_stream_broke(
+    worker: Worker,
+    network: Network,
+    router: Router,
+    acknowledges: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await router.add("a", 300)
+    for _ in range(3):
+        await router.read_tokens(40)
+        if acknowledges:
+            await router.acknowledge()
+        network.cut()
+        await asyncio.sleep(0.1)
+        await router.attach(("a", 0), resumes=True)
+        assert router.adopted == [("a", 0)]
+    end = await router.read_end("a")
+    assert end.finish_reason == core_pb2.FINISH_REASON_LENGTH
+    assert router.tokens == await tokens_without_faults(worker, 300)
+    assert "unexpected error" not in caplog.text
+
+
+async def test_an_end_that_was_lost_on_the_way_comes_again(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 30)
+    network.freeze()
+    await until_idle(worker)
+    await asyncio.sleep(0.1)
+    network.cut()
+    await router.attach(("a", 0), ("unknown", 0), resumes=True)
+    assert router.adopted == [("a", 0)]
+    assert (await router.read_end("a")).finish_reason == core_pb2.FINISH_REASON_LENGTH
+    assert len(router.tokens) == 30
+
+
+async def test_a_newer_stream_takes_over_from_one_that_seems_open(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 300)
+    await router.read_tokens(5)
+    old = router.call
+    await router.attach(("a", 0), resumes=True)
+    assert router.adopted == [("a", 0)]
+    await router.read_end("a")
+    router.call = old
+    assert await router.read_status() is grpc.StatusCode.FAILED_PRECONDITION
+    assert len(router.tokens) == 300
+
+
+async def test_a_frozen_stream_is_taken_over_as_well(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 300)
+    await router.read_tokens(5)
+    network.freeze()
+    await asyncio.sleep(0.1)
+    await router.attach(("a", 0), resumes=True)
+    await router.read_end("a")
+    assert len(router.tokens) == 300
+
+
+async def test_what_a_router_does_not_list_is_aborted(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 1000)
+    await router.read_tokens(5)
+    network.cut()
+    await router.attach(resumes=True)
+    assert router.adopted == []
+    assert (await router.read_end("a")).finish_reason == core_pb2.FINISH_REASON_ABORT
+    await until_idle(worker)
+
+
+async def test_a_router_without_anything_to_resume_starts_anew(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 1000)
+    await router.read_tokens(5)
+    network.cut()
+    await router.attach()
+    await until_idle(worker)
+    router.tokens.clear()
+    await router.add("a", 20)
+    await router.read_end("a")
+    assert len(router.tokens) == 20
+
+
+async def test_a_router_that_does_not_come_back_loses_its_requests(
+    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment_module, "REATTACH_S", 0.3)
+    await router.add("a", 1900)
+    await router.read_tokens(5)
+    network.cut()
+    await asyncio.sleep(0.1)
+    assert worker.engine.stats().num_running_reqs == 1
+    await until_idle(worker)
+    await router.attach(("a", 0), resumes=True)
+    assert router.adopted == []
+
+
+async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
+    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "ROUTER_TIMEOUT_S", 0.2)
+    await router.attach()
+    await router.add("a", 300)
+    assert await router.read_status() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    monkeypatch.undo()
+    await router.attach(("a", 0), resumes=True)
+    assert router.adopted == [("a", 0)]
+    await router.read_end("a")
+    assert len(router.tokens) == 300
+
+
+async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 1900)
+    await router.read_tokens(5)
+    await router.call.done_writing()
+    assert await asyncio.wait_for(router.read_status(), 0.5) is grpc.StatusCode.OK
+    await until_idle(worker, timeout_s=1.0)
+
+
+async def test_a_message_that_makes_no_sense_ends_everything_of_its_router(
+    worker: Worker, network: Network, router: Router
+) -> None:
+    await router.add("a", 1900)
+    await router.read_tokens(5)
+    hello = service_pb2.AttachHello(router_id="again")
+    await router.call.write(service_pb2.AttachRequest(hello=hello))
+    assert await router.read_status() is grpc.StatusCode.INVALID_ARGUMENT
+    await until_idle(worker, timeout_s=1.0)

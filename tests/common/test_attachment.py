@@ -1,0 +1,282 @@
+"""What a worker keeps of a router across streams: frames, requests, for how long."""
+
+import asyncio
+import random
+import types
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from pdserve_common.errors import DrainingError
+from pdserve_common.worker import attachment as module
+from pdserve_common.worker import outbox as outbox_module
+from pdserve_common.worker.attachment import (
+    Attachment,
+    Attachments,
+    Frame,
+    RequestAttempt,
+    Resume,
+)
+
+EPOCH = "e" * 32
+
+
+class ScriptedEngine:
+    """The front of an engine of which the test says what it brings."""
+
+    info = types.SimpleNamespace(epoch=EPOCH)
+
+    def __init__(self) -> None:
+        self.clients: dict[int, OutputsCallback] = {}
+        self.added: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.is_draining = False
+
+    def register_client(self, on_outputs: OutputsCallback) -> int:
+        index = len(self.clients)
+        self.clients[index] = on_outputs
+        return index
+
+    def unregister_client(self, client_index: int) -> None:
+        del self.clients[client_index]
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self.is_draining:
+            raise DrainingError("no more")
+        self.added.append(request)
+
+    def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
+        self.aborted.extend(request_ids)
+
+    def emit(
+        self, request_id: str, first: int = 0, *token_ids: int, is_last: bool = False, **fields: int
+    ) -> None:
+        output = EngineCoreOutput(
+            request_id=request_id,
+            first_token_index=first,
+            new_token_ids=token_ids,
+            finish_reason=FinishReason.LENGTH if is_last else None,
+            **fields,  # type: ignore[arg-type]
+        )
+        for on_outputs in list(self.clients.values()):
+            on_outputs(EngineCoreOutputs(outputs=(output,)))
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def routers(engine: ScriptedEngine) -> Attachments:
+    return Attachments(engine)  # type: ignore[arg-type]
+
+
+ROUTER = ("r", "0" * 32)
+
+
+def resume(next_frame_seq: int, *requests: tuple[str, int], worker_epoch: str = EPOCH) -> Resume:
+    listed = frozenset(RequestAttempt(*request) for request in requests)
+    return Resume(worker_epoch, next_frame_seq, listed)
+
+
+def add(attachment: Attachment, request_id: str, attempt: int = 0) -> None:
+    request = EngineCoreRequest(request_id=request_id, prompt_token_ids=(1,), attempt=attempt)
+    attachment.add_request(request)
+
+
+async def frames(attachment: Attachment, stream: int) -> list[Frame]:
+    return attachment.next_frames(stream, await attachment.outbox.get(0.0), 1)
+
+
+def attach(routers: Attachments) -> tuple[Attachment, int]:
+    attachment, adopted = routers.attach(ROUTER, None)
+    assert not adopted
+    return attachment, attachment.open_stream()
+
+
+async def test_frames_are_numbered_and_sent_again_from_where_the_router_is(
+    engine: ScriptedEngine, routers: Attachments
+) -> None:
+    attachment, stream = attach(routers)
+    sent = []
+    for index in range(4):
+        engine.emit("a", index, 10 + index)
+        sent += await frames(attachment, stream)
+    assert [frame.seq for frame in sent] == [1, 2, 3, 4]
+    attachment.acknowledge(2)
+    routers.keep(attachment)
+    engine.emit("a", 4, 14)
+    again, _ = routers.attach(ROUTER, resume(3))
+    assert again is attachment
+    resumed = await frames(attachment, attachment.open_stream())
+    assert resumed[:2] == sent[2:]
+    assert [frame.seq for frame in resumed] == [3, 4, 5]
+    assert resumed[2].outputs.outputs[0].new_token_ids == (14,)
+
+
+async def test_a_router_adopts_what_it_lists_and_what_it_does_not_list_is_aborted(
+    engine: ScriptedEngine, routers: Attachments
+) -> None:
+    attachment, stream = attach(routers)
+    for request_id in ("runs", "unlisted", "ended-sent", "ended-waiting", "ended-known"):
+        add(attachment, request_id)
+    add(attachment, "newer", 1)
+    engine.emit("ended-known", is_last=True)
+    (known,) = await frames(attachment, stream)
+    engine.emit("ended-sent", is_last=True)
+    await frames(attachment, stream)
+    routers.keep(attachment)
+    engine.emit("ended-waiting", is_last=True)
+    adopted = {("runs", 0), ("ended-sent", 0), ("ended-waiting", 0)}
+    lost = {("ended-known", 0), ("newer", 0), ("never-came", 0)}
+    _, found = routers.attach(ROUTER, resume(known.seq + 1, *adopted, *lost))
+    assert set(found) == adopted
+    assert sorted(engine.aborted) == ["newer", "unlisted"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [None, resume(3, ("a", 0), worker_epoch="another"), resume(1, ("a", 0)), resume(5, ("a", 0))],
+    ids=["nothing to resume", "of another process", "acknowledged before", "never sent"],
+)
+async def test_a_router_that_cannot_resume_starts_anew(
+    engine: ScriptedEngine, routers: Attachments, wanted: Resume | None
+) -> None:
+    attachment, stream = attach(routers)
+    add(attachment, "a")
+    for index in range(3):
+        engine.emit("a", index, index)
+        await frames(attachment, stream)
+    attachment.acknowledge(2)
+    routers.keep(attachment)
+    new, adopted = routers.attach(ROUTER, wanted)
+    assert new is not attachment
+    assert adopted == []
+    assert list(engine.clients) == [new.client_index], "the old one's requests are aborted"
+
+
+async def test_what_is_kept_for_a_router_is_bounded(
+    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 2000)
+    attachment, stream = attach(routers)
+    for index in range(100):
+        engine.emit("a", index, index)
+        assert len(await frames(attachment, stream)) == 1
+    assert sum(frame.num_bytes for frame in attachment._frames) <= 2000
+    oldest = attachment._frames[0].seq
+    assert attachment.can_resume(resume(oldest))
+    assert not attachment.can_resume(resume(oldest - 1))
+
+
+async def test_a_router_that_lets_too_much_pile_up_cannot_resume(
+    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 1000)
+    attachment, _ = attach(routers)
+    routers.keep(attachment)
+    for index in range(20):
+        engine.emit(str(index), 0, *range(20))
+    new, _ = routers.attach(ROUTER, resume(1))
+    assert new is not attachment
+
+
+async def test_a_router_that_stays_away_loses_its_requests(
+    engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REATTACH_S", 0.05)
+    attachment, _ = attach(routers)
+    routers.keep(attachment)
+    await asyncio.sleep(0.02)
+    again, _ = routers.attach(ROUTER, resume(1))
+    assert again is attachment
+    await asyncio.sleep(0.1)
+    assert engine.clients, "it has come back"
+    routers.keep(attachment)
+    await asyncio.sleep(0.1)
+    assert not engine.clients
+    new, _ = routers.attach(ROUTER, resume(1))
+    assert new is not attachment
+
+
+async def test_what_an_older_stream_takes_is_sent_on_the_newer_one(
+    engine: ScriptedEngine, routers: Attachments
+) -> None:
+    attachment, old = attach(routers)
+    engine.emit("a", 0, 5)
+    taken = await attachment.outbox.get(0.0)
+    routers.attach(ROUTER, resume(1))
+    new = attachment.open_stream()
+    assert not attachment.is_current(old)
+    assert attachment.next_frames(old, taken, 1) == []
+    (frame,) = await frames(attachment, new)
+    assert frame.outputs.outputs[0].new_token_ids == (5,)
+
+
+async def test_a_higher_attempt_takes_the_place_of_a_lower_one(
+    engine: ScriptedEngine, routers: Attachments
+) -> None:
+    attachment, stream = attach(routers)
+    add(attachment, "a")
+    engine.emit("a", 0, 5)
+    assert attachment.is_running("a", 0)
+    assert not attachment.is_running("a", 1)
+    add(attachment, "a", 1)
+    engine.emit("a", 0, 6, attempt=1)
+    engine.emit("a", 1, is_last=True, attempt=0)
+    assert attachment.is_running("a", 1)
+    (frame,) = await frames(attachment, stream)
+    (output,) = frame.outputs.outputs
+    assert (output.attempt, output.new_token_ids, output.finish_reason) == (1, (6,), None)
+
+
+async def test_a_refused_attempt_ends_the_one_that_the_router_has_given_up(
+    engine: ScriptedEngine, routers: Attachments
+) -> None:
+    attachment, _ = attach(routers)
+    add(attachment, "a")
+    engine.is_draining = True
+    for request_id in ("a", "b"):
+        with pytest.raises(DrainingError):
+            add(attachment, request_id, 1)
+    assert engine.aborted == ["a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_router_gets_every_token_once_wherever_its_streams_break(
+    engine: ScriptedEngine, routers: Attachments, seed: int
+) -> None:
+    chance = random.Random(seed)
+    attachment, stream = attach(routers)
+    add(attachment, "a")
+    next_frame_seq, num_emitted, got = 1, 0, []
+    for _ in range(200):
+        for _ in range(chance.randrange(3)):
+            engine.emit("a", num_emitted, num_emitted)
+            num_emitted += 1
+        sent = await frames(attachment, stream)
+        arrived = sent[: chance.randrange(len(sent) + 1)] if chance.random() < 0.3 else sent
+        for frame in arrived:
+            assert frame.seq == next_frame_seq
+            next_frame_seq += 1
+            for output in frame.outputs.outputs:
+                assert output.first_token_index == len(got)
+                got += output.new_token_ids
+        if chance.random() < 0.5:
+            attachment.acknowledge(next_frame_seq)
+        if len(arrived) < len(sent) or chance.random() < 0.1:
+            if chance.random() < 0.5:  # else the worker has not noticed
+                routers.keep(attachment)
+            _, adopted = routers.attach(ROUTER, resume(next_frame_seq, ("a", 0)))
+            assert adopted == [("a", 0)]
+            stream = attachment.open_stream()
+    assert got == list(range(len(got)))
+    assert len(got) > 100

@@ -1,0 +1,67 @@
+"""docs/metrics.md and what is declared say the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from pdserve_common import metrics
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = re.compile(r"\| `(?P<name>pdserve_\w+)` \|(?P<labels>[^|]*)\| [^|]+ \|")
+
+
+class Recorder(CollectorRegistry):
+    """Keeps what is registered: prometheus_client tells labels only once there are values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: dict[str, list[str]] = {}
+
+    def register(self, collector: MetricWrapperBase) -> None:  # type: ignore[override]
+        super().register(collector)
+        (family,) = collector.describe()
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        self.labels[name] = list(collector._labelnames)
+
+
+@pytest.fixture(scope="module")
+def declared() -> dict[str, list[str]]:
+    registry = Recorder()
+    metrics.BuildMetrics(registry, role="router", version="0", model="m")
+    metrics.RouterMetrics(registry)
+    metrics.EngineMetrics(registry)
+    metrics.KVTransferMetrics(registry)
+    return registry.labels
+
+
+def test_every_metric_is_documented_with_its_labels_and_no_other(
+    declared: dict[str, list[str]],
+) -> None:
+    rows = [match for line in DOCS.read_text().splitlines() if (match := ROW.fullmatch(line))]
+    documented = {row["name"]: re.findall(r"`(\w+)`", row["labels"]) for row in rows}
+    assert len(documented) == len(rows), "a metric has two rows"
+    assert documented == declared
+
+
+def test_the_text_names_only_metrics_that_exist(declared: dict[str, list[str]]) -> None:
+    assert set(re.findall(r"`(pdserve_\w+)", DOCS.read_text())) <= declared.keys()
+
+
+def test_the_waterfalls_stages_are_documented() -> None:
+    from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+
+    text = DOCS.read_text()
+    assert " + ".join(TTFT_STAGES) in text
+    assert " + ".join(FIRST_ITL_STAGES) in text
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]*\|$", text, re.MULTILINE)
+    stages = [name for name in rows if not name.startswith("pdserve_")]
+    assert sorted(stages) == sorted([*TTFT_STAGES, *FIRST_ITL_STAGES, "grant", "kv_transfer"])
+
+
+def test_names_say_unit_and_kind(declared: dict[str, list[str]]) -> None:
+    for name in declared:
+        assert re.fullmatch(r"pdserve_[a-z]+(_[a-z]+)*", name)
+        assert not name.endswith(("_ms", "_ns", "_count", "_sum"))

@@ -1,0 +1,153 @@
+"""A worker proves itself before it serves: with real engines, and with ones that fail."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_client import OutputsCallback
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    EngineInfo,
+    ErrorCode,
+    FinishReason,
+    PrefillStats,
+    WorkerRole,
+)
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.worker.self_check import SelfCheckError, check_engine
+from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.config import EngineConfig
+
+INFO = EngineInfo(
+    engine_id="d",
+    epoch="0" * 32,
+    role=WorkerRole.DECODE,
+    model="m",
+    max_model_len=100,
+    vocab_size=50,
+    eos_token_ids=(1,),
+    block_size=16,
+    num_blocks=10,
+    max_num_seqs=4,
+    max_num_batched_tokens=512,
+    dtype="float32",
+    kv_compatibility_hash="",
+    kv_transport="none",
+    determinism="exact",
+    numerics_id="",
+    version="0",
+)
+OUT_OF_MEMORY = EngineError(code=ErrorCode.INTERNAL, message="out of memory")
+
+
+class ScriptedEngine:
+    """Answers at once what the test says: tokens, how many were cached, an error."""
+
+    def __init__(self, *answers: tuple[tuple[int, ...], int, EngineError | None]) -> None:
+        self.info = INFO
+        self.is_cache_reset = False
+        self._answers = list(answers)
+        self._on_outputs: OutputsCallback | None = None
+
+    def register_client(self, on_outputs: OutputsCallback) -> int:
+        self._on_outputs = on_outputs
+        return 0
+
+    def unregister_client(self, client_index: int) -> None:
+        self._on_outputs = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if not self._answers:
+            return  # hangs
+        token_ids, num_cached, error = self._answers.pop(0)
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=token_ids,
+            finish_reason=FinishReason.LENGTH if error is None else FinishReason.ERROR,
+            error=error,
+            prefill_stats=PrefillStats(
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=num_cached,
+                queue_s=0,
+                prefill_s=0,
+            ),
+        )
+        assert self._on_outputs is not None
+        self._on_outputs(EngineCoreOutputs(outputs=(output,)))
+
+    async def reset_prefix_cache(self) -> int:
+        self.is_cache_reset = True
+        return 0
+
+
+async def check(engine: Any, **options: Any) -> None:
+    await check_engine(engine, **{"has_prefix_caching": True, "timeout_s": 0.1, **options})
+
+
+GOOD = ((5, 6, 7, 8), 0, None)
+CACHED = ((5, 6, 7, 8), 48, None)
+
+
+async def test_the_same_tokens_twice_are_a_proof() -> None:
+    engine = ScriptedEngine(GOOD, CACHED)
+    await check(engine)
+    assert engine.is_cache_reset
+    await check(ScriptedEngine(GOOD, GOOD), has_prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([((), 0, OUT_OF_MEMORY)], "the self-check failed: out of memory"),
+        ([GOOD, ((), 0, OUT_OF_MEMORY)], "the self-check failed: out of memory"),
+        ([((5, 6, 7), 0, None)], r"3 tokens came instead of 4"),
+        ([GOOD, ((5, 6, 7, 9), 48, None)], r"\(5, 6, 7, 8\) and then \(5, 6, 7, 9\)"),
+        ([GOOD, GOOD], "not found in the prefix cache"),
+        ([], r"took more than 0.1 s: raise --self-check-timeout-s"),
+        ([GOOD], r"took more than 0.1 s"),
+    ],
+)
+async def test_anything_else_is_a_refusal_that_says_what_failed(
+    answers: list[Any], message: str
+) -> None:
+    with pytest.raises(SelfCheckError, match=message):
+        await check(ScriptedEngine(*answers))
+
+
+async def test_where_bits_depend_on_the_batch_other_tokens_are_no_proof_of_a_fault() -> None:
+    engine = ScriptedEngine(GOOD, ((5, 6, 7, 9), 48, None))
+    engine.info = dataclasses.replace(INFO, determinism="consistent")
+    await check(engine)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "has_prefix_caching"), [(2, True), (17, True), (100, True), (100, False)]
+)
+async def test_a_real_engine_passes_and_is_as_before(
+    make_model: Callable[..., Path], max_model_len: int, has_prefix_caching: bool
+) -> None:
+    config = EngineConfig(
+        model=str(make_model()),
+        num_threads=1,
+        kv_connector="none",
+        num_blocks=8,
+        max_model_len=max_model_len,
+        enable_prefix_caching=has_prefix_caching,
+        async_scheduling=has_prefix_caching,
+    )
+    engine = await InprocEngineClient.load(
+        config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())
+    )
+    try:
+        await check(engine, has_prefix_caching=has_prefix_caching, timeout_s=10.0)
+        assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
+        assert await engine.reset_prefix_cache() == 0, "nothing is cached"
+    finally:
+        await engine.close()

@@ -1,0 +1,157 @@
+"""P's scheduler: nothing is computed for another worker before it has reserved blocks."""
+
+import pytest
+from scripted_engine import ON_P, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import KVTransferParams
+from pdserve_engine.core.request import RequestStatus
+
+ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
+
+
+@pytest.fixture
+def connector() -> ScriptedConnector:
+    connector = ScriptedConnector()
+    connector.grants_at_once = False
+    return connector
+
+
+def started(engine: Engine) -> list[str]:
+    return [new.request_id for step in engine.executor.steps for new in step.scheduled_new_reqs]
+
+
+def test_a_request_holds_no_block_before_its_grant(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector)
+    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    assert list(connector.asked) == ["a"]
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+    connector.allow("a")
+    engine.run()
+    assert engine.tokens("a") == expected([1] * 10, 1)
+    connector.release("a")
+    engine.run()
+    engine.assert_idle()
+
+
+def test_only_the_next_requests_of_each_decode_worker_are_asked_for(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, max_num_batched_tokens=16)
+    for i in range(4):
+        engine.add(f"d{i}", [1] * 10, kv_transfer_params=ON_P)
+        engine.add(f"e{i}", [2] * 10, kv_transfer_params=ON_P_FOR_E)
+    engine.run()
+    assert sorted(connector.asked) == ["d0", "d1", "e0", "e1"], "as many as fill a step, or two"
+    connector.allow("e0")
+    engine.run()
+    assert "e2" in connector.asked
+    assert "d2" not in connector.asked
+
+
+def test_many_short_requests_are_asked_for_at_once(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector, max_num_batched_tokens=16)
+    for i in range(8):
+        engine.add(f"d{i}", [1] * 2, kv_transfer_params=ON_P)
+    engine.run()
+    assert len(connector.asked) == 8
+
+
+def test_one_that_has_to_wait_is_overtaken(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    connector.allow("b")
+    engine.run()
+    assert started(engine) == ["b"]
+    connector.allow("a")
+    engine.run()
+    assert started(engine) == ["b", "a"]
+
+
+def test_a_revoked_grant_does_not_start(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector)
+    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    connector.allow("a")
+    connector.forbid("a")
+    engine.run()
+    assert not started(engine)
+    assert len(engine.scheduler.waiting) == 0
+    connector.revoked.clear()
+    connector.allow("a")
+    engine.run()
+    assert engine.tokens("a") == expected([1] * 10, 1)
+
+
+def test_a_grant_revoked_behind_the_schedulers_back_does_not_start(
+    connector: ScriptedConnector,
+) -> None:
+    """D's word is there, but the scheduler has not taken it in yet."""
+    engine = Engine(connector=connector)
+    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    connector.revoked.add("a")
+    connector.allow("a")
+    engine.step()
+    assert not started(engine)
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+
+
+def test_blocks_are_announced_when_they_are_whole_and_computed(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, max_num_batched_tokens=6)
+    engine.add("a", [1] * 16, kv_transfer_params=ON_P)
+    engine.run()
+    connector.allow("a")
+    seen = []
+    while "a" not in engine.outputs:
+        engine.step()
+        seen.append(connector.announced.get("a"))
+    assert seen == [None, 6, 12, 16]
+
+
+def test_a_cached_prefix_is_announced_before_anything_is_computed(
+    connector: ScriptedConnector,
+) -> None:
+    connector.grants_at_once = True
+    engine = Engine(connector=connector)
+    engine.add("first", [1] * 12)
+    engine.run()
+    announced_at_first: list[int | None] = []
+    engine.executor.on_step = lambda step: announced_at_first.append(connector.announced.get("a"))
+    engine.add("a", [1] * 16, kv_transfer_params=ON_P)
+    engine.run()
+    assert announced_at_first[0] == 12
+
+
+def test_the_fence_comes_before_the_blocks_are_free() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector, max_num_batched_tokens=4)
+    engine.add("a", [1] * 12, kv_transfer_params=ON_P)
+    while not engine.scheduler.running:
+        engine.step()
+    held_when_fenced = []
+    fence = connector.on_preempted
+    connector.on_preempted = lambda request: (  # type: ignore[method-assign]
+        held_when_fenced.append(engine.kv.num_blocks_of(request.request_id)),
+        fence(request),
+    )[1]
+    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    assert held_when_fenced == [1]
+    assert engine.scheduler.requests["a"].status is RequestStatus.PREEMPTED
+    connector.asked.clear()
+    engine.run()
+    assert list(connector.asked) == ["a"], "it needs a grant again"
+    assert engine.tokens("a") == expected([1] * 12, 1)
+
+
+def test_requests_sent_again_come_before_new_ones(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector)
+    for name in ("a", "b", "c"):
+        engine.add(name, [1] * 20, kv_transfer_params=ON_P)
+    engine.add("again", [2] * 20, kv_transfer_params=ON_P, attempt=1)
+    engine.run()
+    assert list(connector.asked) == ["again", "a"]

@@ -1,0 +1,206 @@
+"""D's scheduler: who gets blocks for KV that another worker computes, and what becomes of it."""
+
+import pytest
+from scripted_engine import ON_D, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import FinishReason
+from pdserve_engine.core import remote_prefill
+from pdserve_engine.core.scheduler import PauseState
+
+
+@pytest.fixture
+def connector() -> ScriptedConnector:
+    return ScriptedConnector()
+
+
+def add_ticket(engine: Engine, name: str, num_tokens: int, **fields: object) -> None:
+    engine.add(name, [ord(name[0])] * num_tokens, kv_transfer_params=ON_D, **fields)
+
+
+def test_grants_that_do_not_run_stay_under_a_quarter_of_the_pool(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, num_blocks=32)
+    for name in ("a", "b", "c"):
+        add_ticket(engine, name, 16)
+        connector.claim(name)
+    engine.step()
+    assert list(connector.loading) == ["a", "b"]
+    assert connector.deferred == ["c"]
+    connector.finish_load("a")
+    engine.step()
+    assert "c" in connector.loading
+
+
+def test_one_grant_may_take_more_than_a_quarter(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector, num_blocks=16)
+    add_ticket(engine, "a", 40)
+    connector.claim("a")
+    engine.step()
+    assert "a" in connector.loading
+
+
+def test_an_overdue_claim_is_not_overtaken(
+    connector: ScriptedConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(connector=connector, num_blocks=16, enable_caching=False)
+    engine.add("running", [1] * 30, max_tokens=16)
+    engine.step()
+    engine.step()
+    add_ticket(engine, "big", 40)
+    connector.claim("big")
+    engine.step()
+    add_ticket(engine, "small", 4)
+    connector.claim("small")
+    engine.step()
+    assert list(connector.loading) == ["small"], "it is not overdue yet"
+    monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
+    engine.add("new", [2] * 4)
+    add_ticket(engine, "tiny", 4)
+    connector.claim("tiny")
+    connector.finish_load("small")
+    while "big" not in connector.loading:
+        assert "new" not in engine.outputs
+        assert "tiny" not in connector.loading
+        engine.step()
+    connector.finish_load("big")
+    engine.run()
+    assert engine.tokens("new") == expected([2] * 4, 4)
+
+
+def test_an_unannounced_grant_gives_way_before_a_running_request(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, num_blocks=8, enable_caching=False)
+    engine.add("running", [1] * 4, max_tokens=24)
+    engine.step()
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    assert "a" in connector.loading
+    while "a" in connector.loading:
+        engine.step()
+    assert engine.scheduler.num_preemptions == 0
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0
+    assert "a" in connector.loading, "it gets them again when there is room"
+    connector.finish_load("a")
+    engine.run()
+    assert engine.tokens("a") == expected([ord("a")] * 16, 4)
+
+
+def test_confirmed_blocks_are_shared_before_the_rest_is_here(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector)
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    assert engine.pool.num_cached_blocks == 0
+    connector.confirm("a", 8)
+    engine.step()
+    assert engine.pool.num_cached_blocks == 2
+
+
+def test_a_lost_transfer_is_told_and_its_blocks_wait_for_the_next_attempt(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector)
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    connector.confirm("a", 12)
+    connector.lose("a")
+    engine.step()
+    (output,) = engine.outputs["a"]
+    assert output.kv_lost is not None
+    assert output.kv_lost.num_confirmed_tokens == 12
+    assert not output.finished
+    assert engine.kv.num_blocks_of("a") == 4
+    connector.loading.clear()  # nothing is being read
+    engine.outputs.clear()
+    prompt = [ord("a")] * 16
+    first = expected(prompt, 1)
+    engine.add("a", prompt, attempt=1, resume_output_token_ids=tuple(first))
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    assert computed == 4 + 1 + 2, "the confirmed tokens are not computed again"
+    tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
+    assert first + tokens == expected(prompt, 4)
+    assert {output.attempt for output in engine.outputs["a"]} == {1}
+    assert [output.first_token_index for output in engine.outputs["a"]] == [1, 2, 3]
+    engine.assert_idle()
+
+
+def test_a_superseded_attempt_says_nothing_more() -> None:
+    engine = Engine()
+    engine.add("a", [1] * 6, max_tokens=8)
+    engine.step()
+    engine.step()
+    engine.outputs.clear()
+    delivered = tuple(expected([1] * 6, 2))
+    engine.add("a", [1] * 6, max_tokens=8, attempt=1, resume_output_token_ids=delivered)
+    engine.run()
+    assert {output.attempt for output in engine.outputs["a"]} == {1}
+    tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
+    assert [*delivered, *tokens] == expected([1] * 6, 8)
+    assert engine.outputs["a"][-1].finish_reason == FinishReason.LENGTH
+    engine.assert_idle()
+
+
+def test_a_resumed_request_is_pulled_with_what_was_generated_before(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector)
+    prompt = [3] * 6
+    delivered = tuple(expected(prompt, 3))
+    engine.add(
+        "a",
+        prompt,
+        max_tokens=8,
+        attempt=1,
+        resume_output_token_ids=delivered,
+        kv_transfer_params=ON_D,
+    )
+    connector.claim("a")
+    engine.step()
+    assert connector.loading["a"][1] == 9
+    connector.finish_load("a")
+    engine.run()
+    tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
+    assert [*delivered, *tokens] == expected(prompt, 8)
+    assert engine.outputs["a"][0].first_token_index == 3
+    engine.assert_idle()
+
+
+def test_blocks_of_a_withdrawn_claim_come_back_but_for_those_being_read(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector)
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    connector.give_back("a", is_reading=True)
+    engine.step()
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks - 4
+    connector.claim("a")
+    engine.step()
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks - 8, "other blocks than those"
+    connector.land("a")
+    engine.step()
+    connector.finish_load("a")
+    engine.run()
+    assert engine.tokens("a") == expected([ord("a")] * 16, 4)
+    engine.assert_idle()
+
+
+def test_a_paused_worker_grants_nothing(connector: ScriptedConnector) -> None:
+    engine = Engine(connector=connector)
+    engine.scheduler.pause_state = PauseState.PAUSED_NEW
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    assert not connector.loading
+    engine.scheduler.pause_state = PauseState.UNPAUSED
+    engine.step()
+    assert "a" in connector.loading

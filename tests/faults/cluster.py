@@ -1,0 +1,330 @@
+"""A router and its services as processes that can be killed, stopped, frozen and cut off.
+
+Every process has an address of its own, so that it keeps its ports when it is started again: in a
+network namespace, or else one of the loopback's.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from controls import Controls
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from network import CLIENT, Network
+
+PLUGIN = Path(__file__).parent / "plugin"
+GRPC_PORT, HTTP_PORT, METRICS_PORT = 15051, 15080, 15090
+READY_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 1.0
+POLL_S = 0.05
+WORKER_FLAGS: Mapping[str, object] = {
+    "device": "cpu",
+    "engine-process": "inproc",
+    "num-threads": 1,
+    "kv-cache-memory-mib": 32,
+    # Small steps: a prompt of a few hundred tokens comes in several chunks.
+    "max-num-batched-tokens": 64,
+    "drain-timeout-s": 5.0,
+}
+
+_numbers = itertools.count(1)
+
+
+class ClusterError(Exception):
+    """A process has ended, or something has not happened in time; the message says what."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One process of a cluster, and the ones before it under the same name."""
+
+    name: str
+    host: str
+    command: list[str]
+    env: dict[str, str]
+    log_path: Path
+    freeze_path: Path
+    controls: Controls
+    process: "subprocess.Popen[bytes] | None" = field(default=None)
+    is_stopped: bool = False
+
+    @property
+    def address(self) -> str:
+        """Where its gRPC server listens."""
+        return f"{self.host}:{GRPC_PORT}"
+
+    @property
+    def pid(self) -> int:
+        """The pid of its running process. Raises ClusterError if there is none."""
+        if self.process is None or self.process.poll() is not None:
+            raise ClusterError(f"{self.name} is not running")
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start the process; the log goes on where the last one ended."""
+        self.is_stopped = False
+        with self.log_path.open("ab") as log:
+            # It ends when this pipe does: with us, whatever happens to us.
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate(timeout=EXIT_TIMEOUT_S)
+
+    def log_tail(self, num_bytes: int = 3000) -> str:
+        """Return the end of its log."""
+        return self.log_path.read_text(errors="replace")[-num_bytes:] if self.process else ""
+
+
+class Cluster:
+    """A router, and workers named prefill-0, decode-0, ...; use as a context manager.
+
+    All verbs are bounded in time; they raise ClusterError, NetworkError or ControlError.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Path,
+        log_dir: Path,
+        prefill: int = 2,
+        decode: int = 2,
+        transport: str = "shm",
+        networks: bool = False,
+        flags: Mapping[str, object] | None = None,
+    ) -> None:
+        """`flags` are added to those of all workers."""
+        self._model = model
+        self._log_dir = log_dir
+        self._flags = {**WORKER_FLAGS, "require-transport": transport, **(flags or {})}
+        self.workers = [f"prefill-{i}" for i in range(prefill)]
+        self.workers += [f"decode-{i}" for i in range(decode)]
+        self._network = Network([*self.workers, "router"]) if networks else None
+        self._loopback = f"127.{os.getpid() % 250 + 1}.{next(_numbers) % 250}"
+        self._cuts: set[tuple[str, str]] = set()
+        self._losses: set[tuple[str, str]] = set()
+        self.members: dict[str, Member] = {}
+
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            # Not under a test's folder: a socket's path has at most 107 characters.
+            self._folder = Path(tempfile.mkdtemp(prefix="pdsv-"))
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            if self._network is not None:
+                stack.enter_context(self._network)
+            stack.callback(self._kill_all)
+            for name in [*self.workers, "router"]:
+                self.members[name] = self._make_member(name)
+                self.members[name].start()
+            self.wait_until_ready()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def address(self) -> str:
+        """Where clients send their requests."""
+        return self.members["router"].address
+
+    def of_role(self, role: str) -> list[str]:
+        """Return the names of the workers of a role."""
+        return [name for name in self.workers if name.startswith(role)]
+
+    def controls(self, name: str) -> Controls:
+        """Return what rules the faults inside a worker."""
+        return self.members[name].controls
+
+    # ---- faults
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.members[name].kill()
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP."""
+        os.kill(self.members[name].pid, signal.SIGSTOP)
+        self.members[name].is_stopped = True
+
+    def cont(self, name: str) -> None:
+        """SIGCONT."""
+        os.kill(self.members[name].pid, signal.SIGCONT)
+        self.members[name].is_stopped = False
+
+    def restart(self, name: str) -> None:
+        """Kill it, if it runs, and start it with the same address and engine id."""
+        self.members[name].kill()
+        self.members[name].start()
+
+    def freeze_loop(self, name: str, seconds: float) -> None:
+        """Let the thread of its event loop sleep; its other threads go on. Returns at once."""
+        self.members[name].freeze_path.write_text(str(seconds))
+        os.kill(self.members[name].pid, signal.SIGUSR2)
+
+    def partition(self, one: str, other: str) -> None:
+        """Drop all packets between two processes, or CLIENT and one, in both directions."""
+        self._wires().partition(one, other)
+        self._cuts.add((one, other))
+
+    def heal(self, one: str, other: str) -> None:
+        """End a partition."""
+        self._cuts.discard((one, other))
+        self._wires().heal(one, other)
+
+    def loss(self, one: str, other: str, percent: int) -> None:
+        """Lose so many of the packets between two processes; 0 ends it."""
+        self._wires().loss(one, other, percent)
+        self._losses.add((one, other))
+
+    def num_lost(self) -> int:
+        """Return how many packets were lost since `loss` was last called."""
+        return self._wires().num_lost()
+
+    # ---- between two tests
+
+    def restore(self) -> None:
+        """Undo all faults: heal, go on, start what is dead; return when all are ready."""
+        for pair in list(self._cuts):
+            self.heal(*pair)
+        for pair in self._losses:
+            self.loss(*pair, 0)
+        self._losses.clear()
+        for name, member in self.members.items():
+            if not member.is_running:
+                self.restart(name)
+            elif member.is_stopped:
+                self.cont(name)
+        self.wait_until_ready()
+        for name in self.workers:
+            self.controls(name).reset()
+
+    def wait_until_ready(self) -> None:
+        """Wait until all serve and the router knows all workers as ready."""
+        self.wait_for(self._find_unready, timeout_s=READY_TIMEOUT_S)
+
+    def wait_for(self, find_wrong: Callable[[], str], *, timeout_s: float) -> None:
+        """Wait until `find_wrong` returns "". Raises ClusterError with what it returned last."""
+        deadline = time.monotonic() + timeout_s
+        while wrong := find_wrong():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"after {timeout_s:g} s: {wrong}")
+            time.sleep(POLL_S)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return a process's samples, by name with labels. Raises OSError if it does not answer."""
+        url = f"http://{self.members[name].host}:{METRICS_PORT}/metrics"
+        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {sample: float(value) for sample, value in samples}
+
+    def is_serving(self, name: str) -> bool:
+        """Return whether its gRPC server says so, within PROBE_TIMEOUT_S."""
+        with grpc.insecure_channel(self.members[name].address) as channel:
+            try:
+                response = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S
+                )
+            except grpc.RpcError:
+                return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def log_tails(self) -> str:
+        """Return the ends of all logs, for the message of a failed test."""
+        return "\n".join(f"--- {m.name}\n{m.log_tail()}" for m in self.members.values())
+
+    def _wires(self) -> Network:
+        if self._network is None:
+            raise ClusterError("the cluster was started without networks=True")
+        return self._network
+
+    def _find_unready(self) -> str:
+        for name, member in self.members.items():
+            if not member.is_running:
+                raise ClusterError(f"{name} has ended:\n{member.log_tail()}")
+            if not self.is_serving(name):
+                return f"{name} is not ready:\n{member.log_tail()}"
+        known = self.metrics("router")
+        for role in ("prefill", "decode"):
+            sample = f'pdserve_workers{{role="{role}",state="ready"}}'
+            if known.get(sample) != len(self.of_role(role)):
+                return f"router: {sample} is {known.get(sample)}"
+        return ""
+
+    def _kill_all(self) -> None:
+        for member in self.members.values():
+            member.kill()
+
+    def _host(self, name: str) -> str:
+        if self._network is not None:
+            return self._network.address(name)
+        return f"{self._loopback}.{[*self.workers, 'router'].index(name) + 1}"
+
+    def _make_member(self, name: str) -> Member:
+        freeze_path = self._folder / f"{name}.freeze"
+        controls = Controls(self._folder / f"{name}.sock")
+        command = self._network.command(name) if self._network is not None else []
+        command += [sys.executable, "-m", f"pdserve_{name.split('-')[0]}"]
+        flags = self._router_flags() if name == "router" else self._worker_flags(name)
+        command += [f"--{flag}={value}" for flag, value in flags.items()]
+        path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+        env = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PDSERVE_FAULTS_FREEZE": str(freeze_path),
+            "PDSERVE_FAULTS_SOCKET": str(controls.path),
+        }
+        log_path = self._log_dir / f"{name}.log"
+        return Member(name, self._host(name), command, env, log_path, freeze_path, controls)
+
+    def _common_flags(self, name: str) -> dict[str, object]:
+        return {"host": self._host(name), "metrics-port": METRICS_PORT, "model": self._model}
+
+    def _worker_flags(self, name: str) -> dict[str, object]:
+        return {
+            **self._common_flags(name),
+            **self._flags,
+            "engine-id": name,
+            "port": GRPC_PORT,
+        }
+
+    def _router_flags(self) -> dict[str, object]:
+        return {
+            **self._common_flags("router"),
+            "grpc-port": GRPC_PORT,
+            "http-port": HTTP_PORT,
+            "prefill": self._addresses("prefill"),
+            "decode": self._addresses("decode"),
+        }
+
+    def _addresses(self, role: str) -> str:
+        return ",".join(f"{self._host(name)}:{GRPC_PORT}" for name in self.of_role(role))
+
+
+__all__ = ["CLIENT", "Cluster", "ClusterError", "Member"]

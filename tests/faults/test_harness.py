@@ -1,0 +1,406 @@
+"""Each tool of the fault suites does what it says."""
+
+import contextlib
+import importlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checks import (
+    Answer,
+    Asker,
+    Held,
+    check_answer,
+    held,
+    wait_for_baseline,
+    wait_until_handing_off,
+)
+from cluster import CLIENT, PLUGIN, Cluster, ClusterError
+from controls import ControlError
+from network import (
+    Network,
+    missing_for_loss,
+    missing_for_partitions,
+    namespaces,
+    remove_leftovers,
+)
+from pdserve_faults.stages import STAGES
+
+from pdserve_common.engine_types import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 24
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "sampled": SamplingParams(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True),
+}
+PROMPT = random.Random(0).choices(range(3, 290), k=200)
+# A peer that says nothing is given up after 5 s.
+SILENCE_S = 10.0
+TRANSFER_TIMEOUT_S = 0.5
+
+needs_partitions = pytest.mark.skipif(
+    bool(missing_for_partitions()), reason=missing_for_partitions()
+)
+needs_loss = pytest.mark.skipif(bool(missing_for_loss()), reason=missing_for_loss())
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    networks = not missing_for_partitions()
+    with Cluster(
+        model=model,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        prefill=1,
+        decode=1,
+        transport="tcp" if networks else "shm",
+        networks=networks,
+        flags={"kv-transfer-timeout-s": TRANSFER_TIMEOUT_S},
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Iterator[Cluster]:
+    yield running
+    running.restore()
+
+
+@pytest.fixture(scope="module")
+def expected(running: Cluster) -> dict[str, list[int]]:
+    """What is generated without faults."""
+    with Asker(running.address) as asker:
+        answers = {kind: asker.ask(PROMPT, params) for kind, params in PARAMS.items()}
+    assert all(answer.path == "disaggregated" for answer in answers.values())
+    return {kind: answer.token_ids for kind, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def baseline(running: Cluster, expected: object) -> dict[str, Held]:
+    return held(running)
+
+
+@pytest.fixture
+def asker(cluster: Cluster) -> Iterator[Asker]:
+    with Asker(cluster.address) as asker:
+        yield asker
+
+
+# ---- stages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_names_a_method_that_exists(stage: str) -> None:
+    point = STAGES[stage]
+    assert callable(
+        getattr(getattr(importlib.import_module(point.module), point.cls), point.method)
+    )
+
+
+def test_a_request_passes_all_stages(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]]
+) -> None:
+    for stage, point in STAGES.items():
+        cluster.controls(f"{point.role}-0").arm(stage)
+    check_answer(
+        asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=10.0, may_fail=False
+    )
+    for stage, point in STAGES.items():
+        cluster.controls(f"{point.role}-0").wait_reached(stage)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_a_barrier_holds_a_request_until_it_may_go_on(
+    cluster: Cluster,
+    asker: Asker,
+    expected: dict[str, list[int]],
+    kind: str,
+) -> None:
+    controls = cluster.controls("decode-0")
+    controls.arm("mid_stream", skip=5, hold=True)
+    asking = asker.start(PROMPT, PARAMS[kind])
+    controls.wait_reached("mid_stream")
+    asking.wait_for_tokens(5)
+    time.sleep(0.3)
+    num_tokens = len(asking.token_ids)
+    assert 5 <= num_tokens <= 7
+    controls.go("mid_stream")
+    check_answer(asking.answer.result(10), expected[kind], within_s=10.0, may_fail=False)
+
+
+def test_a_stage_that_nobody_reaches_says_so(cluster: Cluster) -> None:
+    cluster.controls("decode-0").arm("mid_stream")
+    with pytest.raises(ControlError, match=r"mid_stream was not reached within 0\.1 s"):
+        cluster.controls("decode-0").wait_reached("mid_stream", timeout_s=0.1)
+    with pytest.raises(ControlError, match="no_such_stage"):
+        cluster.controls("decode-0").wait_reached("no_such_stage")
+
+
+# ---- processes
+
+
+def test_a_killed_worker_ends_its_streams_and_comes_back(
+    cluster: Cluster,
+    asker: Asker,
+    expected: dict[str, list[int]],
+    baseline: dict[str, Held],
+) -> None:
+    cluster.controls("decode-0").arm("mid_stream", skip=5, hold=True)
+    asking = asker.start(PROMPT, PARAMS["greedy"])
+    cluster.controls("decode-0").wait_reached("mid_stream")
+    old_pid = cluster.members["decode-0"].pid
+    cluster.kill("decode-0")
+    check_answer(asking.answer.result(SILENCE_S), expected["greedy"], within_s=SILENCE_S)
+    with pytest.raises(ClusterError, match="decode-0 is not running"):
+        cluster.stop("decode-0")
+    wait_for_baseline(cluster, baseline)
+    cluster.restore()
+    assert cluster.members["decode-0"].pid != old_pid
+    check_answer(
+        asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=10.0, may_fail=False
+    )
+    wait_for_baseline(cluster, baseline)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "router"])
+def test_a_stopped_process_answers_nothing_until_it_may_go_on(cluster: Cluster, name: str) -> None:
+    cluster.stop(name)
+    assert not cluster.is_serving(name)
+    with pytest.raises(TimeoutError):
+        cluster.metrics(name)
+    cluster.cont(name)
+    assert cluster.is_serving(name)
+
+
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_a_frozen_loop_serves_nothing_while_other_threads_go_on(
+    cluster: Cluster, name: str
+) -> None:
+    cluster.freeze_loop(name, 2.0)
+    frozen_at = time.monotonic()
+    time.sleep(0.1)  # for the signal
+    assert not cluster.is_serving(name)
+    assert cluster.metrics(name)
+    assert time.monotonic() - frozen_at < 2.0, "too slow to say anything"
+    cluster.wait_for(lambda: "" if cluster.is_serving(name) else "frozen", timeout_s=5.0)
+
+
+def test_a_process_ends_with_the_test() -> None:
+    env = {**os.environ, "PYTHONPATH": str(PLUGIN), "PDSERVE_FAULTS_FREEZE": ""}
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(5) == 1
+
+
+# ---- networks
+
+
+@needs_partitions
+def test_only_the_two_that_are_parted_do_not_hear_each_other(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]]
+) -> None:
+    cluster.partition("prefill-0", "decode-0")
+    asking = asker.start(PROMPT, PARAMS["greedy"])
+    check_answer(asking.answer.result(SILENCE_S), expected["greedy"], within_s=SILENCE_S)
+    cluster.wait_for(lambda: links_of(cluster, "decode-0"), timeout_s=SILENCE_S)
+    cluster.wait_until_ready()  # the router sees both
+    cluster.heal("prefill-0", "decode-0")
+    wait_until_handing_off(cluster, asker)
+
+
+def links_of(cluster: Cluster, name: str) -> str:
+    count = cluster.metrics(name)["pdserve_kv_links"]
+    return f"{name} has {count:g} links" if count else ""
+
+
+@needs_partitions
+def test_a_router_notices_that_it_is_parted_from_a_worker(cluster: Cluster) -> None:
+    sample = 'pdserve_workers{role="prefill",state="ready"}'
+    cluster.partition("router", "prefill-0")
+    cluster.wait_for(
+        lambda: "still ready" if cluster.metrics("router")[sample] else "", timeout_s=SILENCE_S
+    )
+    assert cluster.is_serving("prefill-0")
+    cluster.heal("router", "prefill-0")
+    cluster.wait_until_ready()
+
+
+@needs_partitions
+def test_the_client_can_be_cut_off(cluster: Cluster) -> None:
+    cluster.partition(CLIENT, "decode-0")
+    assert not cluster.is_serving("decode-0")
+    assert cluster.is_serving("prefill-0")
+    cluster.heal(CLIENT, "decode-0")
+    cluster.wait_for(lambda: "" if cluster.is_serving("decode-0") else "cut", timeout_s=5.0)
+
+
+@needs_loss
+def test_lost_packets_are_lost_and_change_no_token(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]]
+) -> None:
+    cluster.loss("prefill-0", "decode-0", 20)
+    cluster.loss(CLIENT, "router", 10)
+    check_answer(asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=60.0)
+    cluster.wait_for(
+        lambda: "" if cluster.num_lost() >= 2 else f"lost {cluster.num_lost()}", timeout_s=10.0
+    )
+    with pytest.raises(ValueError, match="percent is 100, must be 0 to 99"):
+        cluster.loss(CLIENT, "router", 100)
+
+
+def test_without_networks_nothing_can_be_cut(model: Path, tmp_path: Path) -> None:
+    cluster = Cluster(model=model, log_dir=tmp_path)
+    with pytest.raises(ClusterError, match="networks=True"):
+        cluster.partition("prefill-0", "decode-0")
+
+
+@needs_partitions
+def test_no_namespace_is_left_after_a_failure() -> None:
+    before = namespaces(os.getpid())
+    network = Network(["one", "two"])
+    with contextlib.suppress(ZeroDivisionError), network:
+        assert len(namespaces(os.getpid())) == len(before) + 3
+        assert network.link in links()
+        raise ZeroDivisionError
+    assert namespaces(os.getpid()) == before
+    assert network.link not in links()
+
+
+def links() -> str:
+    return subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@needs_partitions
+def test_namespaces_of_a_killed_test_go_with_the_next() -> None:
+    script = "import sys; from network import Network; Network(['x']).__enter__(); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+    ) as process:
+        deadline = time.monotonic() + 10
+        while len(namespaces(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(namespaces(process.pid)) == 2
+        process.send_signal(signal.SIGKILL)
+    remove_leftovers()
+    assert not namespaces(process.pid)
+
+
+# ---- NIXL
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["post_backend_error", "post_remote_disconnect", "backend_error", "remote_disconnect"],
+)
+def test_an_injected_error_arrives(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]], fault: str
+) -> None:
+    failures = sum_of(cluster, "decode-0", "pdserve_kv_transfer_failures_total")
+    cluster.controls("decode-0").inject(fault)
+    check_answer(asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=SILENCE_S)
+    if fault.endswith("disconnect"):
+        assert sum_of(cluster, "decode-0", "pdserve_kv_transfer_failures_total") > failures
+    else:  # its memory is not to be trusted any more
+        process = cluster.members["decode-0"].process
+        assert process is not None
+        assert process.wait(20) == 2
+
+
+def sum_of(cluster: Cluster, name: str, metric: str) -> float:
+    return sum(v for key, v in cluster.metrics(name).items() if key.startswith(metric))
+
+
+def test_a_stalled_read_is_a_zombie_until_it_lands(
+    cluster: Cluster,
+    asker: Asker,
+    expected: dict[str, list[int]],
+    baseline: dict[str, Held],
+) -> None:
+    cluster.controls("decode-0").inject("stall")
+    check_answer(asker.ask(PROMPT, PARAMS["greedy"]), expected["greedy"], within_s=SILENCE_S)
+    now = held(cluster)["decode-0"]
+    assert (now.zombies, now.handles) == (1, 1)
+    assert now.blocks > 0
+    with pytest.raises(ClusterError, match="decode-0 holds 1 zombies, held 0"):
+        wait_for_baseline(cluster, baseline, timeout_s=0.5)
+    cluster.controls("decode-0").reset()
+    wait_for_baseline(cluster, baseline)
+
+
+def test_a_late_read_lands_late_and_changes_no_token(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]]
+) -> None:
+    delay_s = TRANSFER_TIMEOUT_S / 2
+    cluster.controls("decode-0").inject("late", delay_s=delay_s)
+    answer = asker.ask(PROMPT, PARAMS["greedy"])
+    check_answer(answer, expected["greedy"], within_s=10.0, may_fail=False)
+    assert answer.seconds > delay_s
+
+
+def test_corrupt_blocks_make_wrong_tokens(
+    cluster: Cluster, asker: Asker, expected: dict[str, list[int]]
+) -> None:
+    cluster.controls("decode-0").inject("corrupt")
+    answer = asker.ask(PROMPT, PARAMS["greedy"])
+    assert cluster.controls("decode-0").counts()["faulty_reads"] > 0
+    assert answer.token_ids != expected["greedy"], "the fault has not touched what is read"
+
+
+def test_an_unknown_fault_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(ControlError, match="'fire' is not a valid ReadFault"):
+        cluster.controls("decode-0").inject("fire")
+
+
+# ---- checks
+
+
+def answer_of(*token_ids: int, errors: tuple[str, ...] = (), num_ends: int = 1) -> Answer:
+    return Answer(list(token_ids), list(errors), num_ends, 1.0, "disaggregated")
+
+
+GOOD = [
+    answer_of(4, 5, 6),
+    answer_of(4, 5, errors=("ENGINE_DEAD",)),
+    answer_of(errors=("grpc UNAVAILABLE",), num_ends=0),
+]
+BAD = {
+    "wrong token": answer_of(4, 5, 7),
+    "lost token": answer_of(4, 6),
+    "short": answer_of(4, 5),
+    "token twice": answer_of(4, 4, 5, 6),
+    "wrong token before an error": answer_of(4, 6, errors=("ENGINE_DEAD",)),
+    "two errors": answer_of(4, errors=("ENGINE_DEAD", "ENGINE_DEAD")),
+    "untyped": answer_of(4, errors=("INTERNAL",)),
+    "untyped status": answer_of(4, errors=("grpc UNKNOWN",), num_ends=0),
+    "no end": answer_of(4, 5, 6, num_ends=0),
+    "two ends": answer_of(4, 5, 6, num_ends=2),
+}
+
+
+@pytest.mark.parametrize("answer", GOOD)
+def test_a_right_answer_passes(answer: Answer) -> None:
+    check_answer(answer, [4, 5, 6], within_s=1.0)
+
+
+@pytest.mark.parametrize("answer", BAD.values(), ids=BAD)
+def test_a_wrong_answer_does_not_pass(answer: Answer) -> None:
+    with pytest.raises(AssertionError):
+        check_answer(answer, [4, 5, 6], within_s=1.0)
+
+
+def test_a_slow_answer_or_an_error_does_not_pass_where_none_may_be() -> None:
+    with pytest.raises(AssertionError, match=r"took 1\.0 s"):
+        check_answer(answer_of(4, 5, 6), [4, 5, 6], within_s=0.9)
+    with pytest.raises(AssertionError, match="failed with"):
+        check_answer(GOOD[1], [4, 5, 6], within_s=1.0, may_fail=False)

@@ -1,0 +1,121 @@
+"""The waterfall against the client's own clock, and the engines' part of it."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+# Large enough that a prompt's prefill is far longer than the way to the client.
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+PROMPT_LEN = 700
+NUM_REQUESTS = 7
+# What may lie between the router's clock and the client's: a share, or the way of a message.
+TOLERANCE = 0.02
+TOLERANCE_NS = 3_000_000
+
+
+class Measured(NamedTuple):
+    """One request: the client's clock (ns) and what the router says."""
+
+    ttft_ns: int
+    first_itl_ns: int
+    metrics: pb2.RequestMetrics
+
+
+@pytest.fixture(scope="module")
+def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
+    model = make_served_model("LlamaForCausalLM", **SHAPE)
+    with start_stack(model=model, num_threads=1, max_num_batched_tokens=128) as running:
+        yield running
+
+
+async def ask(client: AsyncClient, seed: int) -> Measured:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(3, 250) for _ in range(PROMPT_LEN)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    started = time.monotonic_ns()
+    times: list[int] = []
+    metrics = pb2.RequestMetrics()
+    async for output in client.generate(prompt, params, timeout_s=60):
+        times += [time.monotonic_ns()] * len(output.outputs[0].token_ids)
+        if output.finished:
+            metrics = output.metrics
+    assert len(times) == 6
+    return Measured(times[0] - started, times[1] - times[0], metrics)
+
+
+@pytest.fixture(scope="module")
+def measured(stack: Any) -> list[Measured]:
+    """One request after the other; the first, left out, warms up what is slow once."""
+
+    async def ask_all() -> list[Measured]:
+        client = AsyncClient(stack.grpc_address)
+        try:
+            return [await ask(client, seed) for seed in range(NUM_REQUESTS + 1)]
+        finally:
+            await client.close()
+
+    return asyncio.run(ask_all())[1:]
+
+
+def ttft_sum(m: pb2.RequestMetrics) -> int:
+    return (
+        m.router_queue_ns + m.tokenize_ns + m.dispatch_ns
+        + m.prefill_queue_ns + m.prefill_ns + m.return_ns
+    )  # fmt: skip
+
+
+def first_itl_sum(m: pb2.RequestMetrics) -> int:
+    return (
+        m.kv_transfer_exposed_ns + m.release_ack_ns + m.decode_admit_ns
+        + m.first_decode_step_ns + m.decode_return_ns
+    )  # fmt: skip
+
+
+def excess(client_ns: int, router_ns: int) -> float:
+    """How far two clocks are apart, 1 being just tolerable."""
+    return abs(client_ns - router_ns) / max(TOLERANCE * client_ns, TOLERANCE_NS)
+
+
+def test_the_stages_sum_to_what_the_clients_clock_says(measured: list[Measured]) -> None:
+    """The median: on a busy machine any single message may be late on its way to the client."""
+    ttft = [excess(each.ttft_ns, ttft_sum(each.metrics)) for each in measured]
+    first_itl = [excess(each.first_itl_ns, first_itl_sum(each.metrics)) for each in measured]
+    assert statistics.median(ttft) <= 1, ttft
+    assert statistics.median(first_itl) <= 1, first_itl
+    for _, _, metrics in measured:
+        assert ttft_sum(metrics) == metrics.ttft_ns
+        assert first_itl_sum(metrics) == metrics.first_itl_ns
+
+
+def test_every_stage_of_a_handoff_is_known(measured: list[Measured]) -> None:
+    def median(name: str) -> float:
+        return statistics.median(getattr(each.metrics, f"{name}_ns") for each in measured)
+
+    assert median("prefill") > median("ttft") / 2
+    assert 0 < median("grant") <= median("prefill_queue")
+    for stage in ("release_ack", "decode_admit", "first_decode_step"):
+        assert median(stage) > 0
+    assert median("kv_transfer") > median("kv_transfer_exposed"), "the prefill hides most of it"
+    for _, _, metrics in measured:
+        assert (metrics.path, metrics.kv_transport) == ("disaggregated", "shm")
+        assert (metrics.determinism, metrics.num_redrives) == ("exact", 0)
+
+
+def test_the_router_exports_the_stages(stack: Any, measured: list[Measured]) -> None:
+    samples = stack.metrics("router")
+    for stage in ("prefill_queue", "grant", "release_ack", "decode_admit", "kv_transfer"):
+        sample = f'pdserve_request_stage_seconds_count{{stage="{stage}"}}'
+        # A first token that comes with the second one leaves no time between them.
+        assert NUM_REQUESTS // 2 < samples[sample] <= NUM_REQUESTS + 1

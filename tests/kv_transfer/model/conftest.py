@@ -1,0 +1,6 @@
+"""Test modules import the models beside them."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

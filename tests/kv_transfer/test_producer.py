@@ -1,0 +1,836 @@
+"""P's half of the handoff against a D that the test plays: what P asks, announces, keeps and frees,
+and that every way a session can end fences it first.
+"""
+
+import random
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve_common.engine_types import ErrorCode
+from pdserve_common.kv_types import (
+    BlocksReady,
+    CancelRequest,
+    Granted,
+    GrantRequest,
+    KVLinkHeartbeat,
+    KVSessionId,
+    Later,
+    PrefillDone,
+    Release,
+    ReleaseAck,
+    Revoke,
+    SessionEnded,
+)
+from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv_transfer.base import (
+    BlocksFreed,
+    StartAllowed,
+    StartForbidden,
+    TransferFailed,
+)
+from pdserve_engine.kv_transfer.links import make_hello
+from pdserve_engine.kv_transfer.protocol import (
+    PRODUCER,
+    ProducerAction,
+    ProducerEvent,
+    ProducerState,
+)
+from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S
+
+State, Event, Action = ProducerState, ProducerEvent, ProducerAction
+
+
+class World:
+    """A P whose D is the test."""
+
+    def __init__(self, kit: SimpleNamespace, **options: Any) -> None:
+        self.side = kit.PSide(**options)
+        self._make_identity, self._wire = kit.make_identity, kit.Wire
+        self.d_identity = kit.make_identity("d0", layout=self.side.layout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.side, name)
+
+    def pass_time(self, seconds: float) -> None:
+        self.side.now += seconds
+
+    def connect(self, engine_id: str = "d0") -> tuple[Any, Any]:
+        """A D dials; returns the wire to it, after the welcome, and P's link."""
+        wire = self._wire()
+        identity = replace(self.d_identity, engine_id=engine_id)
+        link = self.side.p.accept_link(make_hello(identity, "local"), wire)
+        wire.messages.popleft()
+        if engine_id == "d0":
+            self.side.to_d, self.side.p_link = wire, link
+        return wire, link
+
+    def say(self, message: Any, link: Any = None) -> None:
+        """D sends."""
+        self.side.p.on_message(link or self.side.p_link, message)
+
+    def heard(self) -> list[Any]:
+        """What P has sent since."""
+        messages = list(self.side.to_d.messages)
+        self.side.to_d.messages.clear()
+        return messages
+
+    def asked(self, request_id: str = "r0", **fields: Any) -> tuple[Request, KVSessionId]:
+        """A session in the state ASKING, over a link."""
+        if self.side.p_link is None:
+            self.connect()
+        request = self.side.ask(request_id, **fields)
+        (message,) = self.heard()
+        assert isinstance(message, GrantRequest)
+        return request, message.session
+
+    def granted(self, *, first_block: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
+        request, session = self.asked(**fields)
+        self.say(Granted(session=session, first_block=first_block))
+        assert self.side.take_p_news() == [StartAllowed(request)]
+        return request, session
+
+    def sending(self, **fields: Any) -> tuple[Request, KVSessionId]:
+        """Two blocks are announced, of three by default."""
+        request, session = self.granted(**fields)
+        assert self.side.start(request)
+        self.side.compute(request, 32)
+        return request, session
+
+    def handed_off(self, **fields: Any) -> tuple[Request, KVSessionId]:
+        request, session = self.sending(**fields)
+        self.side.end_p(request)
+        self.heard()
+        return request, session
+
+    def num_sessions(self, state: State) -> float:
+        return float(self.side.p_metrics.sessions.labels(state.name.lower())._value.get())
+
+    def num_ended(self, reason: str) -> float:
+        return float(self.side.p_metrics.sessions_ended.labels(reason)._value.get())
+
+    def check_baseline(self) -> None:
+        """Every block is free, once, and nothing else is left of any session."""
+        self.side.take_p_news()
+        assert sorted(self.side.p_blocks.free) == list(range(64))
+        assert self.side.p.num_open_sessions() == 0
+        assert not self.side.p._machine._open
+        assert not self.side.p._machine._num_exported
+        assert not any(self.num_sessions(state) for state in State)
+
+
+@pytest.fixture(autouse=True)
+def leaks_nothing() -> Iterator[None]:
+    """As everywhere here, but without collecting garbage: it would take most of the time."""
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "kv-transfer"]
+
+
+@pytest.fixture
+def make_world(kit: SimpleNamespace) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(**options: Any) -> World:
+        worlds.append(World(kit, **options))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.p.shutdown()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    return make_world()
+
+
+def acks(messages: list[Any]) -> list[bool]:
+    return [message.valid for message in messages if isinstance(message, ReleaseAck)]
+
+
+# ---- the way of a request
+
+
+def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
+    request, session = world.asked()
+    assert world.num_sessions(State.ASKING) == 1
+    world.pass_time(0.25)
+    world.say(Granted(session=session, first_block=0))
+    assert world.take_p_news() == [StartAllowed(request)]
+    assert request.grant_wait_s == 0.25
+    assert world.start(request)
+    (table,) = world.p_tables[request]
+    world.compute(request, 20)
+    assert world.heard() == [
+        BlocksReady(session=session, first_block=0, block_ids=((table[0],),)),
+    ]
+    world.compute(request, 36)
+    assert world.num_sessions(State.SENDING) == 1
+    kept = world.end_p(request)
+    assert world.heard() == [
+        BlocksReady(session=session, first_block=1, block_ids=((table[1],),)),
+        BlocksReady(session=session, first_block=2, block_ids=((table[2],),)),
+        PrefillDone(session=session, num_tokens=40, output_token_ids=(77,), timeout_s=30.0),
+    ]
+    assert kept == set(table[:3])
+    world.say(Release(session=session, through_block=2))
+    assert world.take_p_news() == [BlocksFreed(tuple(table[:2]))]
+    world.say(Release(session=session, through_block=3))
+    assert acks(world.heard()) == [True, True]
+    assert world.num_ended("released") == 1
+    world.check_baseline()
+
+
+def test_the_last_chunk_is_announced_with_the_tail(world: World) -> None:
+    """That is one READ of what is exposed, and none if the first token ends the request."""
+    for request_id in ("r0", "r1"):
+        request, _ = world.granted(request_id=request_id)
+        assert world.start(request)
+        world.compute(request, 16)
+        world.heard()
+        world.compute(request, 40)
+        assert world.heard() == []
+        if request_id == "r0":
+            world.end_p(request)
+            ready, _ = world.heard()
+            assert (ready.first_block, len(ready.block_ids[0])) == (1, 2)
+        else:
+            world.end_p(request, RequestStatus.FINISHED_STOPPED)
+            (ended,) = world.heard()
+            assert isinstance(ended, SessionEnded)
+
+
+def test_a_prefix_hit_is_announced_at_once_and_nothing_twice(world: World) -> None:
+    request, _ = world.sending()
+    (ready,) = world.heard()
+    assert len(ready.block_ids[0]) == 2
+    world.compute(request, 32)
+    assert world.heard() == []
+
+
+def test_what_d_has_cached_is_neither_announced_nor_kept(world: World) -> None:
+    request, session = world.granted(first_block=1)
+    assert world.start(request)
+    (table,) = world.p_tables[request]
+    world.compute(request, 16)
+    assert world.heard() == []
+    world.compute(request, 32)
+    kept = world.end_p(request)
+    first, last, _ = world.heard()
+    assert (first.first_block, first.block_ids) == (1, ((table[1],),))
+    assert (last.first_block, last.block_ids) == (2, ((table[2],),))
+    assert kept == set(table[1:3])
+    world.say(Release(session=session, through_block=3))
+    world.check_baseline()
+
+
+def test_released_blocks_are_not_kept(world: World) -> None:
+    request, session = world.sending()
+    (table,) = world.p_tables[request]
+    world.say(Release(session=session, through_block=1))
+    assert world.take_p_news() == [], "they are the request's own"
+    assert world.end_p(request) == set(table[1:3])
+    world.say(Release(session=session, through_block=3))
+    assert world.take_p_news() == [BlocksFreed(tuple(table[1:3]))]
+    world.check_baseline()
+
+
+def test_a_resumed_request_hands_over_its_earlier_tokens_too(world: World) -> None:
+    request, session = world.granted(num_tokens=20, attempt=1, resume_output_token_ids=(5, 6, 7))
+    assert world.start(request)
+    world.end_p(request)
+    ready, done = world.heard()
+    assert len(ready.block_ids[0]) == 2
+    assert done == PrefillDone(
+        session=session, num_tokens=23, output_token_ids=(77,), timeout_s=30.0
+    )
+
+
+def test_of_a_sliding_group_only_the_last_window_is_kept(
+    make_world: Callable[..., World], kit: SimpleNamespace
+) -> None:
+    groups = group_layers([20, 20, None, 20, 20, None])
+    world = make_world(spec=replace(kit.SPEC, groups=groups))
+    request, session = world.granted(num_tokens=100)
+    assert world.start(request)
+    full, *sliding = world.p_tables[request]
+    dropped = [ids[:3] for ids in sliding]
+    for ids in sliding:  # P's scheduler drops what no later token sees
+        world.p_blocks.give(ids[:3])
+        ids[:3] = [-1] * 3
+    world.compute(request, 70)
+    kept = world.end_p(request)
+    first, last, _ = world.heard()
+    assert first.block_ids == (tuple(full[:4]), (0,) * 4, (0,) * 4)
+    assert last.block_ids == (tuple(full[4:7]), *((0, *ids[5:7]) for ids in sliding))
+    assert kept == {*full[:7], *sliding[0][5:7], *sliding[1][5:7]}
+    assert not kept & {i for ids in dropped for i in ids}
+    world.say(Release(session=session, through_block=7))
+    world.check_baseline()
+
+
+def test_blocks_carry_their_checksums(
+    make_world: Callable[..., World], kit: SimpleNamespace
+) -> None:
+    def checksum(block_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(zlib.crc32(str(i).encode()) for i in block_ids)
+
+    groups = group_layers([20, None])
+    world = make_world(spec=replace(kit.SPEC, groups=groups), checksum=checksum)
+    request, _ = world.granted(num_tokens=100)
+    assert world.start(request)
+    full, sliding = world.p_tables[request]
+    world.compute(request, 96)
+    (ready,) = world.heard()
+    assert ready.checksums == (checksum(full[:6]), (0,) * 5 + checksum(sliding[5:6]))
+    world.end_p(request)
+
+
+def test_a_request_that_d_has_cached_whole_is_over_at_once(world: World) -> None:
+    request, _ = world.granted(num_tokens=32, first_block=2)
+    assert world.start(request)
+    assert world.end_p(request) == frozenset()
+    (done,) = world.heard()
+    assert isinstance(done, PrefillDone)
+    assert world.num_ended("released") == 1
+    world.check_baseline()
+
+
+# ---- asking
+
+
+def test_a_request_is_asked_for_when_d_has_dialed(world: World) -> None:
+    request = world.ask()
+    wire, _ = world.connect()
+    (message,) = wire.messages
+    assert (message.request_id, message.attempt, message.num_tokens) == ("r0", 0, 40)
+    world.pass_time(LINK_WAIT_S + 1)
+    world.p.on_tick()
+    assert world.take_p_news() == [], "a D that is merely full is waited for"
+    world.say(Granted(session=message.session, first_block=0))
+    assert world.take_p_news() == [StartAllowed(request)]
+
+
+def test_a_d_that_never_dials_fails_the_request(world: World) -> None:
+    request = world.ask()
+    world.pass_time(LINK_WAIT_S)
+    world.p.on_tick()
+    (failed,) = world.take_p_news()
+    assert failed.request is request
+    assert failed.error.code is ErrorCode.KV_TRANSFER_FAILED
+    assert failed.error.is_retryable
+    world.end_p(request, RequestStatus.FINISHED_ERROR)
+    wire, _ = world.connect()
+    assert [message.reason for message in wire.messages] == ["expired"], "once, when it dials"
+    world.check_baseline()
+
+
+def test_a_later_grant_comes_unasked(world: World) -> None:
+    request, session = world.asked()
+    world.say(Later(session=session))
+    assert world.take_p_news() == []
+    world.say(Granted(session=session, first_block=0))
+    assert world.take_p_news() == [StartAllowed(request)]
+    grants = world.p_metrics.grants
+    assert [grants.labels(answer)._value.get() for answer in ("granted", "later")] == [1, 1]
+
+
+def test_a_revoked_grant_is_waited_for_again(world: World) -> None:
+    request, session = world.granted(first_block=2)
+    world.say(Revoke(session=session))
+    assert not world.start(request), "the news of it is not taken yet"
+    assert world.take_p_news() == [StartForbidden(request)]
+    world.say(Granted(session=session, first_block=0))
+    assert world.take_p_news() == [StartAllowed(request)]
+    assert world.start(request)
+    world.compute(request, 16)
+    assert world.heard()[0].first_block == 0, "D's cache has changed meanwhile"
+
+
+def test_news_wake_the_engine_and_keep_their_order(world: World) -> None:
+    request, session = world.asked()
+    wakeups = world.num_wakeups
+    world.say(Granted(session=session, first_block=0))
+    world.say(Revoke(session=session))
+    assert world.num_wakeups == wakeups + 2
+    assert world.take_p_news() == [StartAllowed(request), StartForbidden(request)]
+
+
+def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> None:
+    world.connect()
+    world.say(CancelRequest(request_id="r0", attempt=1, reason="aborted"))
+    stale, session = world.asked()  # attempt 0
+    world.say(CancelRequest(request_id="r0", attempt=1, reason="aborted"))
+    assert world.take_p_news() == []
+    request = world.ask(attempt=1)
+    assert world.heard() == [
+        SessionEnded(session=session, request_id="r0", attempt=0, reason="superseded")
+    ]
+    (failed,) = world.take_p_news()
+    assert failed.request is request
+    assert world.num_ended("cancelled") == 1
+    assert world.end_p(request, RequestStatus.FINISHED_ERROR) == frozenset()
+    assert world.end_p(stale, RequestStatus.FINISHED_ABORTED) == frozenset()
+
+
+def test_a_preempted_request_gets_a_new_session(world: World) -> None:
+    request, old = world.sending()
+    world.heard()
+    world.preempt(request)
+    (ended,) = world.heard()
+    assert (ended.session, ended.reason) == (old, "preempted")
+    world.p.ask(request)
+    (again,) = world.heard()
+    assert again.session.seq > old.seq
+    world.say(Release(session=old, through_block=1))
+    assert acks(world.heard()) == [False]
+    request.first_scheduled_time = world.now
+    granted_time = request.granted_time
+    world.pass_time(1)
+    world.say(Granted(session=again.session, first_block=0))
+    assert world.start(request)
+    assert request.granted_time == granted_time, "only the first wait is before its first step"
+
+
+def test_a_request_that_ends_while_preempted_voids_the_ticket(world: World) -> None:
+    request, _ = world.sending()
+    world.preempt(request)
+    world.heard()
+    world.end_p(request, RequestStatus.FINISHED_ABORTED)
+    assert world.heard() == [
+        SessionEnded(session=None, request_id="r0", attempt=0, reason="aborted")
+    ]
+    world.check_baseline()
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (RequestStatus.FINISHED_STOPPED, "finished"),
+        (RequestStatus.FINISHED_ABORTED, "aborted"),
+        (RequestStatus.FINISHED_ERROR, "error"),
+    ],
+)
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_d_hears_of_an_end_before_any_session(
+    world: World, status: RequestStatus, reason: str, is_linked: bool
+) -> None:
+    if is_linked:
+        world.connect()
+    world.end_p(world.request("p"), status)
+    if not is_linked:
+        world.connect()
+    assert world.heard() == [SessionEnded(session=None, request_id="r0", attempt=0, reason=reason)]
+
+
+def test_an_end_that_cannot_be_told_is_forgotten(world: World) -> None:
+    world.end_p(world.request("p"), RequestStatus.FINISHED_STOPPED)
+    world.pass_time(31)
+    world.p.on_tick()
+    wire, _ = world.connect()
+    assert not wire.messages
+
+
+def test_d_is_not_told_what_it_knows(world: World) -> None:
+    request, _ = world.sending()
+    world.heard()
+    world.say(CancelRequest(request_id="r0", attempt=0, reason="aborted"))
+    (failed,) = world.take_p_news()
+    assert isinstance(failed, TransferFailed)
+    world.end_p(request, RequestStatus.FINISHED_ERROR)
+    assert world.heard() == []
+    assert not world.p._machine._failed
+    world.check_baseline()
+
+
+def test_a_later_attempt_supersedes_a_session_that_was_handed_off(world: World) -> None:
+    _, old = world.handed_off()
+    world.ask(attempt=1)
+    ended, grant_request = world.heard()
+    assert ended == SessionEnded(session=old, request_id="r0", attempt=0, reason="superseded")
+    assert grant_request.attempt == 1
+    assert len(world.take_p_news()) == 1
+    assert len(world.p_blocks.free) == 64
+
+
+def test_the_end_of_an_earlier_attempt_leaves_the_later_one_alone(world: World) -> None:
+    old, _ = world.asked()
+    world.ask(attempt=1)
+    world.heard()
+    assert not world.start(old)
+    world.end_p(old, RequestStatus.FINISHED_ABORTED)
+    assert world.num_sessions(State.ASKING) == 1
+    assert all(message.attempt == 0 for message in world.heard())
+
+
+def test_aborts_reach_only_sessions_that_were_handed_off(world: World) -> None:
+    request, _ = world.sending()
+    world.p.abort_session("nobody")
+    world.p.abort_session("r0")
+    assert world.num_sessions(State.SENDING) == 1
+    world.end_p(request)
+    world.p.abort_session("r0")
+    assert world.num_ended("aborted") == 1
+    world.check_baseline()
+
+
+# ---- messages of D that come late or make no sense
+
+
+@pytest.mark.parametrize("stage", ["asked", "granted", "sending", "handed_off"])
+def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage: str) -> None:
+    request, session = getattr(world, stage)()
+    world.heard()
+    other = replace(session, seq=99)
+    wrong = [
+        make_hello(world.d_identity, "local"),
+        Release(session=other, through_block=1),
+        Release(session=session, through_block=1000),
+        Granted(session=other, first_block=0),
+        Granted(session=session, first_block=4),
+        Later(session=other),
+        Revoke(session=other),
+        CancelRequest(request_id="r0", attempt=-1, reason="an older attempt"),
+    ]
+    if stage != "asked":
+        wrong += [Granted(session=session, first_block=0), Later(session=session)]
+    else:
+        wrong += [Revoke(session=session)]
+    before = world.p_metrics.late_messages._value.get()
+    for message in wrong:
+        world.say(message)
+    assert world.late("p") == before + len(wrong)
+    assert acks(world.heard()) == [False, False]
+    assert world.take_p_news() == []
+    assert world.p.num_open_sessions() == 1
+    world.say(KVLinkHeartbeat(step_seq=1))
+    assert world.late("p") == before + len(wrong)
+    world.p.fence_all("test")
+    if request in world.p_tables:
+        world.end_p(request, RequestStatus.FINISHED_ERROR)
+    world.check_baseline()
+
+
+def test_a_session_obeys_its_own_link_only(world: World) -> None:
+    _, session = world.handed_off()
+    wire, stranger = world.connect("d1")
+    world.say(Release(session=session, through_block=3), stranger)
+    world.say(CancelRequest(request_id="r0", attempt=0, reason=""), stranger)
+    assert acks(list(wire.messages)) == [False]
+    assert world.p.num_open_sessions() == 1
+    assert world.late("p") == 2
+
+
+def test_a_release_before_anything_is_announced_counts_for_nothing(world: World) -> None:
+    request, session = world.granted(first_block=1)
+    world.say(Release(session=session, through_block=1))
+    assert acks(world.heard()) == [False]
+    world.say(Revoke(session=session))
+    world.say(Granted(session=session, first_block=0))
+    assert world.start(request)
+    assert len(world.end_p(request)) == 3
+
+
+def test_a_repeated_release_is_answered_again_and_frees_nothing(world: World) -> None:
+    _, session = world.handed_off()
+    for through_block in (2, 1, 2):
+        world.say(Release(session=session, through_block=through_block))
+    assert acks(world.heard()) == [True] * 3
+    (freed,) = world.take_p_news()
+    assert len(freed.block_ids) == 2
+
+
+# ---- time
+
+
+def test_progress_puts_the_deadline_off(world: World) -> None:
+    request, session = world.granted()
+    world.pass_time(20)
+    assert world.start(request)
+    world.pass_time(20)
+    world.compute(request, 32)
+    world.pass_time(20)
+    world.say(Release(session=session, through_block=1))
+    world.pass_time(20)
+    world.end_p(request)
+    world.pass_time(20)
+    world.say(Release(session=session, through_block=2))
+    world.pass_time(29)
+    keep_alive(world)
+    assert world.p.num_open_sessions() == 1
+    world.pass_time(1)
+    keep_alive(world)
+    assert world.num_ended("expired") == 1
+    world.check_baseline()
+
+
+def keep_alive(world: World) -> None:
+    world.say(KVLinkHeartbeat(step_seq=1))
+    world.p.on_tick()
+
+
+def test_p_exports_while_something_is_announced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(world.p_transport, "set_exporting", calls.append)
+    monkeypatch.setattr(world.p_transport, "poke", lambda: calls.append("poke"))
+    request, session = world.asked()
+    world.say(KVLinkHeartbeat(step_seq=1))
+    assert calls == []
+    world.say(Granted(session=session, first_block=0))
+    assert calls == ["poke"]
+    assert world.start(request)
+    world.compute(request, 32)
+    assert calls == ["poke", True, "poke"]
+    world.end_p(request)
+    world.p.ask(world.request("p", "r1"))
+    world.say(Release(session=session, through_block=3))
+    assert calls == ["poke", True, "poke", "poke", "poke", False]
+
+
+# ---- K3: every way in which a session ends
+
+Driver = Callable[[World, Request, KVSessionId], None]
+
+SETUPS: dict[State, Callable[[World], tuple[Request, KVSessionId]]] = {
+    State.ASKING: World.asked,
+    State.GRANTED: World.granted,
+    State.SENDING: World.sending,
+    State.HANDED_OFF: World.handed_off,
+}
+
+
+def set_up(world: World, state: State, event: Event) -> tuple[Request, KVSessionId]:
+    if event is not Event.PREFILLED_ALL_CACHED:
+        return SETUPS[state](world)
+    request, session = world.granted(num_tokens=32, first_block=2)
+    assert world.start(request)
+    return request, session
+
+
+def finish(world: World, request: Request, session: KVSessionId) -> None:
+    if request.is_handed_off:
+        world.p.abort_session(request.request_id)
+    else:
+        world.end_p(request, RequestStatus.FINISHED_ABORTED)
+
+
+def expire(world: World, request: Request, session: KVSessionId) -> None:
+    world.pass_time(31)
+    keep_alive(world)
+
+
+DRIVERS: dict[Event, Driver] = {
+    Event.FINISHED: finish,
+    Event.CANCELLED: lambda world, request, session: world.say(
+        CancelRequest(request_id="r0", attempt=0, reason="aborted")
+    ),
+    Event.LINK_LOST: lambda world, request, session: world.p.link_lost(world.p_link, "cut"),
+    Event.EXPIRED: expire,
+    Event.FENCED: lambda world, request, session: world.p.fence_all("cache_reset"),
+    Event.PREEMPTED: lambda world, request, session: world.preempt(request),
+    Event.REVOKED: lambda world, request, session: world.say(Revoke(session=session)),
+    Event.RELEASED_ALL: lambda world, request, session: world.say(
+        Release(session=session, through_block=3)
+    ),
+    Event.PREFILLED_ALL_CACHED: lambda world, request, session: world.end_p(request) and None,
+}
+
+ENDINGS = [
+    (state, event)
+    for state, steps in PRODUCER.items()
+    for event, step in steps.items()
+    if step.next is State.ENDED and state is not State.ENDED
+]
+
+
+@pytest.fixture
+def steps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, Event]]:
+    """The table's entries that P has taken."""
+    taken: list[tuple[State, Event]] = []
+    advance = world.p._machine.advance
+
+    def record(session: Any, event: Event, reason: str = "") -> bool:
+        taken.append((session.state, event))
+        return bool(advance(session, event, reason))
+
+    monkeypatch.setattr(world.p._machine, "advance", record)
+    return taken
+
+
+@pytest.mark.parametrize(("state", "event"), ENDINGS)
+def test_every_end_of_a_session_fences_it_and_gives_its_blocks_back_once(
+    world: World, steps: list[tuple[State, Event]], state: State, event: Event
+) -> None:
+    request, session = set_up(world, state, event)
+    world.heard()
+    DRIVERS[event](world, request, session)
+    assert steps[-1] == (state, event), "the driver takes this path"
+    assert world.p.num_open_sessions() == 0
+    step = PRODUCER[state][event]
+    told = any(isinstance(message, SessionEnded) for message in world.heard())
+    assert told is (Action.SEND_SESSION_ENDED in step.actions)
+    news = world.take_p_news()  # a block that is freed twice fails here
+    failed = any(isinstance(item, TransferFailed) for item in news)
+    assert failed is (Action.FAIL_REQUEST in step.actions)
+    if event is Event.LINK_LOST:
+        world.connect()
+    world.say(Release(session=session, through_block=1))
+    assert acks(world.heard()) == [False]
+    if not request.status.is_finished:
+        world.end_p(request, RequestStatus.FINISHED_ERROR)
+    world.check_baseline()
+
+
+@pytest.mark.parametrize(("state", "event"), ENDINGS)
+def test_the_fence_comes_first(state: State, event: Event) -> None:
+    actions = list(PRODUCER[state][event].actions)
+    if event is Event.RELEASED_ALL:
+        assert actions.pop(0) is Action.SEND_VALID_ACK
+    assert actions.index(Action.FENCE) == 0
+
+
+def test_only_ends_fence_and_give_everything_back() -> None:
+    for state, steps in PRODUCER.items():
+        for event, step in steps.items():
+            if step.next is not State.ENDED:
+                assert not {Action.FENCE, Action.FREE} & set(step.actions), (state, event)
+
+
+def test_the_connector_carries_out_every_action_of_the_table(world: World) -> None:
+    """What is left of an ended session is the answer that `refuse` gives."""
+    assert PRODUCER[State.ENDED] == {
+        Event.RELEASED: (State.ENDED, (Action.SEND_INVALID_ACK,)),
+    }
+    assert set(world.p._machine._actions) == set(Action) - {Action.SEND_INVALID_ACK}
+
+
+def test_a_fence_says_why(world: World) -> None:
+    request, _ = world.sending()
+    world.heard()
+    world.p.fence_all("sleep")
+    (ended,) = world.heard()
+    assert ended.reason == "fenced:sleep"
+    assert world.num_ended("fenced") == 1, "metrics know one word for all"
+    (failed,) = world.take_p_news()
+    assert failed.error.message == "handing KV over to d0 failed: fenced:sleep"
+    world.end_p(request, RequestStatus.FINISHED_ERROR)
+
+
+def test_a_new_link_ends_the_sessions_of_the_old_one(world: World) -> None:
+    request, session = world.sending()
+    old_wire, old_link = world.to_d, world.p_link
+    world.connect()
+    assert old_wire.closed_because == "replaced"
+    (failed,) = world.take_p_news()
+    assert failed.request is request
+    world.say(Release(session=session, through_block=1), old_link)
+    assert world.late("p") == 1
+    world.p.link_lost(old_link, "closed")  # its own reader reports it too
+    assert world.p_metrics.links._value.get() == 1
+    world.end_p(request, RequestStatus.FINISHED_ERROR)
+    world.check_baseline()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_happens_every_block_comes_back_once(world: World, seed: int) -> None:
+    """Random steps of D, the scheduler and time; Blocks notices what is freed twice."""
+    traffic = Traffic(world, random.Random(seed))
+    for _ in range(1000):
+        traffic.step()
+    traffic.finish()
+    assert not world.p._machine._failed
+    world.check_baseline()
+    assert len(traffic.reasons()) >= 8, "most ways to end a session have been taken"
+
+
+class Traffic:
+    """A D that says anything and a P whose scheduler, link and clock do anything."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world, self.rng = world, rng
+        self.requests: list[Request] = []  # that have not ended on P
+        self.sessions: list[KVSessionId] = []
+        self.num_asked = 0
+
+    def step(self) -> None:
+        if self.world.p_link is None or self.world.to_d.closed_because:
+            self.world.connect()
+        self.sessions += [m.session for m in self.world.heard() if isinstance(m, GrantRequest)]
+        if len(self.requests) < 3:
+            self.num_asked += 1
+            self.requests.append(self.world.ask(f"r{self.num_asked}"))
+            return
+        (action,) = self.rng.choices((self._say, self._schedule, self._break), (50, 46, 1))
+        action()
+        self._take_news()
+
+    def finish(self) -> None:
+        self.world.p.fence_all("end")
+        self._take_news()
+        assert not self.requests
+
+    def reasons(self) -> set[str]:
+        (metric,) = self.world.p_metrics.sessions_ended.collect()
+        return {sample.labels["reason"] for sample in metric.samples}
+
+    def _say(self) -> None:
+        session = self.rng.choice(self.sessions[-6:])
+        first_block = self.rng.choice([0, 0, 1, 3, 9])
+        release = Release(session=session, through_block=self.rng.randrange(5))
+        messages = [
+            Granted(session=session, first_block=first_block),
+            Later(session=session),
+            Revoke(session=session),
+            release,
+            CancelRequest(request_id=f"r{session.seq}", attempt=0, reason=""),
+        ]
+        (message,) = self.rng.choices(messages, (10, 3, 1, 10, 1))
+        self.world.say(message)
+
+    def _schedule(self) -> None:
+        request = self.rng.choice(self.requests)
+        if request not in self.world.p_tables:
+            if not self.world.start(request) and self.rng.random() < 0.02:
+                self._end(request, RequestStatus.FINISHED_ABORTED)
+            return
+        step = self.rng.random()
+        if step < 0.6:
+            self.world.compute(request, self.rng.choice([16, 32]))
+        elif step < 0.9:
+            self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        elif step < 0.95:
+            self._end(request, RequestStatus.FINISHED_STOPPED)
+        else:
+            self.world.preempt(request)
+            self._take_news()
+            if request in self.requests:
+                self.world.p.ask(request)
+
+    def _break(self) -> None:
+        what = self.rng.randrange(4)
+        if what == 0:
+            self.world.p.link_lost(self.world.p_link, "cut")
+        elif what == 1:
+            self.world.p.fence_all("test")
+        elif what == 2:
+            self.world.pass_time(31)
+            keep_alive(self.world)
+        else:
+            self.world.p.abort_session(f"r{self.rng.randint(1, self.num_asked)}")
+
+    def _end(self, request: Request, status: RequestStatus) -> None:
+        self.requests.remove(request)
+        self.world.end_p(request, status)
+
+    def _take_news(self) -> None:
+        for news in self.world.take_p_news():
+            if isinstance(news, TransferFailed) and news.request in self.requests:
+                self._end(news.request, RequestStatus.FINISHED_ERROR)

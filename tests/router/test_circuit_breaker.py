@@ -1,0 +1,84 @@
+import pytest
+
+from pdserve_router.circuit_breaker import CircuitBreaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def breaker(clock) -> CircuitBreaker:
+    return CircuitBreaker(clock=clock)
+
+
+def fail(breaker: CircuitBreaker, times: int) -> None:
+    for _ in range(times):
+        breaker.report_failure()
+
+
+def test_three_failures_in_a_row_open_it(breaker) -> None:
+    fail(breaker, 2)
+    assert breaker.retry_in_s == 0
+    fail(breaker, 1)
+    assert breaker.is_open
+    assert breaker.retry_in_s == 1
+
+
+def test_a_success_between_them_starts_the_count_anew(breaker) -> None:
+    fail(breaker, 2)
+    breaker.report_success()
+    fail(breaker, 2)
+    assert not breaker.is_open
+
+
+def test_failures_of_what_was_under_way_do_not_make_it_longer(breaker) -> None:
+    fail(breaker, 200)
+    assert breaker.retry_in_s == 1
+
+
+def test_after_the_backoff_one_trial_goes_through(breaker, clock) -> None:
+    fail(breaker, 3)
+    clock.now += 1
+    assert breaker.retry_in_s == 0
+    breaker.on_use()
+    assert breaker.retry_in_s > 0
+    breaker.report_success()
+    assert not breaker.is_open
+    fail(breaker, 3)
+    assert breaker.retry_in_s == 1
+
+
+def test_failing_trials_double_the_backoff_up_to_thirty_seconds(breaker, clock) -> None:
+    fail(breaker, 3)
+    waits = []
+    for _ in range(7):
+        waits.append(breaker.retry_in_s)
+        clock.now += breaker.retry_in_s
+        breaker.on_use()
+        breaker.report_failure()
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_trial_that_never_reports_is_followed_by_another(breaker, clock) -> None:
+    fail(breaker, 3)
+    clock.now += 1
+    breaker.on_use()
+    clock.now += 2
+    assert breaker.retry_in_s == 0
+
+
+def test_closing_it_keeps_the_backoff(breaker) -> None:
+    fail(breaker, 3)
+    breaker.close()
+    assert breaker.retry_in_s == 0
+    fail(breaker, 3)
+    assert breaker.retry_in_s == 2

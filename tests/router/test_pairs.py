@@ -1,0 +1,332 @@
+"""Pairs are used once a generation has gone over them, and only those."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+from fake_worker import KV_STATS, FakeWorker, Running, decode, prefill
+from prometheus_client import CollectorRegistry
+
+from conftest import TIMINGS, until
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    KVLost,
+    SamplingParams,
+    WorkerRole,
+)
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router import pairs
+from pdserve_router.route_chooser import RoutingRules
+from pdserve_router.worker_pool import WorkerPool
+
+VOCAB_SIZE = 300
+
+
+class Stage:
+    """A pool over fake workers, and how its readiness went."""
+
+    def __init__(self, workers: list[FakeWorker], **rules: object) -> None:
+        self.prefill = [w for w in workers if w.info.role is WorkerRole.PREFILL]
+        self.decode = [w for w in workers if w.info.role is WorkerRole.DECODE]
+        self.registry = CollectorRegistry()
+        self.readiness: list[bool] = []
+        self.pool = WorkerPool(
+            prefill=[worker.address for worker in self.prefill],
+            decode=[worker.address for worker in self.decode],
+            router_id="r",
+            rules=RoutingRules(**rules),
+            metrics=RouterMetrics(self.registry),
+            on_change=lambda: self.readiness.append(self.pool.is_ready),
+            timings=TIMINGS,
+        )
+
+    def count(self, state: str) -> float:
+        value = self.registry.get_sample_value("pdserve_worker_pairs", {"state": state})
+        assert value is not None
+        return value
+
+    @property
+    def path(self) -> str:
+        request = EngineCoreRequest(
+            request_id="a",
+            prompt_token_ids=(5, 6),
+            sampling_params=SamplingParams(max_tokens=3),
+        )
+        route = self.pool.route(request)
+        return route.reason or route.path
+
+    async def all_attached(self) -> None:
+        clients = (*self.pool.prefill, *self.pool.decode)
+        await until(lambda: all(client.is_ready for client in clients))
+
+
+def worker(role: WorkerRole, number: int = 0, **info: object) -> FakeWorker:
+    info.setdefault("engine_id", f"{role.name.lower()}-{number}")
+    return FakeWorker(role, vocab_size=VOCAB_SIZE, answer=range(5, 15), **info)
+
+
+Start = Callable[..., "contextlib.AbstractAsyncContextManager[Stage]"]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """async with start(num_prefill, num_decode, change, **rules) as stage; `change` gets the
+    workers before they start.
+    """
+    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 0.1)
+
+    @contextlib.asynccontextmanager
+    async def start(
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        change: Callable[[list[FakeWorker]], None] = lambda workers: None,
+        **rules: object,
+    ) -> AsyncIterator[Stage]:
+        workers = [worker(WorkerRole.PREFILL, i) for i in range(num_prefill)]
+        workers += [worker(WorkerRole.DECODE, i) for i in range(num_decode)]
+        change(workers)
+        async with contextlib.AsyncExitStack() as stack:
+            for fake in workers:
+                await fake.start()
+                stack.push_async_callback(fake.stop)
+            stage = Stage(workers, **rules)
+            stack.push_async_callback(stage.pool.close)
+            stage.pool.start()
+            yield stage
+
+    return start
+
+
+async def hang(running: Running) -> None:
+    await asyncio.Event().wait()
+
+
+async def fail(running: Running) -> None:
+    error = EngineError(code=ErrorCode.KV_TRANSFER_FAILED, message="no route to NIXL")
+    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+
+async def compute_alone(running: Running) -> None:
+    running.emit(4, 5, at=0, finish=FinishReason.LENGTH)
+
+
+async def lose_kv(running: Running) -> None:
+    running.emit(at=0, kv_lost=KVLost(num_confirmed_tokens=0, reason="stall", message="stalled"))
+
+
+async def end_too_early(running: Running) -> None:
+    running.emit(4, at=0, finish=FinishReason.STOP, kv_transfer_stats=KV_STATS)
+
+
+async def hand_nothing_over(running: Running) -> None:
+    running.emit(4, at=0, finish=FinishReason.STOP)
+
+
+async def test_a_pair_is_proven_by_a_generation_over_both(start) -> None:
+    async with start() as stage:
+        await until(lambda: stage.pool.is_ready)
+        assert stage.path == "disaggregated"
+        assert stage.count("proven") == 1
+        (p_leg,), (d_leg,) = stage.prefill[0].probes, stage.decode[0].probes
+        assert p_leg.request_id == d_leg.request_id
+        assert p_leg.request_id.startswith("probe-")
+        assert p_leg.prompt_token_ids == d_leg.prompt_token_ids
+        info = stage.decode[0].info
+        assert len(p_leg.prompt_token_ids) == 2 * info.block_size
+        assert not set(p_leg.prompt_token_ids) & set(info.eos_token_ids)
+        assert p_leg.sampling_params.max_tokens == 2
+        assert p_leg.sampling_params.is_greedy
+        assert p_leg.priority > 0
+        assert p_leg.kv_transfer_params.remote_engine_id == "decode-0"
+        assert d_leg.kv_transfer_params.remote_engine_id == "prefill-0"
+        assert stage.pool.prefill[0].num_in_flight == stage.pool.decode[0].num_in_flight == 0
+
+
+async def test_readiness_waits_for_the_first_proof_and_never_flaps(start) -> None:
+    def slow(workers: list[FakeWorker]) -> None:
+        workers[1].behave_probe = hang
+
+    async with start(change=slow) as stage:
+        await stage.all_attached()
+        await until(lambda: stage.decode[0].probes != [])
+        assert not stage.pool.is_ready
+        assert stage.count("unproven") == 1
+        assert stage.path == "no_proven_pair"
+        request = stage.decode[0].probes[0]
+        await decode(Running(stage.decode[0], stage.decode[0].links[0], request))
+        await until(lambda: stage.pool.is_ready)
+        assert stage.readiness == sorted(stage.readiness)
+
+
+async def test_a_proof_may_keep_readiness_only_so_long(start, monkeypatch) -> None:
+    def slow(workers: list[FakeWorker]) -> None:
+        workers[1].behave_probe = hang
+
+    monkeypatch.setattr(pairs, "PROBE_TIMEOUT_S", 0.2)
+    async with start(change=slow) as stage:
+        await stage.all_attached()
+        assert not stage.pool.is_ready
+        await until(lambda: stage.pool.is_ready)
+        assert stage.path == "no_proven_pair"
+        assert stage.count("failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "behave", "reason"),
+    [
+        (WorkerRole.DECODE, fail, "decode-0 failed: no route to NIXL"),
+        (WorkerRole.PREFILL, fail, "prefill-0 failed: no route to NIXL"),
+        (WorkerRole.DECODE, lose_kv, "decode-0 lost the KV: stalled"),
+        (WorkerRole.DECODE, compute_alone, "decode-0 pulled no KV blocks"),
+        (WorkerRole.DECODE, end_too_early, "decode-0 has 1 of 2 tokens"),
+        (WorkerRole.PREFILL, hand_nothing_over, "prefill-0 handed nothing over"),
+    ],
+)
+async def test_a_failed_proof_excludes_the_pair_until_one_succeeds(
+    start, caplog, role, behave, reason
+) -> None:
+    def break_one(workers: list[FakeWorker]) -> None:
+        for fake in workers:
+            if fake.info.role is role:
+                fake.behave_probe = behave
+
+    async with start(change=break_one) as stage:
+        await until(lambda: stage.count("failed") == 1)
+        assert stage.path == "no_proven_pair"
+        assert f"prefill-0 and decode-0 are not used: {reason}" in caplog.text
+        assert stage.pool.is_ready
+        stage.prefill[0].behave_probe, stage.decode[0].behave_probe = prefill, decode
+        await until(lambda: stage.count("proven") == 1)
+        assert stage.path == "disaggregated"
+
+
+async def test_no_worker_is_left_with_a_probe_that_got_no_answer(start, monkeypatch) -> None:
+    def slow(workers: list[FakeWorker]) -> None:
+        workers[1].behave_probe = hang
+
+    monkeypatch.setattr(pairs, "PROBE_TIMEOUT_S", 0.1)
+    async with start(change=slow) as stage:
+        await until(lambda: stage.count("failed") == 1)
+        await until(lambda: not stage.decode[0]._running)
+        assert stage.pool.decode[0].num_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_compatibility_hash", "other"),
+        ("block_size", 32),
+        ("dtype", "float32"),
+        ("model", "other"),
+        ("kv_transport", "local"),
+    ],
+)
+async def test_a_mismatch_is_never_tried_and_names_what_differs(start, caplog, field, value):
+    def differ(workers: list[FakeWorker]) -> None:
+        workers[1].info = replace(workers[1].info, **{field: value})
+
+    async with start(change=differ) as stage:
+        await stage.all_attached()
+        assert stage.count("mismatched") == 1
+        assert stage.pool.is_ready
+        assert stage.path == "no_proven_pair"
+        ours = getattr(stage.prefill[0].info, field)
+        assert f"cannot work together: {field} is {ours} and {value}" in caplog.text
+        stage.pool._on_change()
+        assert caplog.text.count("cannot work together") == 1
+        assert stage.decode[0].probes == []
+
+
+async def test_another_transport_than_required_is_refused(start, caplog) -> None:
+    async with start(require_transport="tcp", require_disaggregation=True) as stage:
+        await until(lambda: stage.count("mismatched") == 1)
+        assert "KV travels over shm, --require-transport is tcp" in caplog.text
+        assert not stage.pool.is_ready
+        with pytest.raises(NoWorkerError, match=r"--require-disaggregation: no prefill worker has"):
+            _ = stage.path
+
+
+async def test_the_required_transport_is_used(start) -> None:
+    async with start(require_transport="shm") as stage:
+        await until(lambda: stage.pool.is_ready)
+        assert stage.path == "disaggregated"
+
+
+async def test_a_restarted_worker_has_to_prove_itself_again(start) -> None:
+    async with start() as stage:
+        await until(lambda: stage.count("proven") == 1)
+        stage.decode[0].behave_probe = hang
+        stage.decode[0].info = replace(stage.decode[0].info, epoch="1" * 32)
+        stage.decode[0].cut()
+        await until(lambda: stage.count("unproven") == 1)
+        await until(lambda: len(stage.decode[0].probes) == 2)
+        assert stage.path == "no_proven_pair"
+
+
+async def test_a_stream_that_broke_proves_nothing_new(start) -> None:
+    async with start() as stage:
+        await until(lambda: stage.count("proven") == 1)
+        stage.decode[0].cut()
+        await until(lambda: len(stage.decode[0].hellos) == 2)
+        await stage.all_attached()
+        assert stage.path == "disaggregated"
+        assert len(stage.decode[0].probes) == 1
+
+
+async def test_failing_handoffs_call_for_another_proof(start) -> None:
+    async with start() as stage:
+        await until(lambda: stage.count("proven") == 1)
+        stage.decode[0].behave_probe = hang
+        pair = (stage.pool.prefill[0], stage.pool.decode[0])
+        stage.pool.report_failure(pair)
+        stage.pool.report_success(pair)
+        for _ in range(2):
+            stage.pool.report_failure(pair)
+        assert stage.path == "disaggregated"
+        stage.pool.report_failure(pair)
+        assert stage.path == "no_proven_pair"
+        assert stage.count("failed") == 1
+        stage.decode[0].behave_probe = decode
+        await until(lambda: stage.count("proven") == 1)
+        assert len(stage.decode[0].probes) == 2
+
+
+async def test_a_small_pool_proves_all_its_pairs(start) -> None:
+    async with start(3, 2) as stage:
+        await until(lambda: stage.count("proven") == 6)
+
+
+async def test_a_big_pool_proves_enough_for_every_worker_a_few_at_a_time(start, monkeypatch):
+    monkeypatch.setattr(pairs, "ENOUGH_PARTNERS", 1)
+    real, running, most = pairs.probe, 0, 0
+
+    async def counted(*workers: object, timeout_s: float) -> object:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await real(*workers, timeout_s=timeout_s)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(pairs, "probe", counted)
+    async with start(6, 6) as stage:
+        await stage.all_attached()
+        await until(lambda: all(fake.probes for fake in (*stage.prefill, *stage.decode)))
+        await until(lambda: running == 0)
+        assert most == pairs.MAX_PROBES
+        assert 6 <= stage.count("proven") < 12
+
+
+async def test_without_disaggregation_nothing_is_proven(start) -> None:
+    async with start(disaggregation=False) as stage:
+        await stage.all_attached()
+        assert stage.pool.is_ready
+        assert stage.path == "disabled"
+        assert stage.decode[0].probes == []

@@ -1,0 +1,679 @@
+"""Workers fail at every stage; the client sees the same stream, or exactly one error."""
+
+import asyncio
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from fake_worker import EOS, Running, decode, prefill
+
+from conftest import ANSWER_TEXT, until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import (
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    KVLost,
+    WorkerRole,
+)
+
+RETRYABLE = (
+    ErrorCode.ENGINE_DEAD,
+    ErrorCode.DRAINING,
+    ErrorCode.KV_TRANSFER_FAILED,
+    ErrorCode.KV_EXPIRED,
+    ErrorCode.OVERLOADED,
+)
+TOKENS = pb2.TokenPrompt(token_ids=range(10, 30))
+
+
+def request(**fields) -> pb2.GenerateRequest:
+    params = core.SamplingParams(**{"seed": 7, **fields.pop("params", {})})
+    return pb2.GenerateRequest(tokens=TOKENS, sampling_params=params, **fields)
+
+
+async def generate(stack, timeout=10, **fields) -> list[pb2.RequestOutput]:
+    call = stack.stub.Generate(request(**fields), timeout=timeout)
+    outputs = [response.output async for response in call]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs
+
+
+def tokens_of(outputs) -> list[int]:
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+def text_of(outputs) -> str:
+    return "".join(output.outputs[0].text for output in outputs)
+
+
+def ending(outputs):
+    return outputs[-1].outputs[0]
+
+
+def own_behaviour(running: Running):
+    return prefill if running.worker.info.role is WorkerRole.PREFILL else decode
+
+
+async def hang(running: Running) -> None:
+    await asyncio.Event().wait()
+
+
+def fail(running: Running, code=ErrorCode.ENGINE_DEAD, **more) -> None:
+    error = EngineError(code=code, message="broken on purpose", is_retryable=True, **more)
+    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+
+def lose_kv(running: Running, num_confirmed_tokens: int) -> None:
+    lost = KVLost(num_confirmed_tokens=num_confirmed_tokens, reason="stall", message="stalled")
+    running.emit(at=0, kv_lost=lost)
+
+
+def failing(num_tokens: int, then, *, attempts=(0,)):
+    """Bring `num_tokens` new tokens and fail, at these attempts; else do as ever."""
+
+    async def behave(running: Running) -> None:
+        if running.request.attempt not in attempts:
+            await own_behaviour(running)(running)
+            return
+        await asyncio.sleep(running.worker.step_s)
+        tokens, _ = running.answer()
+        start = running.num_resumed
+        if num_tokens:
+            running.emit(*tokens[start : start + num_tokens], at=start)
+        await asyncio.sleep(0.01)
+        result = then(running)
+        if result is not None:
+            await result
+
+    return behave
+
+
+async def assert_recovered(stack, outputs, tokenizer) -> None:
+    assert tokens_of(outputs) == [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+    assert text_of(outputs) == ANSWER_TEXT
+    assert ending(outputs).finish_reason == core.FINISH_REASON_STOP
+    assert outputs[-1].usage.num_prompt_tokens == len(TOKENS.token_ids)
+    assert outputs[-1].usage.num_output_tokens == len(tokens_of(outputs))
+    assert stack.metric("pdserve_recovered_requests_total", outcome="stop") == 1
+    assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 0
+    await stack.assert_idle()
+    assert stack.metric("pdserve_redrives_waiting") == 0
+
+
+@pytest.fixture
+async def four(start_stack):
+    """Two workers of each role."""
+    async with start_stack(prefill=2, decode=2) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+def fail_as(code: ErrorCode):
+    return lambda running: fail(running, code)
+
+
+@pytest.mark.parametrize("code", RETRYABLE, ids=lambda code: code.name.lower())
+async def test_a_prefill_worker_that_fails_is_replaced(four, tokenizer, code) -> None:
+    for worker in four.prefills:
+        worker.behave = failing(0, fail_as(code))
+    for worker in four.decodes:
+        worker.behave = failing(0, hang)
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    assert outputs[-1].metrics.num_redrives == 1
+    reason = code.name.lower()
+    assert four.metric("pdserve_redrives_total", reason=reason, path="local") == 1
+    assert four.metric("pdserve_handoffs_total", outcome="prefill_failed") == 1
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize("code", RETRYABLE, ids=lambda code: code.name.lower())
+async def test_a_decode_worker_that_fails_is_replaced_at_any_token(
+    four, tokenizer, code, num_tokens
+) -> None:
+    for worker in four.decodes:
+        worker.behave = failing(num_tokens, fail_as(code))
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    used = [worker for worker in four.decodes if worker.requests]
+    is_own_fault = code not in (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
+    assert len(used) == 2 or not is_own_fault
+    last = next(w.requests[-1] for w in four.decodes if w.requests and w.requests[-1].attempt)
+    assert last.attempt == 1
+    assert (
+        list(last.resume_output_token_ids)
+        == tokens_of(outputs)[: len(last.resume_output_token_ids)]
+    )
+    assert len(last.resume_output_token_ids) >= num_tokens
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_a_worker_that_dies_is_replaced(four, tokenizer, role, num_tokens) -> None:
+    async def die(running: Running) -> None:
+        asyncio.get_running_loop().call_soon(
+            stopping.append, asyncio.ensure_future(running.worker.stop())
+        )
+        await hang(running)
+
+    stopping: list[asyncio.Future] = []
+    for worker in getattr(four, f"{role}s"):
+        worker.behave = failing(num_tokens if role == "decode" else 0, die)
+    if role == "prefill":
+        for worker in four.decodes:
+            worker.behave = failing(0, hang)
+    outputs = await generate(four)
+    await asyncio.gather(*stopping)
+    await assert_recovered(four, outputs, tokenizer)
+
+
+async def test_kv_lost_with_little_missing_goes_on_at_the_same_worker_alone(
+    four, tokenizer
+) -> None:
+    async def lose(running: Running) -> None:
+        lose_kv(running, 16)
+        await hang(running)
+
+    for worker in four.decodes:
+        worker.behave = failing(0, lose)
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    (used,) = [worker for worker in four.decodes if worker.requests]
+    first, second = used.requests
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert first.kv_transfer_params is not None
+    assert second.kv_transfer_params is None
+    # It is superseded there: an abort could hit its successor.
+    assert used.aborted == []
+    assert four.metric("pdserve_redrives_total", reason="kv_lost", path="local") == 1
+
+
+async def test_kv_lost_with_much_missing_goes_on_at_the_same_worker_with_another_prefill(
+    four, tokenizer, monkeypatch
+) -> None:
+    monkeypatch.setattr("pdserve_router.redrive.SMALL_NUM_TOKENS", 3)
+
+    async def lose(running: Running) -> None:
+        lose_kv(running, 16)
+        await hang(running)
+
+    for worker in four.decodes:
+        worker.behave = failing(0, lose)
+    for worker in four.prefills:
+        worker.behave = failing(0, hang)
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    (used,) = [worker for worker in four.decodes if worker.requests]
+    assert [leg.attempt for leg in used.requests] == [0, 1]
+    legs = [worker.requests for worker in four.prefills]
+    assert sorted(leg.attempt for (leg,) in legs) == [0, 1]
+    # The lost P has been told, the holder was superseded.
+    aborted = [worker.aborted for worker in four.prefills if worker.requests[0].attempt == 0]
+    await until(lambda: len(aborted[0]) == 1)
+    assert used.aborted == []
+
+
+async def test_a_prefill_worker_whose_word_is_lost_is_not_missed_if_decode_goes_on(
+    four, tokenizer
+) -> None:
+    """P's last word reached D and not the router: D has all it needs."""
+    for worker in four.prefills:
+        worker.behave = failing(0, fail)
+
+    async def later(running: Running) -> None:
+        await asyncio.sleep(0.1)
+        await decode(running)
+
+    for worker in four.decodes:
+        worker.behave = later
+    outputs = await generate(four)
+    assert text_of(outputs) == ANSWER_TEXT
+    assert outputs[-1].metrics.num_redrives == 0
+    assert max(leg.attempt for worker in four.workers for leg in worker.requests) == 0
+
+
+async def test_both_legs_fail_at_once(four, tokenizer) -> None:
+    for worker in four.workers:
+        worker.behave = failing(0, fail)
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    assert [len(worker.requests) for worker in four.workers] == [1, 1, 1, 1]
+    assert four.metric("pdserve_redrives_total", reason="engine_dead", path="disaggregated") == 1
+
+
+async def test_decode_lets_go_while_the_next_attempt_is_not_decided(four, tokenizer) -> None:
+    """The end of a ticket that P's loss made void is no end of the request."""
+
+    async def void(running: Running) -> None:
+        await asyncio.sleep(0.03)
+        error = EngineError(code=ErrorCode.CANCELLED, message="P is gone")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    for worker in four.prefills:
+        worker.behave = failing(0, fail)
+    for worker in four.decodes:
+        worker.behave = failing(0, void)
+    await assert_recovered(four, await generate(four), tokenizer)
+
+
+async def test_late_outputs_of_a_lost_attempt_change_nothing(four, tokenizer) -> None:
+    async def chatter(running: Running) -> None:
+        lose_kv(running, 0)
+        await asyncio.sleep(0.05)
+        running.emit(250, 251, at=0, finish=FinishReason.LENGTH, attempt=0)
+        await hang(running)
+
+    async def slow(running: Running) -> None:
+        if running.request.attempt == 0:
+            return await chatter(running)
+        link = running.worker.links[-1]
+        late = Running(running.worker, link, replace(running.request, attempt=0))
+        late.emit(250, at=0)
+        fail(late)
+        return await decode(running)
+
+    for worker in four.prefills:
+        worker.behave = hang
+    for worker in four.decodes:
+        worker.behave = slow
+    await assert_recovered(four, await generate(four), tokenizer)
+
+
+async def test_duplicates_behind_the_border_are_checked_and_dropped(four, tokenizer) -> None:
+    async def repeat(running: Running) -> None:
+        tokens, finish = running.answer()
+        running.emit(*tokens, at=0, finish=finish)
+
+    async def fail_once(running: Running) -> None:
+        await (repeat if running.request.attempt else failing(4, fail))(running)
+
+    for worker in four.decodes:
+        worker.behave = fail_once
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    assert four.metric("pdserve_duplicate_tokens_total", match="true") >= 4
+
+
+async def test_an_attempt_that_contradicts_what_was_delivered_ends_with_an_error(four) -> None:
+    async def contradict(running: Running) -> None:
+        if running.request.attempt == 0:
+            await failing(4, fail)(running)
+        else:
+            running.emit(250, 251, at=0)
+            await hang(running)
+
+    for worker in four.decodes:
+        worker.behave = contradict
+    outputs = await generate(four)
+    assert ending(outputs).error.code == core.ERROR_CODE_INTERNAL
+    assert "differently from what was delivered" in ending(outputs).error.message
+    assert four.metric("pdserve_duplicate_tokens_total", match="false") >= 1
+    assert four.metric("pdserve_recovered_requests_total", outcome="error") == 1
+
+
+async def test_the_redrives_of_a_request_are_bounded(four) -> None:
+    for worker in four.decodes:
+        worker.behave = failing(1, fail, attempts=range(10))
+    outputs = await generate(four)
+    assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
+    assert ending(outputs).error.message == "broken on purpose"
+    assert ending(outputs).error.retryable
+    assert sorted(leg.attempt for w in four.decodes for leg in w.requests) == [0, 1, 2, 3]
+    # Never twice in a row on the same one.
+    assert [len(worker.requests) for worker in four.decodes] == [2, 2]
+    assert outputs[-1].metrics.num_redrives == 3
+    assert four.metric("pdserve_recovered_requests_total", outcome="error") == 1
+
+
+async def test_an_error_that_is_not_retryable_ends_the_request_at_once(four) -> None:
+    async def refuse(running: Running) -> None:
+        error = EngineError(code=ErrorCode.INVALID_ARGUMENT, message="not like this")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    for worker in four.prefills:
+        worker.behave = refuse
+    outputs = await generate(four)
+    assert ending(outputs).error.code == core.ERROR_CODE_INVALID_ARGUMENT
+    assert outputs[-1].metrics.num_redrives == 0
+
+
+async def test_the_only_worker_gets_the_request_again_after_a_while(stack, tokenizer) -> None:
+    stack.decode.behave = failing(3, fail_as(ErrorCode.OVERLOADED))
+    began = time.monotonic()
+    await assert_recovered(stack, await generate(stack), tokenizer)
+    assert time.monotonic() - began > 0.4
+    assert [leg.attempt for leg in stack.decode.requests] == [0, 1]
+
+
+async def test_a_request_waits_for_a_worker_to_come_back(start_stack, tokenizer) -> None:
+    async with start_stack() as stack:
+        stack.decode.behave = failing(3, hang)
+        task = asyncio.create_task(generate(stack))
+        await until(lambda: stack.decode.num_running == 1)
+        await asyncio.sleep(0.05)
+        await stack.decode.stop()
+        await until(lambda: stack.metric("pdserve_redrives_waiting") == 1)
+        stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
+        await stack.decode.start()
+        await assert_recovered(stack, await task, tokenizer)
+
+
+async def test_without_a_worker_the_wait_is_bounded_and_the_last_error_is_told(start_stack) -> None:
+    async with start_stack(redrive_wait_s=0.3) as stack:
+        stack.decode.behave = failing(3, hang)
+        task = asyncio.create_task(generate(stack))
+        await until(lambda: stack.decode.num_running == 1)
+        await stack.decode.stop()
+        began = time.monotonic()
+        outputs = await task
+        assert time.monotonic() - began < 2
+        assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
+        assert outputs[-1].metrics.num_redrives == 0
+        await stack.assert_idle()
+
+
+async def test_a_deadline_ends_the_wait(start_stack) -> None:
+    async with start_stack(default_deadline_s=0.4) as stack:
+        stack.decode.behave = failing(3, hang)
+        task = asyncio.create_task(generate(stack, timeout=None))
+        await until(lambda: stack.decode.num_running == 1)
+        await stack.decode.stop()
+        outputs = await task
+        assert ending(outputs).error.code == core.ERROR_CODE_DEADLINE_EXCEEDED
+        await stack.assert_idle()
+        assert stack.metric("pdserve_redrives_waiting") == 0
+
+
+async def test_cancelling_ends_the_wait(start_stack) -> None:
+    async with start_stack() as stack:
+        stack.decode.behave = failing(3, hang)
+        call = stack.stub.Generate(request())
+        await call.read()
+        await stack.decode.stop()
+        await until(lambda: stack.metric("pdserve_redrives_waiting") == 1)
+        call.cancel()
+        await stack.assert_idle()
+        assert stack.metric("pdserve_redrives_waiting") == 0
+
+
+# ---- what a step of the answer means must not depend on where it was computed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": ["wor"]},
+        {"stop": ["wor"], "include_stop_str_in_output": True},
+        {"stop": ["hel", "quick"], "min_tokens": 9},
+        {"max_tokens": 6},
+        {"max_tokens": 6, "logprobs": 2},
+        {"logprobs": 1, "prompt_logprobs": 1},
+        {"prompt_logprobs": 0},
+        {"output_kind": core.REQUEST_OUTPUT_KIND_CUMULATIVE, "logprobs": 1},
+        {"output_kind": core.REQUEST_OUTPUT_KIND_FINAL_ONLY},
+        {"detokenize": False},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_tokens", [0, 1, 4])
+async def test_the_client_sees_what_it_would_have_seen(start_stack, params, num_tokens) -> None:
+    results = []
+    for is_broken in (False, True):
+        async with start_stack(prefill=2, decode=2) as stack:
+            if is_broken:
+                for worker in stack.decodes:
+                    worker.behave = failing_as_decode(num_tokens)
+            outputs = await generate(stack, params=params)
+            results.append(seen(outputs, params))
+            if is_broken:
+                check_border(stack, params)
+            await stack.assert_idle()
+    assert results[0] == results[1]
+
+
+def failing_as_decode(num_tokens: int):
+    """Fail when so many tokens are out, P's included and repeated."""
+
+    async def behave(running: Running) -> None:
+        if running.request.attempt:
+            await decode(running)
+            return
+        await asyncio.sleep(4 * running.worker.step_s)
+        tokens, _ = running.answer()
+        if num_tokens > 1:
+            running.emit(*tokens[:num_tokens], at=0, num_repeated=1)
+        fail(running)
+
+    return behave
+
+
+def seen(outputs, params):
+    """Everything but how it was cut into messages, and when."""
+    is_cumulative = params.get("output_kind") == core.REQUEST_OUTPUT_KIND_CUMULATIVE
+    last = outputs[-1]
+    parts = [last.outputs[0]] if is_cumulative else [o.outputs[0] for o in outputs]
+    positions = [p for part in parts for p in part.logprobs.positions]
+    return (
+        "".join(part.text for part in parts),
+        [token_id for part in parts for token_id in part.token_ids],
+        [(list(p.token_ids), list(p.logprobs)) for p in positions],
+        ending(outputs).cumulative_logprob,
+        [list(p.token_ids) for p in outputs[0].prompt_logprobs.positions],
+        any(output.HasField("prompt_logprobs") for output in outputs[1:]),
+        [bool(output.prompt_token_ids) for output in outputs].count(True),
+        ending(outputs).finish_reason,
+        ending(outputs).stop_string,
+        (last.usage.num_prompt_tokens, last.usage.num_output_tokens),
+        last.seed,
+    )
+
+
+def check_border(stack, params) -> None:
+    """Workers get the border and the parameters that need it, unchanged."""
+    again = [leg for worker in stack.workers for leg in worker.requests if leg.attempt]
+    assert again
+    (first, *_) = [leg for worker in stack.workers for leg in worker.requests if not leg.attempt]
+    for leg in again:
+        assert leg.prompt_token_ids == first.prompt_token_ids
+        has_tokens = bool(leg.resume_output_token_ids)
+        expected = replace(
+            first.sampling_params,
+            prompt_logprobs=None if has_tokens else params.get("prompt_logprobs"),
+        )
+        assert leg.sampling_params == expected
+
+
+async def test_slices_of_prompt_logprobs_begin_anew_with_the_attempt(four, tokenizer) -> None:
+    """They had begun to come when P failed; nothing of them was delivered."""
+
+    async def begin(running: Running) -> None:
+        if running.request.attempt:
+            await prefill(running)
+            return
+        num_top = running.request.sampling_params.prompt_logprobs
+        assert num_top is not None
+        running.emit_prompt_logprobs()
+        await asyncio.sleep(0.01)
+        fail(running)
+
+    for worker in four.prefills:
+        worker.behave = begin
+    for worker in four.decodes:
+        worker.behave = failing(0, fail)
+    outputs = await generate(four, params={"prompt_logprobs": 1})
+    await assert_recovered(four, outputs, tokenizer)
+    assert len(outputs[0].prompt_logprobs.positions) == len(TOKENS.token_ids)
+
+
+# ---- n > 1
+
+
+async def test_each_completion_recovers_alone(four, tokenizer) -> None:
+    async def lose_the_second(running: Running) -> None:
+        index = int(running.request.request_id.split("_")[0])
+        behave = failing(2, fail) if index == 1 else decode
+        await behave(running)
+
+    for worker in four.decodes:
+        worker.behave = lose_the_second
+    outputs = await generate(four, params={"n": 3})
+    expected = [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+    for index in range(3):
+        parts = [c for output in outputs for c in output.outputs if c.index == index]
+        assert [t for part in parts for t in part.token_ids] == expected
+        assert "".join(part.text for part in parts) == ANSWER_TEXT
+    again = [leg for worker in four.workers for leg in worker.requests if leg.attempt]
+    assert {leg.request_id[:2] for leg in again} == {"1_"}
+    assert {leg.fork_of for leg in again} == {None}
+    assert outputs[-1].metrics.num_redrives == 1
+    assert outputs[-1].usage.num_output_tokens == 3 * len(expected)
+
+
+async def test_forks_of_a_dead_worker_go_on_by_themselves(four, tokenizer) -> None:
+    for worker in four.decodes:
+        worker.behave = failing(2, hang)
+    task = asyncio.create_task(generate(four, params={"n": 3}))
+    used = lambda: [worker for worker in four.decodes if worker.num_running == 3]  # noqa: E731
+    await until(lambda: len(used()) == 1)
+    await asyncio.sleep(0.05)
+    await used()[0].stop()
+    outputs = await task
+    expected = [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+    for index in range(3):
+        parts = [c for output in outputs for c in output.outputs if c.index == index]
+        assert [t for part in parts for t in part.token_ids] == expected
+    assert outputs[-1].metrics.num_redrives == 3
+    assert {output.finished for output in outputs[:-1]} == {False}
+
+
+# ---- how much of P's queue they take
+
+
+def new_tokens(legs) -> int:
+    return sum(len(leg.prompt_token_ids) + len(leg.resume_output_token_ids) for leg in legs)
+
+
+async def lose_many(stack, count: int) -> list[asyncio.Task]:
+    """Have `count` requests in mid-stream on the first D, then let it die while P hangs."""
+    stack.decode.behave = failing(1, hang)
+    tasks = [asyncio.create_task(generate(stack)) for _ in range(count)]
+    await until(lambda: stack.decode.num_running == count)
+    await asyncio.sleep(0.1)
+    for worker in stack.prefills:
+        worker.behave = failing(0, hang, attempts=range(1, 5))
+    return tasks
+
+
+async def cancel_all(tasks) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_redrives_are_let_onto_a_prefill_worker_one_step_at_a_time(start_stack) -> None:
+    # Each has 21 tokens: two fit.
+    async with start_stack(decode=1, info={"max_num_batched_tokens": 50}) as stack:
+        tasks = await lose_many(stack, 12)
+        stack.decode.behave = failing(0, hang, attempts=range(1, 5))
+        await restart(stack)
+        again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
+        await until(lambda: len(again()) == 2)
+        await asyncio.sleep(0.2)
+        assert len(again()) == 2
+        assert stack.metric("pdserve_redrives_waiting") == 10
+        # None of them goes to D instead.
+        assert all(leg.kv_transfer_params for leg in stack.decode.requests if leg.attempt)
+        await cancel_all(tasks)
+        await stack.assert_idle()
+
+
+async def test_redrives_take_a_quarter_of_the_queue(start_stack) -> None:
+    async with start_stack(decode=1, info={"max_num_batched_tokens": 1}) as stack:
+        tasks = await lose_many(stack, 12)
+        stack.decode.behave = failing(0, hang, attempts=range(1, 5))
+        # A quarter of 420 is 105: five requests of 21 tokens.
+        stack.prefill.links[-1].num_waiting_tokens = 420
+        stack.prefill.links[-1].say()
+        await until(lambda: stack.server.pool.prefill[0].stats.num_waiting_tokens == 420)
+        await restart(stack)
+        again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
+        await until(lambda: len(again()) == 5)
+        await asyncio.sleep(0.2)
+        assert new_tokens(again()) == 105
+        await cancel_all(tasks)
+        await stack.assert_idle()
+
+
+async def test_all_are_recovered_in_the_order_of_their_deadlines(start_stack, tokenizer) -> None:
+    async with start_stack(decode=1, info={"max_num_batched_tokens": 25}) as stack:
+        stack.decode.behave = failing(1, hang)
+        timeouts = [9, 5, 7, 3, 8]
+        tasks = [asyncio.create_task(generate(stack, timeout=t)) for t in timeouts]
+        await until(lambda: stack.decode.num_running == len(tasks))
+        await asyncio.sleep(0.1)
+        await restart(stack)
+        for outputs in await asyncio.gather(*tasks):
+            assert text_of(outputs) == ANSWER_TEXT
+        deadlines = [leg.deadline for leg in stack.prefill.requests if leg.attempt == 1]
+        assert len(deadlines) == len(tasks)
+        assert all(a < b for a, b in itertools.pairwise(deadlines))
+        await stack.assert_idle()
+
+
+async def restart(stack) -> None:
+    """The first D dies; another process takes its place."""
+    await stack.decode.stop()
+    stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
+    await stack.decode.start()
+
+
+# ---- what is told about it
+
+
+async def test_exact_needs_all_workers_exact_and_alike(start_stack) -> None:
+    for change, expected in (
+        ({}, "exact"),
+        ({"numerics_id": "other"}, "consistent"),
+        ({"determinism": "consistent"}, "consistent"),
+    ):
+        async with start_stack() as stack:
+            stack.decode.info = replace(stack.decode.info, **change)
+            stack.decode.cut()
+            await until(lambda: len(stack.decode.hellos) == 2)
+            await until(lambda: stack.server.pool.decode[0].is_ready)
+            outputs = await generate(stack)
+            assert outputs[-1].metrics.determinism == expected
+
+
+async def test_another_worker_takes_part_in_what_is_exact(four, tokenizer) -> None:
+    second = four.decodes[1]
+    second.info = replace(second.info, numerics_id="other", epoch="1" * 32)
+    await second.stop()
+    await second.start()
+    await until(lambda: four.server.pool.decode[1].info == second.info)
+    await until(lambda: four.server.pool.decode[1].is_ready)
+    for worker in four.decodes:
+        worker.behave = failing(3, fail)
+    outputs = await generate(four)
+    await assert_recovered(four, outputs, tokenizer)
+    assert outputs[-1].metrics.determinism == "consistent"
+
+
+async def test_logprobs_that_only_the_lost_prefill_worker_had_are_computed_again(four) -> None:
+    """D goes on by itself, but does not know how likely P's token was."""
+
+    async def never_said(running: Running) -> None:
+        await (prefill if running.request.attempt else failing(0, fail))(running)
+
+    for worker in four.prefills:
+        worker.behave = never_said
+    outputs = await generate(four, params={"logprobs": 1})
+    assert text_of(outputs) == ANSWER_TEXT
+    positions = [p for output in outputs for p in output.outputs[0].logprobs.positions]
+    assert len(positions) == outputs[-1].usage.num_output_tokens
+    assert all(position.token_ids for position in positions)
+    assert outputs[-1].metrics.num_redrives == 1

@@ -1,0 +1,283 @@
+"""A client goes on with an answer whose stream broke."""
+
+import grpc
+import pytest
+from fake_worker import EOS, decode, logprobs_of
+from prometheus_client import CollectorRegistry
+
+from conftest import ANSWER_TEXT
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
+    RequestOutputKind,
+    SamplingParams,
+)
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.output_processor import Ending, RequestState, Usage
+from pdserve_router.request_metrics import RequestMetrics, Timeline
+from pdserve_router.resume import ResumedCompletion
+
+CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
+FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
+
+
+def make_state(tokenizer, resumed=None, **params) -> RequestState:
+    return RequestState(
+        EngineCoreRequest(
+            request_id="internal",
+            prompt_token_ids=(5, 6),
+            sampling_params=SamplingParams(seed=7, **{"max_tokens": 100, **params}),
+            eos_token_id=EOS,
+        ),
+        tokenizer=tokenizer,
+        timeline=Timeline(arrival_ns=1, tokenize_start_ns=1, tokenize_end_ns=1),
+        metrics=RouterMetrics(CollectorRegistry()),
+        resumed=resumed,
+    )
+
+
+def stream(state: RequestState, token_ids, num_top=None) -> list:
+    """Give it the rest of an answer, token by token, and return what its reader gets."""
+    completions = []
+    for at in range(len(state.token_ids), len(token_ids)):
+        token_id = token_ids[at]
+        output = EngineCoreOutput(
+            request_id="internal",
+            new_token_ids=(token_id,),
+            first_token_index=at,
+            finish_reason=FinishReason.STOP if token_id == EOS else None,
+            new_logprobs=None if num_top is None else logprobs_of([token_id], num_top),
+        )
+        stop_string = state.accept(output)
+        completions.append(state.collector.take().outputs[0])
+        if stop_string is not None:
+            break
+    usage = Usage(num_prompt_tokens=2, num_cached_tokens=0, num_output_tokens=3)
+    metrics = RequestMetrics()
+    state.finish(Ending(finish_reason=FinishReason.STOP, usage=usage, metrics=metrics))
+    return [*completions, state.collector.take().outputs[0]]
+
+
+TEXTS = ["hello world, the quick fox", "你好、世界 😀🎉 naïve", "ab ab aab aabb end"]
+PARAMS = [
+    {},
+    {"stop": ("aabb", "wor", "世界")},
+    {"stop": ("aabb", "wor", "世界"), "include_stop_str_in_output": True},
+    {"stop": ("a", "h", "你"), "min_tokens": 5},
+    {"detokenize": False},
+    {"logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("text", TEXTS)
+async def test_deltas_go_on_exactly_where_they_stopped(tokenizer, text, params) -> None:
+    token_ids = [*tokenizer.backend.encode(text).ids, EOS]
+    num_top = params.get("logprobs")
+    whole = stream(make_state(tokenizer, **params), token_ids, num_top)
+    num_out = sum(len(part.token_ids) for part in whole)
+    for border in range(1, num_out):
+        resumed = ResumedCompletion(index=0, token_ids=tuple(token_ids[:border]))
+        state = make_state(tokenizer, resumed, **params)
+        assert state.resumed_end is None
+        assert not state.collector.has_news
+        rest = stream(state, token_ids, num_top)
+        strip = [(part.text, part.token_ids, part.logprobs) for part in rest]
+        assert strip == [(part.text, part.token_ids, part.logprobs) for part in whole[border:]]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize("text", TEXTS)
+async def test_whole_outputs_hold_everything(tokenizer, text, kind) -> None:
+    token_ids = [*tokenizer.backend.encode(text).ids, EOS]
+    for border in range(1, len(token_ids)):
+        resumed = ResumedCompletion(index=0, token_ids=tuple(token_ids[:border]))
+        state = make_state(tokenizer, resumed, output_kind=kind, logprobs=1)
+        last = stream(state, token_ids, 1)[-1]
+        assert (last.text, list(last.token_ids)) == (text, token_ids)
+        assert len(last.logprobs) == len(token_ids)
+        assert last.logprobs[border:] == logprobs_of(token_ids[border:], 1)
+
+
+def request(resume=(), n=1, **params) -> pb2.GenerateRequest:
+    params = core.SamplingParams(**{"seed": 7, "n": n, **params})
+    resume = [pb2.ResumedCompletion(**each) for each in resume]
+    return pb2.GenerateRequest(text="hello", sampling_params=params, resume=resume)
+
+
+async def generate(stack, **fields) -> list[pb2.RequestOutput]:
+    call = stack.stub.Generate(request(**fields), timeout=10)
+    outputs = [response.output async for response in call]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs
+
+
+def parts_of(outputs, index=0):
+    return [c for output in outputs for c in output.outputs if c.index == index]
+
+
+def tokens_of(outputs, index=0) -> list[int]:
+    return [token_id for part in parts_of(outputs, index) for token_id in part.token_ids]
+
+
+def text_of(outputs, index=0) -> str:
+    return "".join(part.text for part in parts_of(outputs, index))
+
+
+@pytest.fixture
+def answer(tokenizer) -> list[int]:
+    return [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
+
+
+async def test_only_what_follows_is_sent_and_all_counts(stack, answer) -> None:
+    whole = await generate(stack, prompt_logprobs=1)
+    for border in (1, 2, len(answer) - 1):
+        broken = text_of(whole[:border])
+        resume = [{"index": 0, "token_ids": answer[:border]}]
+        outputs = await generate(stack, resume=resume, prompt_logprobs=1)
+        assert tokens_of(outputs) == answer[border:]
+        assert broken + text_of(outputs) == ANSWER_TEXT
+        assert outputs[-1].usage.num_output_tokens == len(answer)
+        assert not any(output.prompt_token_ids for output in outputs)
+        assert not any(output.HasField("prompt_logprobs") for output in outputs)
+        assert outputs[-1].seed == 7
+        leg = stack.decode.requests[-1]
+        assert (leg.attempt, list(leg.resume_output_token_ids)) == (0, answer[:border])
+        assert leg.sampling_params.prompt_logprobs is None
+        assert outputs[-1].metrics.ttft_ns > 0
+    assert stack.metric("pdserve_generation_tokens_total", model="tiny") == (
+        len(answer) + sum(len(answer) - border for border in (1, 2, len(answer) - 1))
+    )
+
+
+async def test_nothing_yet_is_a_request_like_any_other(stack, answer) -> None:
+    outputs = await generate(stack, resume=[{"index": 0}], prompt_logprobs=1)
+    assert tokens_of(outputs) == answer
+    assert outputs[0].HasField("prompt_logprobs")
+    assert outputs[0].prompt_token_ids
+
+
+@pytest.mark.parametrize("kind", [CUMULATIVE, FINAL_ONLY])
+async def test_cumulative_and_final_outputs_are_whole(stack, answer, kind) -> None:
+    resume = [{"index": 0, "token_ids": answer[:3]}]
+    outputs = await generate(stack, resume=resume, output_kind=kind)
+    assert len(outputs) == 1 or kind == CUMULATIVE
+    assert list(outputs[-1].outputs[0].token_ids) == answer
+    assert outputs[-1].outputs[0].text == ANSWER_TEXT
+    assert outputs[0].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("border", "params", "ending"),
+    [
+        (None, {}, (core.FINISH_REASON_STOP, "", None)),
+        (4, {"max_tokens": 4}, (core.FINISH_REASON_LENGTH, "", None)),
+        (4, {"stop_token_ids": "last"}, (core.FINISH_REASON_STOP, "", "last")),
+        (10, {"stop": ["wor"]}, (core.FINISH_REASON_STOP, "wor", None)),
+    ],
+    ids=["eos", "max_tokens", "stop token", "stop string"],
+)
+async def test_what_was_over_ends_at_once(stack, answer, border, params, ending) -> None:
+    token_ids = answer[:border]
+    last = token_ids[-1]
+    if params.get("stop_token_ids"):
+        params = {"stop_token_ids": [last]}
+    whole = await generate(stack, **params)
+    num_before = len(stack.decode.requests)
+    if params.get("stop"):
+        token_ids = tokens_of(whole)
+    outputs = await generate(stack, resume=[{"index": 0, "token_ids": token_ids}], **params)
+    (output,) = outputs
+    completion = output.outputs[0]
+    stop_token = completion.stop_token_id if completion.HasField("stop_token_id") else None
+    expected = (ending[0], ending[1], last if ending[2] else None)
+    assert (completion.finish_reason, completion.stop_string, stop_token) == expected
+    assert not completion.token_ids
+    assert output.usage.num_output_tokens == len(token_ids)
+    assert len(stack.decode.requests) == num_before
+    await stack.assert_idle()
+
+
+async def test_a_finished_answer_is_not_told_again(stack, answer) -> None:
+    resume = [{"index": 0, "token_ids": answer[:5], "finished": True}]
+    (output,) = await generate(stack, resume=resume, stop=["nothing of this"])
+    assert (output.outputs[0].text, list(output.outputs[0].token_ids)) == ("", [])
+    assert output.usage.num_output_tokens == 5
+    assert stack.decode.requests == []
+
+
+async def test_each_completion_goes_on_from_its_own_border(stack, answer) -> None:
+    resume = [
+        {"index": 1, "token_ids": answer, "finished": True},
+        {"index": 2, "token_ids": answer[:6]},
+    ]
+    outputs = await generate(stack, resume=resume, n=3)
+    assert tokens_of(outputs, 0) == answer
+    assert parts_of(outputs, 1) == []
+    assert tokens_of(outputs, 2) == answer[6:]
+    assert outputs[-1].usage.num_output_tokens == 3 * len(answer)
+    legs = {leg.request_id[0]: leg for leg in stack.decode.requests}
+    assert sorted(legs) == ["0", "2"]
+    assert list(legs["2"].resume_output_token_ids) == answer[:6]
+    assert legs["2"].fork_of is None
+    assert [leg.sampling_params.seed for leg in stack.decode.requests] == [7, 9]
+
+
+async def test_when_all_were_finished_only_the_end_is_told(stack, answer) -> None:
+    resume = [{"index": i, "token_ids": answer, "finished": True} for i in range(2)]
+    (output,) = await generate(stack, resume=resume, n=2)
+    assert len(output.outputs) == 0
+    assert output.usage.num_output_tokens == 2 * len(answer)
+    kinds = await generate(stack, resume=resume, n=2, output_kind=CUMULATIVE)
+    assert [completion.text for completion in kinds[-1].outputs] == [ANSWER_TEXT] * 2
+
+
+async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) -> None:
+    async def fail_once(running) -> None:
+        if running.request.attempt:
+            return await decode(running)
+        running.emit(*answer[3:6], at=3)
+        error = EngineError(code=ErrorCode.DRAINING, message="handed back", is_retryable=True)
+        return running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    async with start_stack(decode=2) as stack:
+        for worker in stack.decodes:
+            worker.behave = fail_once
+        outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer[:3]}])
+    assert tokens_of(outputs) == answer[3:]
+    (again,) = [leg for worker in stack.decodes for leg in worker.requests if leg.attempt]
+    assert list(again.resume_output_token_ids) == answer[:6]
+    assert outputs[-1].metrics.num_redrives == 1
+
+
+@pytest.mark.parametrize(
+    ("resume", "params", "message"),
+    [
+        ([{"index": 1}], {}, "resume has index 1, must be 0 to 0"),
+        ([{"index": 0}, {"index": 0}], {}, "resume names an index twice"),
+        ([{"index": 0, "token_ids": [5, 99999]}], {}, "resume.token_ids has 99999"),
+        (
+            [{"index": 0, "token_ids": [5, 6, 7]}],
+            {"max_tokens": 2},
+            "resume has 3 tokens of completion 0, max_tokens is 2",
+        ),
+        ([{"index": 0}], {"seed": None}, "resume needs sampling_params.seed"),
+        ([{"index": 0}], {"n": 2, "best_of": 3}, "resume is set with best_of"),
+        (
+            [{"index": 0}],
+            {"use_beam_search": True, "temperature": 0.0, "n": 2},
+            "resume is set with use_beam_search",
+        ),
+    ],
+)
+async def test_what_cannot_be_resumed_is_refused(stack, resume, params, message) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stack, resume=resume, **params)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in caught.value.details()
+    assert stack.decode.requests == []

@@ -1,0 +1,130 @@
+"""The client library and a router whose connections break: its caller sees one answer."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import grpc
+import pytest
+from cut_proxy import cut_proxies
+
+from conftest import ANSWER_TEXT
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import RequestOutputKind, SamplingParams
+
+PARAMS = {
+    "plain": SamplingParams(),
+    "logprobs": SamplingParams(logprobs=1, prompt_logprobs=0),
+    "stop string": SamplingParams(stop=("quick",)),
+    "two": SamplingParams(n=2, logprobs=0),
+}
+
+
+async def ask(
+    stack, params: SamplingParams, cuts: Sequence[int] = ()
+) -> tuple[list[pb2.RequestOutput], int]:
+    """Return the outputs, and how many requests the router had; connections break behind so many
+    outputs each.
+    """
+    num_before = len(stack.prefill.requests)
+    outputs: list[pb2.RequestOutput] = []
+    async with cut_proxies(stack.server.grpc_port, len(cuts) + 1) as proxies:
+        client = AsyncClient([proxy.address for proxy in proxies])
+        try:
+            async for output in client.generate("hello", params, timeout_s=10):
+                outputs.append(output)
+                if (number := len(outputs)) in cuts:
+                    proxies[cuts.index(number)].cut()
+        finally:
+            await client.close()
+    return outputs, len(stack.prefill.requests) - num_before
+
+
+def parts_of(outputs: list[pb2.RequestOutput], index: int) -> list[pb2.CompletionOutput]:
+    return [part for output in outputs for part in output.outputs if part.index == index]
+
+
+def sum_of(parts: list[pb2.CompletionOutput]) -> tuple[object, ...]:
+    """Add up what deltas said of one completion."""
+    return (
+        "".join(part.text for part in parts),
+        [token_id for part in parts for token_id in part.token_ids],
+        [str(position) for part in parts for position in part.logprobs.positions],
+        parts[-1].finish_reason,
+        pytest.approx(parts[-1].cumulative_logprob),
+    )
+
+
+def frame_of(outputs: list[pb2.RequestOutput]) -> tuple[object, ...]:
+    """What belongs to the answer as a whole."""
+    return (
+        [output.finished for output in outputs].count(True),
+        outputs[-1].finished,
+        [list(output.prompt_token_ids) for output in outputs if output.prompt_token_ids],
+        [output.HasField("prompt_logprobs") for output in outputs].count(True),
+        (outputs[-1].usage.num_prompt_tokens, outputs[-1].usage.num_output_tokens),
+        len({output.request_id for output in outputs}),
+        len({output.seed for output in outputs}),
+    )
+
+
+@pytest.mark.parametrize("name", PARAMS)
+async def test_deltas_have_no_gap_and_no_overlap(stack, name) -> None:
+    params = PARAMS[name]
+    whole, _ = await ask(stack, params)
+    for cut in range(1, len(whole)):
+        outputs, num_requests = await ask(stack, params, [cut])
+        # With the last outputs on their way already nothing is left to be resumed.
+        assert num_requests > 1 or cut >= len(whole) - 2
+        assert frame_of(outputs) == frame_of(whole)
+        for index in range(params.n):
+            assert sum_of(parts_of(outputs, index)) == sum_of(parts_of(whole, index))
+
+
+async def test_a_stream_may_break_more_than_once(stack) -> None:
+    whole, _ = await ask(stack, SamplingParams(logprobs=1))
+    outputs, num_requests = await ask(stack, SamplingParams(logprobs=1), [1, 3, 5])
+    assert num_requests == 4
+    assert sum_of(parts_of(outputs, 0)) == sum_of(parts_of(whole, 0))
+    assert frame_of(outputs) == frame_of(whole)
+
+
+async def test_cumulative_outputs_only_grow(stack) -> None:
+    params = SamplingParams(output_kind=RequestOutputKind.CUMULATIVE, logprobs=1, n=2)
+    whole, _ = await ask(stack, params)
+    for cut in range(1, len(whole) - 1):
+        outputs, _ = await ask(stack, params, [cut])
+        assert frame_of(outputs) == frame_of(whole)
+        for index in range(2):
+            parts = parts_of(outputs, index)
+            for before, after in pairwise(parts):
+                assert after.text.startswith(before.text)
+                known = list(before.logprobs.positions)
+                assert list(after.logprobs.positions)[: len(known)] == known
+            assert sum_of(parts[-1:]) == sum_of(parts_of(whole, index)[-1:])
+            assert [bool(part.finish_reason) for part in parts].count(True) == 1
+
+
+async def test_an_answer_that_is_told_at_its_end_is_asked_for_again(stack) -> None:
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+    async with cut_proxies(stack.server.grpc_port, 2) as proxies:
+        client = AsyncClient([proxy.address for proxy in proxies])
+        started = stack.decode.behave
+
+        async def cut_once(running) -> None:
+            proxies[0].cut()
+            stack.decode.behave = started
+            await started(running)
+
+        stack.decode.behave = cut_once
+        outputs = [output async for output in client.generate("hello", params, timeout_s=10)]
+        await client.close()
+    assert [output.outputs[0].text for output in outputs] == [ANSWER_TEXT]
+    first, second = stack.decode.requests
+    assert first.sampling_params.seed == second.sampling_params.seed == outputs[0].seed
+
+
+async def test_nothing_is_resumed_that_routers_cannot_go_on_with(stack) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await ask(stack, SamplingParams(n=2, best_of=2), [1])
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

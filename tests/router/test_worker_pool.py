@@ -1,0 +1,380 @@
+"""Lists that change while requests run, who is chosen and why, and who is left alone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_worker import FakeWorker
+from prometheus_client import CollectorRegistry
+
+from conftest import TIMINGS, until
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    SamplingParams,
+    SchedulerStats,
+    WorkerRole,
+)
+from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.circuit_breaker import CircuitBreaker
+from pdserve_router.route_chooser import Route, RoutingRules
+from pdserve_router.worker_client import WorkerState
+from pdserve_router.worker_pool import WorkerPool
+
+BLOCK = 16
+
+
+def request(num_tokens: int = 40, *, first: int = 5, **fields: object) -> EngineCoreRequest:
+    params = fields.pop("params", {})
+    return EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=tuple(range(first, first + num_tokens)),
+        sampling_params=SamplingParams(**{"max_tokens": 3, **params}),
+        **fields,
+    )
+
+
+class Stage:
+    """Fake workers and a pool over some of them."""
+
+    def __init__(self, prefill: list[FakeWorker], decode: list[FakeWorker]) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.registry = CollectorRegistry()
+        self.pool: WorkerPool
+
+    def start(self, prefill: list[str], decode: list[str], **rules: object) -> None:
+        self.pool = WorkerPool(
+            prefill=prefill,
+            decode=decode,
+            router_id="r",
+            rules=RoutingRules(**rules),
+            metrics=RouterMetrics(self.registry),
+            on_change=lambda: None,
+            timings=TIMINGS,
+        )
+        self.pool.start()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(name, labels) or 0.0
+
+    async def proven(self, num_pairs: int) -> None:
+        await until(lambda: self.metric("pdserve_worker_pairs", state="proven") == num_pairs)
+
+    def route(self, *args: object, exclude: frozenset = frozenset(), **fields: object) -> Route:
+        return self.pool.route(request(*args, **fields), exclude=exclude)
+
+
+Start = Callable[..., "contextlib.AbstractAsyncContextManager[Stage]"]
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., object]]:
+    """await make(num_prefill, num_decode) is a Stage whose pool is not started."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def workers(role: WorkerRole, count: int) -> list[FakeWorker]:
+            fakes = [
+                FakeWorker(
+                    role,
+                    vocab_size=300,
+                    answer=range(5, 15),
+                    engine_id=f"{role.name.lower()}-{i}",
+                )
+                for i in range(count)
+            ]
+            for fake in fakes:
+                await fake.start()
+                stack.push_async_callback(fake.stop)
+            return fakes
+
+        async def make(num_prefill: int, num_decode: int) -> Stage:
+            stage = Stage(
+                await workers(WorkerRole.PREFILL, num_prefill),
+                await workers(WorkerRole.DECODE, num_decode),
+            )
+            stack.push_async_callback(lambda: stage.pool.close())
+            return stage
+
+        yield make
+
+
+@pytest.fixture
+def start(make) -> Start:
+    """async with start(num_prefill, num_decode, **rules) as stage; all pairs are proven."""
+
+    @contextlib.asynccontextmanager
+    async def start(num_prefill: int = 1, num_decode: int = 1, **rules: object):
+        stage = await make(num_prefill, num_decode)
+        stage.start([w.address for w in stage.prefill], [w.address for w in stage.decode], **rules)
+        await until(lambda: all(client.is_ready for client in stage.pool.decode))
+        await stage.proven(num_prefill * num_decode)
+        yield stage
+
+    return start
+
+
+@pytest.fixture
+def fast_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
+
+
+async def hang(running) -> None:
+    await asyncio.Event().wait()
+
+
+# Lists
+
+
+async def test_workers_join_and_leave_with_the_file(make, tmp_path: Path, fast_lists) -> None:
+    stage = await make(1, 2)
+    prefill, decode = tmp_path / "prefill", tmp_path / "decode"
+    prefill.write_text("")
+    decode.write_text("")
+    stage.start([f"file://{prefill}"], [f"file://{decode}"])
+    await asyncio.sleep(0.05)
+    assert not stage.pool.is_ready
+    with pytest.raises(NoWorkerError, match="none is listed"):
+        stage.pool.model_limits()
+    decode.write_text(f"{stage.decode[0].address}\n")
+    await until(lambda: stage.pool.is_ready)
+    assert stage.route().reason == "no_prefill_worker"
+    prefill.write_text(f"{stage.prefill[0].address}\n")
+    decode.write_text(f"{stage.decode[0].address}\n{stage.decode[1].address}\n")
+    await stage.proven(2)
+    assert {stage.route().decode.engine_id for _ in range(4)} == {"decode-0", "decode-1"}
+    assert stage.pool.is_ready
+    decode.write_text(f"{stage.decode[1].address}\n")
+    await until(lambda: len(stage.pool.decode) == 1)
+    assert {stage.route().decode.engine_id for _ in range(4)} == {"decode-1"}
+    await until(lambda: stage.metric("pdserve_worker_pairs", state="proven") == 1)
+
+
+async def test_what_runs_on_a_worker_that_leaves_goes_on(make, tmp_path, fast_lists) -> None:
+    stage = await make(0, 1)
+    stage.decode[0].step_s = 0.05
+    path = tmp_path / "decode"
+    path.write_text(stage.decode[0].address)
+    stage.start([], [f"file://{path}"])
+    await until(lambda: stage.pool.is_ready)
+    client = stage.pool.decode[0]
+    outputs: list[EngineCoreOutput] = []
+    client.add_request(request(), outputs.append)
+    await until(lambda: stage.decode[0].num_running == 1)
+    path.write_text("")
+    await until(lambda: stage.pool.decode == ())
+    assert not stage.pool.is_ready
+    assert client.state is WorkerState.READY
+    await until(lambda: bool(outputs) and outputs[-1].finished)
+    assert outputs[-1].error is None
+    await until(lambda: client.state is WorkerState.DOWN)
+    assert stage.decode[0].aborted == []
+
+
+async def test_a_worker_that_returns_before_it_is_idle_keeps_its_link(make, tmp_path, fast_lists):
+    stage = await make(0, 1)
+    stage.decode[0].behave = hang
+    path = tmp_path / "decode"
+    path.write_text(stage.decode[0].address)
+    stage.start([], [f"file://{path}"])
+    await until(lambda: stage.pool.is_ready)
+    client = stage.pool.decode[0]
+    client.add_request(request(), lambda output: None)
+    path.write_text("")
+    await until(lambda: stage.pool.decode == ())
+    path.write_text(stage.decode[0].address)
+    await until(lambda: stage.pool.decode == (client,))
+    client.abort("a")
+    await asyncio.sleep(0.1)
+    assert client.is_ready
+    assert len(stage.decode[0].hellos) == 1
+
+
+async def test_a_name_brings_its_workers(make) -> None:
+    stage = await make(0, 1)
+    stage.start([], [f"dns://localhost:{stage.decode[0].port}", stage.decode[0].address])
+    await until(lambda: stage.pool.is_ready)
+    addresses = [client.address for client in stage.pool.decode]
+    assert addresses.count(stage.decode[0].address) == 1
+
+
+async def test_readiness_waits_for_prefill_workers_that_are_being_dialed(make) -> None:
+    stage = await make(1, 1)
+    await stage.prefill[0].stop()
+    stage.start([stage.prefill[0].address], [stage.decode[0].address])
+    prefill = stage.pool.prefill[0]
+    await until(lambda: stage.pool.decode[0].is_ready)
+    assert stage.pool.is_ready == (prefill.state is not WorkerState.CONNECTING)
+    await until(lambda: prefill.state is WorkerState.DOWN)
+    assert stage.pool.is_ready
+    assert stage.route().reason == "no_prefill_worker"
+
+
+# Which way
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "reason"),
+    [
+        ({}, {"num_tokens": 1}, "short_prompt"),
+        ({"disaggregation_threshold_tokens": 40}, {}, "short_prompt"),
+        ({}, {"params": {"max_tokens": 1}}, "max_tokens_1"),
+        ({}, {"resume_output_token_ids": (7, 8)}, "max_tokens_1"),
+        ({}, {"params": {"use_beam_search": True}}, "beam_search"),
+        ({"disaggregation": False}, {}, "disabled"),
+    ],
+)
+async def test_what_needs_no_handoff_stays_on_decode(make, rules, fields, reason) -> None:
+    stage = await make(1, 1)
+    stage.start([stage.prefill[0].address], [stage.decode[0].address], **rules)
+    await until(lambda: stage.pool.is_ready)
+    route = stage.route(**fields)
+    assert (route.path, route.reason) == ("local", reason)
+    assert route.workers == (stage.pool.decode[0],)
+
+
+async def test_longer_prompts_cross_the_handoff(start) -> None:
+    async with start(disaggregation_threshold_tokens=39) as stage:
+        route = stage.route()
+        assert (route.path, route.reason) == ("disaggregated", "")
+        assert route.workers == (stage.pool.prefill[0], stage.pool.decode[0])
+
+
+async def test_tokens_of_earlier_attempts_count(start) -> None:
+    async with start(disaggregation_threshold_tokens=39) as stage:
+        params = {"max_tokens": 100}
+        assert stage.route(num_tokens=39, params=params).reason == "short_prompt"
+        resumed = {"resume_output_token_ids": (9,), "cache_salt": "another", "params": params}
+        assert stage.route(num_tokens=39, **resumed).path == "disaggregated"
+
+
+async def test_a_prompt_that_decode_should_have_cached_stays_there(start) -> None:
+    async with start(1, 2, disaggregation_threshold_tokens=BLOCK) as stage:
+        first = stage.route(4 * BLOCK)
+        assert first.path == "disaggregated"
+        again = stage.route(5 * BLOCK)
+        assert (again.reason, again.decode) == ("cached_prompt", first.decode)
+        assert stage.route(5 * BLOCK, cache_salt="another").path == "disaggregated"
+        assert stage.route(5 * BLOCK, first=6).path == "disaggregated"
+        assert stage.route(5 * BLOCK + BLOCK + 1).path == "disaggregated"
+
+
+async def test_the_estimate_is_bounded_and_ends_with_the_process(start) -> None:
+    async with start(disaggregation_threshold_tokens=BLOCK) as stage:
+        client = stage.pool.decode[0]
+        num_blocks = client.info.num_blocks
+        assert stage.route(4 * BLOCK).path == "disaggregated"
+        assert stage.route(4 * BLOCK).reason == "cached_prompt"
+        for i in range(num_blocks // 4 + 1):
+            stage.route(4 * BLOCK, cache_salt=str(i))
+        assert stage.route(4 * BLOCK).path == "disaggregated"
+        (sent,) = stage.pool._chooser._estimate._sent.values()
+        assert len(sent) == num_blocks
+        stage.decode[0].info = replace(stage.decode[0].info, epoch="1" * 32)
+        stage.decode[0].cut()
+        await until(lambda: client.epoch == "1" * 32)
+        await stage.proven(1)
+        assert stage.route(4 * BLOCK).path == "disaggregated"
+
+
+async def test_full_queues_of_prefill_have_decode_work_alone(start) -> None:
+    async with start(2, 1, max_prefill_queue_tokens=1000) as stage:
+        busy, other = stage.pool.prefill
+        busy.stats = SchedulerStats(num_waiting_tokens=1001)
+        assert {stage.route().prefill for _ in range(4)} == {other}
+        other.stats = SchedulerStats(num_waiting_tokens=1001)
+        assert stage.route().reason == "prefill_queue"
+        other.stats = SchedulerStats(num_waiting_tokens=1000)
+        assert stage.route().prefill is other
+
+
+async def test_required_disaggregation_refuses_instead(start) -> None:
+    rules = {"require_disaggregation": True, "max_prefill_queue_tokens": 1000}
+    async with start(**rules) as stage:
+        assert stage.route().path == "disaggregated"
+        assert stage.route(num_tokens=1).reason == "short_prompt"
+        prefill = stage.pool.prefill[0]
+        prefill.stats = SchedulerStats(num_waiting_tokens=1001)
+        with pytest.raises(OverloadedError, match="--max-prefill-queue-tokens") as caught:
+            stage.route()
+        assert caught.value.retry_after_ms
+        await stage.prefill[0].stop()
+        await until(lambda: not prefill.is_ready)
+        with pytest.raises(NoWorkerError, match="no prefill worker is ready"):
+            stage.route()
+        assert not stage.pool.is_ready
+
+
+# Who
+
+
+async def test_excluded_workers_are_never_taken(start) -> None:
+    async with start(2, 2) as stage:
+        p, d = stage.pool.prefill[0], stage.pool.decode[0]
+        for _ in range(4):
+            assert not {p, d} & set(stage.route(exclude=frozenset({p, d})).workers)
+        alone = stage.route(exclude=frozenset(stage.pool.prefill))
+        assert (alone.path, alone.reason) == ("local", "no_prefill_worker")
+        with pytest.raises(NoWorkerError, match="no decode worker is left"):
+            stage.route(exclude=frozenset(stage.pool.decode))
+
+
+async def test_a_decode_worker_that_keeps_failing_is_left_alone(start) -> None:
+    async with start(0, 2) as stage:
+        bad, good = stage.pool.decode
+        for _ in range(3):
+            stage.pool.report_failure(bad)
+        assert {stage.route().decode for _ in range(4)} == {good}
+        assert stage.metric("pdserve_workers_failing", role="decode") == 1
+        stage.pool.report_success(bad)
+        assert {stage.route().decode for _ in range(4)} == {bad, good}
+        assert stage.metric("pdserve_workers_failing", role="decode") == 0
+
+
+async def test_if_all_keep_failing_the_next_trial_is_told(start, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 0.1)
+    async with start(0, 1) as stage:
+        stage.pool.decode[0].breaker = CircuitBreaker()
+        for _ in range(3):
+            stage.pool.report_failure(stage.pool.decode[0])
+        with pytest.raises(NoWorkerError, match=r"1 keep failing, the next trial is in 0.1 s"):
+            stage.route()
+        began = asyncio.get_running_loop().time()
+        await stage.pool.wait_for_change(10)
+        assert asyncio.get_running_loop().time() - began < 1
+        stage.route()
+        with pytest.raises(NoWorkerError):
+            stage.route()
+
+
+async def test_a_prefill_worker_that_keeps_failing_is_left_alone(start) -> None:
+    async with start(2, 1) as stage:
+        bad, good = stage.pool.prefill
+        for _ in range(3):
+            stage.pool.report_failure(bad)
+        assert {stage.route().prefill for _ in range(4)} == {good}
+        for _ in range(3):
+            stage.pool.report_failure(good)
+        assert stage.route().reason == "no_prefill_worker"
+
+
+# Changes
+
+
+async def test_a_change_ends_the_wait(start) -> None:
+    async with start(0, 1) as stage:
+        waiting = asyncio.create_task(stage.pool.wait_for_change(30))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        stage.decode[0].is_draining = True
+        await asyncio.wait_for(waiting, 5)
+        assert stage.pool.decode[0].state is WorkerState.DRAINING
+
+
+async def test_without_a_change_the_wait_ends_in_time(start) -> None:
+    async with start(0, 1) as stage:
+        await asyncio.wait_for(stage.pool.wait_for_change(0.01), 1)
