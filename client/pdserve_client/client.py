@@ -75,13 +75,21 @@ class _Routers:
         )
 
     def _send(self, answer: ResumableAnswer) -> Any:
+        answer.begin_stream()
         stub = self._stubs[answer.router]
         return stub.Generate(answer.request, timeout=answer.remaining_s)
 
-    def _on_loss(self, answer: ResumableAnswer, error: grpc.RpcError) -> float:
-        delay_s = answer.on_loss(error)
+    def _on_end(self, answer: ResumableAnswer) -> float | None:
+        """Return in how many seconds to send the request on; None if this was the end."""
         self._router = answer.router
-        return delay_s
+        return answer.resume_delay_s
+
+    def _on_loss(self, answer: ResumableAnswer, error: grpc.RpcError) -> float | None:
+        if answer.is_finished:  # only the trailers are missing
+            return None
+        if answer.resume_delay_s is None:
+            answer.resume_delay_s = answer.on_loss(error)
+        return self._on_end(answer)
 
 
 def _addresses(routers: str | Sequence[str]) -> Sequence[str]:
@@ -125,13 +133,13 @@ class Client(_Routers):
                 for response in call:
                     if (output := answer.take(response.output)) is not None:
                         yield output
-                return
+                delay_s = self._on_end(answer)
             except grpc.RpcError as error:
-                if answer.is_finished:  # only the trailers are missing
-                    return
                 delay_s = self._on_loss(answer, error)
             finally:
                 call.cancel()
+            if delay_s is None:
+                return
             time.sleep(delay_s)
 
     def list_models(self, timeout_s: float = 5.0) -> list[pb2.ModelInfo]:
@@ -182,13 +190,13 @@ class AsyncClient(_Routers):
                 async for response in call:
                     if (output := answer.take(response.output)) is not None:
                         yield output
-                return
+                delay_s = self._on_end(answer)
             except grpc.aio.AioRpcError as error:
-                if answer.is_finished:  # only the trailers are missing
-                    return
                 delay_s = self._on_loss(answer, error)
             finally:
                 call.cancel()
+            if delay_s is None:
+                return
             await asyncio.sleep(delay_s)
 
     async def close(self) -> None:

@@ -33,8 +33,9 @@ class _Completion:
 class ResumableAnswer:
     """One call's answer, over as many streams as it takes. The caller sees one.
 
-    A stream is lost when its status is UNAVAILABLE: the router is gone, hangs, shuts down or has no
-    workers. Every other status, and an error in the stream's last message, is the call's end.
+    A stream is lost when its status is UNAVAILABLE (the router is gone, hangs, shuts down or has no
+    workers) or when its router shuts down and hands it back with DRAINING. Every other status, and
+    every other error in the stream's last message, is the call's end.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class ResumableAnswer:
         self.request = request
         self.router = router
         self.is_finished = False
+        # Set when the router has handed the request back: in how many seconds to send it on.
+        self.resume_delay_s: float | None = None
         self._num_routers = num_routers
         self._num_resumes_left = max_resumes
         self._num_resumes = 0
@@ -71,6 +74,10 @@ class ResumableAnswer:
     def take(self, output: pb2.RequestOutput) -> pb2.RequestOutput | None:
         """Return what the caller does not have of a message; None if it has all of it."""
         self.request.request_id = self.request.request_id or output.request_id
+        if _is_handed_back(output):
+            self.resume_delay_s = self._turn_to_next()
+            if self.resume_delay_s is not None:
+                return None
         if self._completions:
             self._drop_known(output)
         for completion in output.outputs:
@@ -83,15 +90,28 @@ class ResumableAnswer:
         there is to be none.
         """
         is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
-        has_tokens = any(known.token_ids for known in self._completions.values())
-        if not is_lost or not self._num_resumes_left or (has_tokens and not self._may_resume):
+        delay_s = self._turn_to_next() if is_lost else None
+        if delay_s is None:
             raise error
+        return delay_s
+
+    def begin_stream(self) -> None:
+        """The request is about to be sent."""
+        self.resume_delay_s = None
+
+    def _turn_to_next(self) -> float | None:
+        """Prepare the next stream. Returns in how many seconds it is to begin; None if there is to
+        be none.
+        """
+        has_tokens = any(known.token_ids for known in self._completions.values())
+        if not self._num_resumes_left or (has_tokens and not self._may_resume):
+            return None
         self._num_resumes += 1
         self._num_resumes_left -= 1
         delay_s = self._delay_s()
         remaining_s = self.remaining_s
         if remaining_s is not None and delay_s >= remaining_s:
-            raise error
+            return None
         self.router = (self.router + 1) % self._num_routers
         self._resume()
         return delay_s
@@ -151,3 +171,8 @@ class ResumableAnswer:
         if completion.HasField("cumulative_logprob"):
             known.cumulative_logprob = completion.cumulative_logprob
         known.is_finished = bool(completion.finish_reason)
+
+
+def _is_handed_back(output: pb2.RequestOutput) -> bool:
+    codes = [each.error.code for each in output.outputs if each.HasField("error")]
+    return output.finished and core_pb2.ERROR_CODE_DRAINING in codes

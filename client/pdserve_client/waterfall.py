@@ -38,9 +38,9 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     if metrics.prefill_engine_id:
         workers = f"{metrics.prefill_engine_id} -> {workers}"
     lines.append(f"path             {metrics.path}: {workers}")
-    lines.append(f"tokens are       {metrics.determinism}")
+    lines.append(f"determinism      {metrics.determinism}")
     if metrics.num_redrives:
-        lines.append(f"recovered        sent to workers again {metrics.num_redrives} times")
+        lines.append(f"redrives         {metrics.num_redrives}")
     return "\n".join(lines)
 
 

@@ -240,6 +240,30 @@ async def test_an_error_in_the_last_message_is_the_answers_end(pair) -> None:
     assert not pair[1].requests
 
 
+async def test_an_answer_that_a_router_hands_back_goes_on_at_the_next(pair) -> None:
+    pair[0].last_error = core.EngineError(code=core.ERROR_CODE_DRAINING, retryable=True)
+    check(await ask(pair))
+    (request,) = pair[1].requests
+    assert [len(each.token_ids) for each in request.resume] == [NUM_TOKENS - 1]
+
+
+async def test_the_caller_hears_of_it_when_nobody_else_may_go_on(pair) -> None:
+    pair[0].last_error = core.EngineError(code=core.ERROR_CODE_DRAINING, retryable=True)
+    outputs = await ask(pair, max_resumes=0)
+    assert outputs[-1].outputs[0].error.code == core.ERROR_CODE_DRAINING
+    assert not pair[1].requests
+
+
+async def test_the_blocking_client_goes_on_after_a_hand_back(pair) -> None:
+    pair[0].last_error = core.EngineError(code=core.ERROR_CODE_DRAINING, retryable=True)
+
+    def collect() -> list[pb2.RequestOutput]:
+        with Client([router.address for router in pair]) as client:
+            return list(client.generate([1], timeout_s=10))
+
+    check(await asyncio.to_thread(collect))
+
+
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(best_of=2), SamplingParams(use_beam_search=True, n=2, best_of=2)],

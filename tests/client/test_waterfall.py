@@ -68,6 +68,6 @@ def test_one_sees_how_much_of_the_transfer_the_prefill_hid() -> None:
 
 
 def test_a_recovered_request_says_so() -> None:
-    assert "recovered        sent to workers again 2 times" in lines_of(num_redrives=2)
-    assert not any(line.startswith("recovered") for line in lines_of())
-    assert "tokens are       exact" in lines_of()
+    assert "redrives         2" in lines_of(num_redrives=2)
+    assert not any(line.startswith("redrives") for line in lines_of())
+    assert "determinism      exact" in lines_of()

@@ -43,7 +43,7 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
         "first decode step",
         "GB/s over",
         "under prefill",
-        "tokens are       exact",
+        "determinism      exact",
         "mean ITL",
         "disaggregated: prefill-0 -> decode-0",
     ):
