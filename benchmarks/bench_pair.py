@@ -10,36 +10,28 @@ decode. Goodput counts requests with a TTFT and a TPOT within the objectives.
 
 import argparse
 import asyncio
-import json
-import random
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+from http_load import Load, measure
 from machine import describe
 from make_model import make_model
 from peers.vllm_pair import vllm_pair
 
-from pdserve_client.bench import RequestResult, summarize
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
 
 DEFAULT_MODEL = Path(".bench/qwen3-0.6b-random")
 PEERS = Path(".venv-peers")
 LOG_DIR = Path(".bench/pair")
-NUM_WARM_UP = 3
-MAX_PROMPT_TOKEN_ID = 1000
 COLUMNS = (
     "goodput_requests_per_s", "requests_per_s", "num_failed", "ttft_ms_p50", "ttft_ms_p99",
     "tpot_ms_p50", "itl_ms_p50", "itl_ms_p99",
 )  # fmt: skip
-
-Load = tuple[int, int, float]
 
 
 def main() -> None:
@@ -83,6 +75,7 @@ def ours(args: argparse.Namespace) -> Iterator[str]:
         num_threads=1,
         max_model_len=max_model_len(args),
         kv_cache_memory_mib=1024,
+        require_disaggregation=True,
         log_dir=str(LOG_DIR),
         **dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0),
     )
@@ -101,71 +94,6 @@ def theirs(args: argparse.Namespace) -> Iterator[str]:
 
 def max_model_len(args: argparse.Namespace) -> int:
     return max(num_input + num_output for num_input, num_output, _ in args.loads)
-
-
-async def measure(
-    url: str, load: Load, args: argparse.Namespace
-) -> dict[str, float | int | str | None]:
-    """Send the load and return what `pdserve bench` would say of it."""
-    num_input, num_output, rate = load
-    rng = random.Random(args.seed)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=args.timeout_s, limits=limits) as http:
-        for _ in range(NUM_WARM_UP):  # compiles, connects
-            result = await send(http, prompt_of(rng, num_input), num_output, args)
-            if result.error:
-                raise SystemExit(f"{url} does not work: {result.error}")
-        tasks, started = [], time.monotonic()
-        for _ in range(args.requests):
-            prompt = prompt_of(rng, num_input)
-            tasks.append(asyncio.create_task(send(http, prompt, num_output, args)))
-            await asyncio.sleep(rng.expovariate(rate))
-        results = await asyncio.gather(*tasks)
-    return summarize(results, time.monotonic() - started, args)
-
-
-def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
-    return [rng.randrange(3, MAX_PROMPT_TOKEN_ID) for _ in range(num_tokens)]
-
-
-async def send(
-    http: httpx.AsyncClient, prompt: list[int], num_output: int, args: argparse.Namespace
-) -> RequestResult:
-    """Stream one completion; each event with a choice is one moment."""
-    body = {
-        "model": args.model.name,
-        "prompt": prompt,
-        "max_tokens": num_output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    result = RequestResult(time.monotonic())
-    try:
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                result.error = (await answer.aread()).decode()
-            async for line in answer.aiter_lines():
-                take_line(line, result)
-    except httpx.HTTPError as error:
-        result.error = f"{type(error).__name__}: {error}"
-    if not result.error and result.num_tokens != num_output:
-        result.error = f"{result.num_tokens} tokens came of {num_output}"
-    return result
-
-
-def take_line(line: str, result: RequestResult) -> None:
-    """One line of the answer's server-sent events."""
-    if not line.startswith("data: {"):
-        return
-    event = json.loads(line.removeprefix("data: "))
-    if event.get("choices"):
-        result.token_times.append(time.monotonic())
-    if event.get("usage"):
-        result.num_tokens = event["usage"]["completion_tokens"]
-    if event.get("error"):
-        result.error = str(event["error"])
 
 
 def free_ports(count: int) -> list[int]:
