@@ -2,13 +2,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Tell me a story.
+SOAK_SEED ?= 1
+SOAK_SCHEDULES ?= 200
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-gpu bench bench-handoff bench-peers protos lint format typecheck clean
+.PHONY: help install run up test test-fast test-gpu soak bench bench-handoff bench-peers protos lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,6 +38,9 @@ test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
 
 test-gpu: $(INSTALLED) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+soak: $(INSTALLED) ## Run SOAK_SCHEDULES=200 random schedules of faults from SOAK_SEED=1 on
+	SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py -k random
 
 bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/bench_engine.py

@@ -5,7 +5,6 @@ engine.
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -22,9 +21,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 # Below the range that outgoing connections take their ports from: one that is free now will not be
 # taken by a connection before its service binds it.
@@ -50,13 +49,15 @@ class ServiceProcess:
     def start(self) -> None:
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *self.flags],
+                [
+                    *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
+                    *(sys.executable, "-m", self.module, *self.flags),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # Ctrl-C goes to us alone: we stop the router first, so that nothing is cut off.
                 start_new_session=True,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
     def exit_status(self) -> int | None:
@@ -277,10 +278,3 @@ def _is_serving(address: str) -> bool:
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _die_with_parent() -> None:
-    """In the child, before exec: get SIGTERM if the parent is killed, so that nothing is left
-    running.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -27,8 +27,7 @@ from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.control_client import ControlClient
-from pdserve_engine.core.engine_core import EngineCore, StepResult
-from pdserve_engine.core.request import RequestStatus
+from pdserve_engine.core.engine_core import StepResult
 from pdserve_engine.kv_transfer.base import KVConnector
 from pdserve_engine.loading import LoadedEngine, load_engine
 from pdserve_engine.owners import RequestOwners
@@ -230,7 +229,7 @@ class InprocEngineClient:
         self._control.begin_drain()
         if await self._until(self._is_empty, timeout_s):
             return True
-        self._post(functools.partial(_hand_back, self._core))
+        self._post(self._core.hand_back)
         await self._until(lambda: not self._owners, HAND_BACK_TIMEOUT_S)
         return False
 
@@ -353,12 +352,3 @@ def _log_iteration(step_seq: int, stats: SchedulerStats) -> None:
         1e3 * stats.step_duration_s,
         1e2 * stats.kv_cache_usage,
     )
-
-
-def _hand_back(core: EngineCore) -> None:
-    """End what is left so that routers have it go on elsewhere, after the tokens they have got."""
-    error = DrainingError("the worker is shutting down").to_engine_error()
-    scheduler = core.scheduler
-    scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ERROR, error)
-    if core.connector is not None:
-        core.connector.fence_all("shutdown")

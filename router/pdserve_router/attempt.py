@@ -52,6 +52,8 @@ class Attempt:
         self.num_tokens_before = owner.state.num_new_tokens
         self._num_known = len(owner.state.token_ids)
         self._owner = owner
+        # D waits for P; neither has said that P handed the request off.
+        self._is_ticket = route.prefill is not None
         # Of D, until P has said what only P knows.
         self._early: list[EngineCoreOutput] = []
 
@@ -64,8 +66,11 @@ class Attempt:
         to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
         prefill_leg = dataclasses.replace(self.request, kv_transfer_params=to_decode)
         decode_leg = dataclasses.replace(self.request, kv_transfer_params=to_prefill)
-        self._send(prefill, prefill_leg, self._on_prefill_output)
-        self._send(decode, decode_leg, self._on_decode_output)
+        if self._send(prefill, prefill_leg, self._on_prefill_output):
+            self._send(decode, decode_leg, self._on_decode_output)
+        else:
+            # Nothing comes of a ticket, and an earlier attempt has no successor there.
+            decode.abort(self.request.request_id)
 
     def abort(self, *, but: frozenset[WorkerClient] = frozenset()) -> None:
         """End it on every worker. It says nothing any more; on the workers in `but` the next
@@ -77,15 +82,17 @@ class Attempt:
 
     def _send(
         self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
-    ) -> None:
+    ) -> bool:
+        """False if the worker takes nothing."""
         try:
             worker.add_request(request, on_output, self._owner.on_defect)
         except NoWorkerError as error:
             # What an earlier attempt may still have there has no successor.
             worker.abort(request.request_id)
             self._owner.on_failed(worker, error.to_engine_error())
-        else:
-            self.running.add(worker)
+            return False
+        self.running.add(worker)
+        return True
 
     def _on_prefill_output(self, output: EngineCoreOutput) -> None:
         prefill = self.route.prefill
@@ -99,6 +106,7 @@ class Attempt:
             self.running.discard(prefill)
             self._owner.on_done(output, outcome="ended_at_prefill")
         else:
+            self._is_ticket = False
             self._take_early()
 
     def _take_early(self) -> None:
@@ -114,10 +122,12 @@ class Attempt:
         if output.kv_lost is not None:
             self._owner.on_kv_lost(output.kv_lost)
             return
+        self._is_ticket = self._is_ticket and not output.new_token_ids
         if not self._owner.accept(output, self.route.decode) or not output.finished:
             return
         if self._is_void_ticket(output):
             self.running.discard(self.route.decode)
+            self._early.append(output)
         elif _has_failed(output):
             self._fail_leg(self.route.decode, output)
         else:
@@ -134,18 +144,27 @@ class Attempt:
         return is_first and is_disaggregated and self._owner.state.wants_logprobs
 
     def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
-        """D heard from P that the request ends there; P's own word of it is still on its way."""
-        is_cancelled = output.error is not None and output.error.code is ErrorCode.CANCELLED
-        return is_cancelled and self.route.prefill in self.running
+        """D heard from P that the request ends there. P's own word of it comes, or came before; if
+        it is another one D was wrong.
+        """
+        return self._is_ticket and _is_cancelled(output)
 
     def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
         self.running.discard(worker)
-        error = output.error or EngineError(
-            code=ErrorCode.ENGINE_DEAD,
-            message=f"worker {worker.address} ended the request: {output.finish_reason!s}",
-            is_retryable=True,
-        )
+        error = output.error
+        if error is None or _is_cancelled(output):
+            # Nobody here has asked for it.
+            why = output.finish_reason if error is None else error.message
+            error = EngineError(
+                code=ErrorCode.ENGINE_DEAD,
+                message=f"worker {worker.address} ended the request: {why!s}",
+                is_retryable=True,
+            )
         self._owner.on_failed(worker, error)
+
+
+def _is_cancelled(output: EngineCoreOutput) -> bool:
+    return output.error is not None and output.error.code is ErrorCode.CANCELLED
 
 
 def _has_failed(output: EngineCoreOutput) -> bool:

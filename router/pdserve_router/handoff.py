@@ -69,7 +69,7 @@ class Handoff(LiveRequest):
             resumed=next((each for each in resume if each.index == index), None),
         )
         self.recovery = Recovery()
-        # Of every worker that took part.
+        # Of every worker that took part in the answer.
         self.infos: set[EngineInfo] = set()
         self._metrics = metrics
         self._redrives = redrives
@@ -94,6 +94,9 @@ class Handoff(LiveRequest):
         return await self.state.collector.get()
 
     def start(self) -> None:
+        if self.ending is not None:
+            # With another completion of its request, which could not begin.
+            return
         self.state.timeline.dispatched_ns = time.monotonic_ns()
         if (end := self.state.resumed_end) is not None:
             self._end(end.finish_reason, stop_reason=end.stop_reason, outcome=None)
@@ -107,6 +110,9 @@ class Handoff(LiveRequest):
 
     def resend(self, route: Route) -> None:
         """Begin the next attempt. Workers that have the last one and not this one end it."""
+        if not self.state.token_ids:
+            # Nothing of the answer is theirs.
+            self.infos.clear()
         lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
         self._count_handoff(lost, self._outcome)
         self.recovery.begin_attempt()
@@ -147,8 +153,7 @@ class Handoff(LiveRequest):
         """Send the request again if that may help."""
         if not self.recovery.errors:
             self._report_failure(worker, error)
-        # What follows from an earlier loss of the attempt changes nothing: the ticket, for one, is
-        # void to D when P is lost.
+        # What follows from an earlier loss of the attempt changes nothing.
         if not error.is_retryable and self not in self._redrives:
             logger.warning("request %s failed: %s", self.request.request_id, error.message)
             outcome = "prefill_failed" if worker is self.route.prefill else "decode_failed"
@@ -266,6 +271,11 @@ class Handoff(LiveRequest):
             )
         )
         self._count_handoff(self._attempt, outcome)
+        if error is None and self.state.num_new_tokens > 1:
+            # The last one was sampled, not computed.
+            token_ids = tuple(self.state.token_ids[:-1])
+            answered = dataclasses.replace(self.request, resume_output_token_ids=token_ids)
+            self._redrives.pool.note_computed(self.route.decode, answered)
         if self.recovery.num_redrives:
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)

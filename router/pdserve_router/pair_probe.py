@@ -57,7 +57,9 @@ def _request(info: EngineInfo, timeout_s: float) -> EngineCoreRequest:
         sampling_params=SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True),
         # Blocks that D has cached would not be pulled.
         cache_salt=request_id,
-        priority=PRIORITY_LIMIT,
+        # Before all others: it is short, and behind a long queue it would fail, and have decode
+        # workers compute prompts that prefill workers are there for.
+        priority=-PRIORITY_LIMIT,
         deadline=time.monotonic() + timeout_s,
     )
 

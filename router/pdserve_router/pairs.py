@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import EngineInfo
+from pdserve_common.engine_types import EngineInfo, KVTransferStats
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.circuit_breaker import CircuitBreaker
 from pdserve_router.pair_probe import ProbeFailedError, probe
@@ -91,8 +91,10 @@ class Pairs:
         self._metrics = metrics
         self._on_change = on_change
         self._pairs: dict[tuple[WorkerClient, WorkerClient], Pair] = {}
+        # Asked for with each request, and changed only with `update`.
+        self._usable: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
         self._namesakes: frozenset[str] = frozenset()
-        self._probes: set[asyncio.Task[None]] = set()
+        self._probes: set[asyncio.Task[KVTransferStats]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.update((), ())
@@ -102,15 +104,11 @@ class Pairs:
         """True while a pair is in its first proof and there is no other to use."""
         return not self.usable() and any(pair.is_settling for pair in self._pairs.values())
 
-    def usable(self) -> dict[WorkerClient, tuple[WorkerClient, ...]]:
+    def usable(self) -> Mapping[WorkerClient, tuple[WorkerClient, ...]]:
         """Return for each prefill worker that can be used the decode workers it can be used with,
         both in the order of the pool.
         """
-        partners: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
-        for (prefill, decode), pair in self._pairs.items():
-            if pair.is_usable:
-                partners[prefill] = (*partners.get(prefill, ()), decode)
-        return partners
+        return self._usable
 
     def update(self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]) -> None:
         """Take the pool's workers as they are now; a restarted worker's pairs begin anew."""
@@ -124,6 +122,7 @@ class Pairs:
         }
         for pair in self._pairs.values():
             self._check(pair)
+        self._usable = self._find_usable()
         self.advance()
 
     def report_failure(self, prefill: WorkerClient, decode: WorkerClient) -> None:
@@ -159,6 +158,13 @@ class Pairs:
         for task in self._probes:
             task.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
+
+    def _find_usable(self) -> dict[WorkerClient, tuple[WorkerClient, ...]]:
+        partners: defaultdict[WorkerClient, list[WorkerClient]] = defaultdict(list)
+        for (prefill, decode), pair in self._pairs.items():
+            if pair.is_usable:
+                partners[prefill].append(decode)
+        return {prefill: tuple(decodes) for prefill, decodes in partners.items()}
 
     def _find_namesakes(self, workers: Iterable[WorkerClient]) -> None:
         """Workers know their links by engine_id: two of one name would be taken for each other."""
@@ -223,17 +229,13 @@ class Pairs:
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
         pair.breaker.on_use()
-        task = asyncio.create_task(self._probe(pair), name=f"probe {pair}")
+        task = asyncio.create_task(
+            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S), name=f"probe {pair}"
+        )
         self._probes.add(task)
         task.add_done_callback(lambda done: self._on_probed(pair, done))
 
-    async def _probe(self, pair: Pair) -> None:
-        try:
-            stats = await probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S)
-        except ProbeFailedError as error:
-            logger.warning("%s are not used: %s", pair, error)
-            pair.breaker.open()
-            return
+    def _on_proven(self, pair: Pair, stats: KVTransferStats) -> None:
         if self._require_transport not in ("any", stats.transport):
             pair.refused_transport = (
                 f"KV travels over {stats.transport}, --require-transport is "
@@ -245,14 +247,20 @@ class Pairs:
         pair.is_proven = True
         pair.breaker.close()
 
-    def _on_probed(self, pair: Pair, task: "asyncio.Task[None]") -> None:
+    def _on_probed(self, pair: Pair, task: "asyncio.Task[KVTransferStats]") -> None:
         self._probes.discard(task)
         pair.is_probing = False
         if task.cancelled():
             return
-        if (error := task.exception()) is not None:
-            logger.error("probing %s failed", pair, exc_info=error)
+        if (error := task.exception()) is None:
+            self._on_proven(pair, task.result())
+        else:
+            is_expected = isinstance(error, ProbeFailedError)
+            logger.warning(
+                "%s are not used: %s", pair, error, exc_info=None if is_expected else error
+            )
             pair.breaker.open()
+        # At once: what can be used is found only there.
         self._on_change()
 
     def _set_timer(self) -> None:

@@ -12,9 +12,9 @@ MAX_BLOCKS = 1 << 16
 
 
 class PrefixEstimate:
-    """Remembers for each decode worker the chained hashes of the blocks of known tokens sent to it,
-    the least recently sent ones go first. It is an estimate: the worker may have evicted them, or
-    have more from other routers and from its answers. Too high a one has the worker compute a long
+    """Remembers for each decode worker the chained hashes of the blocks of tokens that were sent to
+    it or that it answered, the least recent ones go first. It is an estimate: the worker may have
+    evicted them, or have more from other routers. Too high a one has the worker compute a long
     prompt itself, beside its decodes; too low a one costs a handoff that was not needed. Tokens are
     right either way.
     """

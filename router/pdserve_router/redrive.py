@@ -4,10 +4,17 @@ import asyncio
 import contextlib
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, ErrorCode, WorkerRole
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineError,
+    EngineInfo,
+    ErrorCode,
+    WorkerRole,
+)
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.route_chooser import Route
@@ -40,8 +47,8 @@ class Recovery:
     # D, if it may hold blocks of the request, and the tokens whose KV it has said it holds.
     holder: WorkerClient | None = None
     num_confirmed_tokens: int = 0
-    # By earlier attempts.
-    _failed_before: frozenset[WorkerClient] = frozenset()
+    # Who failed earlier attempts, and when they may get it again.
+    _retry_at_before: dict[WorkerClient, float] = field(default_factory=dict)
 
     @property
     def error(self) -> EngineError:
@@ -60,13 +67,18 @@ class Recovery:
     @property
     def failed(self) -> frozenset[WorkerClient]:
         """Who failed the request in any attempt."""
-        return self._failed_before | self.blamed
+        return frozenset(self._retry_at)
 
     @property
     def not_yet(self) -> frozenset[WorkerClient]:
         """Who failed it so recently that trying again makes no sense."""
+        now = time.monotonic()
+        return frozenset(worker for worker, at in self._retry_at.items() if now < at)
+
+    @property
+    def _retry_at(self) -> dict[WorkerClient, float]:
         delay_s = max(REUSE_DELAY_S, (self.error.retry_after_ms or 0) / 1000)
-        return self.blamed if time.monotonic() < self.lost_at + delay_s else frozenset()
+        return self._retry_at_before | dict.fromkeys(self.blamed, self.lost_at + delay_s)
 
     @property
     def good_holder(self) -> WorkerClient | None:
@@ -89,7 +101,7 @@ class Recovery:
 
     def begin_attempt(self) -> None:
         """The request is about to be sent again."""
-        self._failed_before = self.failed
+        self._retry_at_before = self._retry_at
         self.num_redrives += 1
         self.num_confirmed_tokens = 0
         self.forget()
@@ -99,6 +111,10 @@ class Redrive(Protocol):
     """A request that can be sent again."""
 
     recovery: Recovery
+    # Its first attempt.
+    request: EngineCoreRequest
+    # Of the workers that took part in its answer.
+    infos: set[EngineInfo]
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -139,7 +155,11 @@ class RedriveQueue:
         self._waiting: dict[Redrive, _Waiting] = {}
         # Without a token since: the worker that computes their tokens, and how many.
         self._sent: dict[Redrive, tuple[WorkerClient, int]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        # Their sums.
+        self._num_sent_tokens: Counter[WorkerClient] = Counter()
+        self._timer: asyncio.Handle | None = None
+        # When it is due; uvloop's handles do not all tell.
+        self._timer_at = 0.0
 
     def __contains__(self, redrive: Redrive) -> bool:
         return redrive in self._waiting
@@ -148,8 +168,8 @@ class RedriveQueue:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
         already may become earlier. Ends in `resend`, `give_up` or `discard`.
         """
-        self._sent.pop(redrive, None)
-        deadline = redrive.next_request.deadline
+        self._forget_sent(redrive)
+        deadline = redrive.request.deadline
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
         )
@@ -164,8 +184,22 @@ class RedriveQueue:
 
     def on_token(self, redrive: Redrive) -> None:
         """Its prompt is computed: others may follow it there."""
-        if self._sent.pop(redrive, None) is not None:
+        if self._forget_sent(redrive):
             self._changed()
+
+    def _note_sent(self, redrive: Redrive, worker: WorkerClient, num_tokens: int) -> None:
+        self._sent[redrive] = (worker, num_tokens)
+        self._num_sent_tokens[worker] += num_tokens
+
+    def _forget_sent(self, redrive: Redrive) -> bool:
+        """False if it was not noted."""
+        if (sent := self._sent.pop(redrive, None)) is None:
+            return False
+        worker, num_tokens = sent
+        self._num_sent_tokens[worker] -= num_tokens
+        if not self._num_sent_tokens[worker]:
+            del self._num_sent_tokens[worker]
+        return True
 
     def _changed(self, delay_s: float = 0.0) -> None:
         """Look again soon. Never at once: several requests that are lost together are sent in the
@@ -173,23 +207,26 @@ class RedriveQueue:
         """
         self._metrics.redrives_waiting.set(len(self._waiting))
         loop = asyncio.get_running_loop()
-        if self._timer is not None and (
-            not self._waiting or self._timer.when() > loop.time() + delay_s
-        ):
+        due = loop.time() + delay_s
+        if self._timer is not None and (not self._waiting or self._timer_at > due):
             self._timer.cancel()
             self._timer = None
         if self._waiting and self._timer is None:
-            self._timer = loop.call_later(delay_s, self._send_next)
+            self._timer, self._timer_at = loop.call_later(delay_s, self._send_next), due
 
     def _send_next(self) -> None:
         self._timer = None
         now = time.monotonic()
+        is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
             # One that is over by its deadline is ended by its own timer.
             is_due = waiting.not_before <= now < waiting.deadline
-            if is_due and waiting.redrive in self._waiting and not self._try(waiting, now):
-                # Nobody overtakes the one whose turn it is: small ones would keep it waiting.
-                break
+            if not is_due or waiting.redrive not in self._waiting:
+                continue
+            # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
+            # D holds blocks of it does not hold for long, and it needs nobody's queue.
+            if not is_blocked or _is_almost_there(waiting.redrive):
+                is_blocked = not self._try(waiting, now) or is_blocked
         self._changed(TICK_S)
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
@@ -197,7 +234,7 @@ class RedriveQueue:
         redrive = waiting.redrive
         request = redrive.next_request
         try:
-            route = self._route(redrive.recovery, request)
+            route = self._route(redrive, request)
         except (NoWorkerError, OverloadedError):
             self._on_nobody(waiting, now)
             return True
@@ -205,7 +242,7 @@ class RedriveQueue:
             waiting.alone_since = None
             return False
         del self._waiting[redrive]
-        self._sent[redrive] = _load_of(redrive.recovery, request, route)
+        self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
         reason = redrive.recovery.reason
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()
         redrive.resend(route)
@@ -218,17 +255,20 @@ class RedriveQueue:
             del self._waiting[waiting.redrive]
             waiting.redrive.give_up()
 
-    def _route(self, recovery: Recovery, request: EngineCoreRequest) -> Route | None:
+    def _route(self, redrive: Redrive, request: EngineCoreRequest) -> Route | None:
         """Return where it goes next, None if it has to wait for others that were sent again. Raises
         NoWorkerError or OverloadedError if there is nobody.
         """
         busy = self._busy(request)
+        recovery = redrive.recovery
         holder = recovery.good_holder
-        if holder is not None and _num_missing(recovery, request) <= SMALL_NUM_TOKENS:
+        if holder is not None and _is_almost_there(redrive):
             route = Route(decode=holder, reason="recovery")
         else:
             try:
-                route = self._route_around(recovery, request, busy)
+                route = self._route_around(
+                    recovery, request, busy | self._strangers(redrive, request)
+                )
             except (NoWorkerError, OverloadedError):
                 if busy:
                     return None
@@ -239,37 +279,57 @@ class RedriveQueue:
         return route if self._has_room(*_load_of(recovery, request, route)) else None
 
     def _route_around(
-        self, recovery: Recovery, request: EngineCoreRequest, busy: frozenset[WorkerClient]
+        self, recovery: Recovery, request: EngineCoreRequest, barred: frozenset[WorkerClient]
     ) -> Route:
         """Let the pool choose among those that have not failed the request, if there are any."""
         if (holder := recovery.good_holder) is not None:
             others = frozenset(self.pool.decode) - {holder}
             with contextlib.suppress(NoWorkerError, OverloadedError):
-                return self.pool.route(request, exclude=recovery.failed | others | busy)
+                return self.pool.route(request, exclude=recovery.failed | others | barred)
         with contextlib.suppress(NoWorkerError, OverloadedError):
-            return self.pool.route(request, exclude=recovery.failed | busy)
-        return self.pool.route(request, exclude=recovery.not_yet | busy)
+            return self.pool.route(request, exclude=recovery.failed | barred)
+        return self.pool.route(request, exclude=recovery.not_yet | barred)
+
+    def _strangers(self, redrive: Redrive, request: EngineCoreRequest) -> frozenset[WorkerClient]:
+        """Return the workers that must not go on with an answer that has begun: with another model
+        or other weights they would go on with another answer.
+        """
+        if not request.resume_output_token_ids:
+            return frozenset()
+        models = {info.kv_compatibility_hash for info in redrive.infos}
+        return frozenset(
+            worker
+            for worker in (*self.pool.prefill, *self.pool.decode)
+            if worker.info is not None and worker.info.kv_compatibility_hash not in models
+        )
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""
         num_tokens = _num_known(request)
         return frozenset(
             worker
-            for worker, _ in self._sent.values()
+            for worker in self._num_sent_tokens
             if worker.role is WorkerRole.PREFILL and not self._has_room(worker, num_tokens)
         )
 
     def _has_room(self, worker: WorkerClient, num_tokens: int) -> bool:
-        sent = [count for other, count in self._sent.values() if other is worker]
-        if not sent:
+        num_sent_tokens = self._num_sent_tokens[worker]
+        if not num_sent_tokens:
             return True
         step = worker.info.max_num_batched_tokens if worker.info is not None else 0
         quarter = worker.stats.num_waiting_tokens // 4 if worker.stats is not None else 0
-        return sum(sent) + num_tokens <= max(step, quarter)
+        return num_sent_tokens + num_tokens <= max(step, quarter)
 
 
 def _num_known(request: EngineCoreRequest) -> int:
     return len(request.prompt_token_ids) + len(request.resume_output_token_ids)
+
+
+def _is_almost_there(redrive: Redrive) -> bool:
+    """True if D holds blocks of it and can soon compute what is missing."""
+    if redrive.recovery.good_holder is None:
+        return False
+    return _num_missing(redrive.recovery, redrive.next_request) <= SMALL_NUM_TOKENS
 
 
 def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:

@@ -8,6 +8,9 @@ from pdserve_common.engine_types import EngineCoreRequest, FinishReason, Samplin
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_token_ids
 
+# Of all completions together: a second's work for the detokenizer.
+MAX_RESUMED_TOKENS = 1 << 18
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedCompletion:
@@ -44,6 +47,9 @@ def validate_resume(
         raise _invalid(f"has index {max(indexes)}, must be 0 to {params.n - 1}")
     if len(set(indexes)) < len(indexes):
         raise _invalid("names an index twice")
+    num_tokens = sum(len(completion.token_ids) for completion in resume)
+    if num_tokens > MAX_RESUMED_TOKENS:
+        raise _invalid(f"has {num_tokens} tokens, at most {MAX_RESUMED_TOKENS}")
     assert params.max_tokens is not None, "the input processor fills it in"
     for completion in resume:
         if len(completion.token_ids) > params.max_tokens:

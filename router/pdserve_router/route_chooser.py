@@ -55,7 +55,7 @@ class RouteChooser:
         self._pairs = pairs
         self._estimate = PrefixEstimate()
         self._policies: dict[WorkerRole, RoutingPolicy] = {
-            role: ROUTING_POLICIES[rules.routing_policy]() for role in WorkerRole
+            role: ROUTING_POLICIES[rules.routing_policy](role) for role in WorkerRole
         }
 
     def keep(self, decode: Sequence[WorkerClient]) -> None:
@@ -74,9 +74,13 @@ class RouteChooser:
         route = self._choose(request, prefill, _working(decode))
         for worker in route.workers:
             worker.breaker.on_use()
-        if self._rules.disaggregation_threshold_tokens:
-            self._estimate.on_sent(route.decode, request)
+        self.note_computed(route.decode, request)
         return route
+
+    def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
+        """The request's known tokens have been, or are about to be, on the worker."""
+        if self._rules.disaggregation_threshold_tokens:
+            self._estimate.on_sent(decode, request)
 
     def _choose(
         self,
@@ -129,8 +133,8 @@ class RouteChooser:
         self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]
     ) -> dict[WorkerClient, tuple[WorkerClient, ...]]:
         """Return those of `prefill` that can be used, with those of `decode` they work with."""
-        usable = self._pairs.usable()
-        partners = {p: tuple(d for d in usable.get(p, ()) if d in decode) for p in prefill}
+        usable, ready = self._pairs.usable(), frozenset(decode)
+        partners = {p: tuple(d for d in usable.get(p, ()) if d in ready) for p in prefill}
         return {p: decodes for p, decodes in partners.items() if decodes}
 
     def _is_queue_full(self, prefill: WorkerClient) -> bool:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
+from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
 
 
 class WorkerLoad(Protocol):
@@ -34,15 +34,24 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobin:
-    """One after the other."""
+    """Each once in a round: decode workers in their order, prefill workers in one that is drawn
+    for the round, because rounds of the two in step would use few of their pairs.
+    """
 
-    def __init__(self) -> None:
-        self._next = 0
+    def __init__(self, role: WorkerRole) -> None:
+        self._is_drawn = role is WorkerRole.PREFILL
+        self._random = random.Random()
+        # Addresses that had their turn in this round.
+        self._had: set[str] = set()
 
     def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
-        candidate = candidates[self._next % len(candidates)]
-        self._next += 1
-        return candidate
+        left = [worker for worker in candidates if worker.address not in self._had]
+        if not left:
+            self._had.clear()
+            left = list(candidates)
+        chosen = self._random.choice(left) if self._is_drawn else left[0]
+        self._had.add(chosen.address)
+        return chosen
 
 
 class PowerOfTwo:
@@ -50,7 +59,7 @@ class PowerOfTwo:
     act on the same old stats do not all run to the same worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: WorkerRole) -> None:
         self._random = random.Random()
 
     def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
@@ -65,7 +74,7 @@ def _load(worker: WorkerLoad) -> int:
     return max(reported, worker.num_in_flight)
 
 
-ROUTING_POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
+ROUTING_POLICIES: Mapping[str, Callable[[WorkerRole], RoutingPolicy]] = {
     "power_of_two": PowerOfTwo,
     "round_robin": RoundRobin,
 }

@@ -1,7 +1,6 @@
 """The workers of a router: which there are, which can be used, and who takes a request."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -54,12 +53,10 @@ class WorkerPool:
         when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
         """
         self._router_id = router_id
-        self._router_epoch = secrets.token_hex(16)
         self._timings = timings
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
-        self._changed = asyncio.Event()
         self._pairs = Pairs(
             require_transport=rules.require_transport, metrics=metrics, on_change=self._on_change
         )
@@ -77,6 +74,8 @@ class WorkerPool:
             role: tuple(self._client(role, address) for address in source.static)
             for role, source in self._sources.items()
         }
+        # Other names of workers that are used already.
+        self._twins: frozenset[WorkerClient] = frozenset()
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -154,9 +153,15 @@ class WorkerPool:
         self.model_limits()
         return self._chooser.choose(
             request,
-            prefill=[w for w in self.prefill if w.is_ready and w not in exclude],
-            decode=[w for w in self.decode if w.is_ready and w not in exclude],
+            prefill=[w for w in self._distinct(self.prefill) if w.is_ready and w not in exclude],
+            decode=[w for w in self._distinct(self.decode) if w.is_ready and w not in exclude],
         )
+
+    def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
+        """A decode worker has had the KV of the request's known tokens: the next turn of a chat
+        will find it there.
+        """
+        self._chooser.note_computed(decode, request)
 
     def report_failure(self, failing: Failing) -> None:
         """A request failed because of a worker, or of a pair (prefill, decode). Three in a row keep
@@ -187,16 +192,6 @@ class WorkerPool:
             logger.info("worker %s works again", working.address)
             self._on_change()
 
-    async def wait_for_change(self, timeout_s: float) -> None:
-        """Return once a worker or a pair has changed, or a failing worker may be tried again, at
-        the latest after `timeout_s`.
-        """
-        workers = (*self.decode, *self.prefill)
-        trials = (worker.breaker.retry_in_s for worker in workers if worker.is_ready)
-        wait_s = min(timeout_s, min((trial for trial in trials if trial > 0), default=math.inf))
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), wait_s)
-
     def _is_settling(self) -> bool:
         is_early = time.monotonic() < self._settles_at
         is_connecting = any(worker.state is WorkerState.CONNECTING for worker in self.prefill)
@@ -209,7 +204,9 @@ class WorkerPool:
             address,
             role=role,
             router_id=self._router_id,
-            router_epoch=self._router_epoch,
+            # Its own for each client: a worker listed under two names would otherwise take the
+            # second stream for a successor, and end what runs over the first.
+            router_epoch=secrets.token_hex(16),
             on_change=self._on_change,
             timings=self._timings,
         )
@@ -228,7 +225,7 @@ class WorkerPool:
     def _join(self, role: WorkerRole, address: str) -> WorkerClient:
         for worker, task in self._leaving.items():
             if (worker.role, worker.address) == (role, address):
-                # A second link to it would end what runs over the first.
+                # Nothing needs to attach anew, and what runs there counts on.
                 task.cancel()
                 del self._leaving[worker]
                 return worker
@@ -246,19 +243,36 @@ class WorkerPool:
 
     def _on_change(self) -> None:
         self._refresh()
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
         self._notify()
 
     def _refresh(self) -> None:
         workers = (*self.decode, *self.prefill)
+        self._find_twins(workers)
         self.limits = _limits([w.info for w in workers if w.is_ready and w.info is not None])
         if self._rules.disaggregation:
-            self._pairs.update(self.prefill, self.decode)
+            self._pairs.update(self._distinct(self.prefill), self._distinct(self.decode))
         self._chooser.keep(self.decode)
         has_decode = any(worker.is_ready for worker in self.decode)
         self._was_ready = has_decode and (self._was_ready or self.is_ready)
         self._count()
+
+    def _distinct(self, workers: Sequence[WorkerClient]) -> Sequence[WorkerClient]:
+        return [worker for worker in workers if worker not in self._twins]
+
+    def _find_twins(self, workers: Sequence[WorkerClient]) -> None:
+        """Find what is ready under two names, such as its IPv4 and its IPv6 address: the one that
+        is listed first is used.
+        """
+        ready = [worker for worker in workers if worker.is_ready]
+        first = {(worker.engine_id, worker.epoch): worker for worker in reversed(ready)}
+        twins = {worker: first[worker.engine_id, worker.epoch] for worker in ready}
+        known, self._twins = self._twins, frozenset(w for w, other in twins.items() if w != other)
+        for worker in self._twins - known:
+            logger.warning(
+                "%s is another name of worker %s, which is used",
+                worker.address,
+                twins[worker].address,
+            )
 
     def _count(self) -> None:
         for role, workers in self._workers.items():

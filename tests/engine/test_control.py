@@ -474,7 +474,7 @@ async def test_a_drain_overtakes_a_pause_that_waits(make_model: Callable[..., Pa
     await engine.close()
 
 
-async def test_a_drain_aborts_what_waits_for_a_sleeping_engine(
+async def test_a_drain_hands_back_what_waits_for_a_sleeping_engine(
     make_model: Callable[..., Path],
 ) -> None:
     engine = await load(make_model())
@@ -483,7 +483,10 @@ async def test_a_drain_aborts_what_waits_for_a_sleeping_engine(
     client.add("waits")
     started = time.monotonic()
     assert await engine.drain(10.0)
-    assert (await client.end_of("waits")).finish_reason is FinishReason.ABORT
+    error = (await client.end_of("waits")).error
+    assert error is not None
+    assert error.code is ErrorCode.DRAINING
+    assert error.is_retryable
     assert time.monotonic() - started < 5.0
     await engine.close()
 

@@ -69,6 +69,39 @@ def test_branches_share_what_was_pulled() -> None:
     engine.assert_idle()
 
 
+def test_branches_wait_for_the_next_attempt_of_their_source() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector)
+    names = add_branches(engine, 3, kv_transfer_params=ON_D)
+    engine.step()
+    connector.lose(names[0])
+    engine.step()
+    engine.outputs.clear()
+    engine.add(names[0], PROMPT, kv_transfer_params=ON_D, attempt=1)
+    engine.run()
+    assert not engine.outputs, "nobody computes what is about to be pulled"
+    connector.claim(names[0])
+    engine.run()
+    connector.finish_load(names[0])
+    engine.run()
+    for name in names:
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    assert computed == 3 + 5 + 5
+    engine.assert_idle()
+
+
+def test_branches_do_not_wait_for_an_attempt_with_another_prompt() -> None:
+    engine = Engine(connector=ScriptedConnector())
+    names = add_branches(engine, 2, kv_transfer_params=ON_D)
+    engine.step()
+    engine.add(names[0], PROMPT[:-1], attempt=1)
+    engine.run()
+    assert engine.tokens(names[0]) == expected(PROMPT[:-1], 4)
+    assert engine.tokens(names[1]) == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
 def test_branches_outlive_their_source() -> None:
     connector = ScriptedConnector()
     engine = Engine(connector=connector)

@@ -3,8 +3,9 @@
 import pytest
 from scripted_engine import ON_P, Engine, ScriptedConnector, expected
 
-from pdserve_common.engine_types import KVTransferParams
+from pdserve_common.engine_types import FinishReason, KVTransferParams
 from pdserve_engine.core.request import RequestStatus
+from pdserve_engine.core.scheduler import PauseState
 
 ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 
@@ -155,3 +156,86 @@ def test_requests_sent_again_come_before_new_ones(connector: ScriptedConnector) 
     engine.add("again", [2] * 20, kv_transfer_params=ON_P, attempt=1)
     engine.run()
     assert list(connector.asked) == ["again", "a"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
+    connector: ScriptedConnector, policy: str
+) -> None:
+    engine = Engine(connector=connector, max_num_batched_tokens=4, scheduling_policy=policy)
+    engine.add("a", [1] * 12, kv_transfer_params=ON_P, priority=1)
+    engine.run()
+    connector.allow("a")
+    while not engine.scheduler.running:
+        engine.step()
+    for i in range(3):
+        engine.add(f"{i}", [2] * 12, kv_transfer_params=ON_P)
+    engine.step()
+    assert list(connector.asked) == ["a", "0", "1"]
+    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    engine.scheduler.pause_state = PauseState.PAUSED_NEW
+    connector.asked.clear()
+    engine.step()
+    assert list(connector.asked) == ["a"]
+    connector.allow("a")
+    engine.run()
+    assert engine.tokens("a") == expected([1] * 12, 1)
+    assert not engine.scheduler.has_admitted_requests()
+
+
+@pytest.mark.parametrize("pause_state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_gives_back_what_decode_workers_hold_for_it(
+    connector: ScriptedConnector, pause_state: PauseState
+) -> None:
+    engine = Engine(connector=connector)
+    for name in ("a", "b", "c"):
+        engine.add(name, [ord(name)] * 20, kv_transfer_params=ON_P)
+    engine.run()
+    assert list(connector.asked) == ["a", "b"]
+    connector.allow("b")
+    engine.scheduler.pause_state = pause_state
+    engine.run()
+    assert connector.preempted == ["a", "b"]
+    assert not started(engine)
+    connector.allow("a")  # D's word was on its way
+    connector.asked.clear()
+    engine.run()
+    assert not connector.asked
+    engine.scheduler.pause_state = PauseState.UNPAUSED
+    engine.run()
+    assert list(connector.asked) == ["a", "b"], "in their old order"
+    for name in ("a", "b", "c"):
+        connector.allow(name)
+        engine.run()
+        assert engine.tokens(name) == expected([ord(name)] * 20, 1)
+        connector.release(name)
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_tokens_that_wait_are_counted(connector: ScriptedConnector, policy: str) -> None:
+    engine = Engine(connector=connector, scheduling_policy=policy)
+
+    def num_waiting() -> int:
+        stats = engine.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
+        return stats.num_waiting_tokens
+
+    for i in range(4):
+        engine.add(f"{i}", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    assert len(connector.asked) < 4
+    assert num_waiting() == 40
+    connector.allow("0")
+    engine.scheduler.update_from_kv_transfer()
+    assert num_waiting() == 40, "it may start, and waits as others do"
+    engine.core.abort_requests(["1", "3"])
+    assert num_waiting() == 20
+
+
+def test_a_worker_without_a_connector_refuses_what_it_could_not_hand_over() -> None:
+    engine = Engine()
+    engine.add("a", [1] * 4, kv_transfer_params=ON_P)
+    engine.run()
+    assert engine.finish_reason("a") is FinishReason.ERROR
+    engine.assert_idle()

@@ -194,6 +194,46 @@ def test_blocks_of_a_withdrawn_claim_come_back_but_for_those_being_read(
     engine.assert_idle()
 
 
+def test_a_lost_claim_holds_up_nobody(
+    connector: ScriptedConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get no blocks, as P does not ask for them any more, but waits for the router."""
+    monkeypatch.setattr(remote_prefill, "OVERDUE_S", 0.0)
+    engine = Engine(connector=connector, num_blocks=16, enable_caching=False)
+    engine.add("running", [1] * 30, max_tokens=30)
+    engine.step()
+    add_ticket(engine, "lost", 40)
+    connector.claim("lost")
+    engine.step()
+    connector.lose("lost")
+    engine.add("new", [2] * 4)
+    add_ticket(engine, "small", 4)
+    connector.claim("small")
+    while "new" not in engine.outputs or "small" not in connector.loading:
+        engine.step()
+        assert "running" in engine.scheduler.requests, "no blocks have come back yet"
+
+
+def test_many_claims_that_wait_cost_a_step_little(
+    connector: ScriptedConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(connector=connector, num_blocks=16)
+    engine.add("running", [1] * 40, max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    for i in range(100):
+        add_ticket(engine, f"{i}", 20)
+        connector.claim(f"{i}")
+    lookups = []
+    look_up = engine.kv.get_computed_blocks
+    monkeypatch.setattr(
+        engine.kv, "get_computed_blocks", lambda *args: (lookups.append(args), look_up(*args))[1]
+    )
+    engine.step()
+    assert not connector.loading
+    assert len(lookups) == len(connector.deferred) == remote_prefill.MAX_SKIPPED
+
+
 def test_a_paused_worker_grants_nothing(connector: ScriptedConnector) -> None:
     engine = Engine(connector=connector)
     engine.scheduler.pause_state = PauseState.PAUSED_NEW

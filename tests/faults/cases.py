@@ -1,8 +1,9 @@
-"""A fault at a stage: holds a request there, strikes, and hands back what the client saw."""
+"""A fault at a stage: holds a request there, strikes, and hands back what clients saw."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from checks import Answer, Asker, Asking
@@ -18,6 +19,26 @@ LONG_S = 6.5
 # Short enough that nobody is given up for it.
 SHORT_S = 1.0
 POLL_S = 0.01
+# Of READs, by their name in pdserve_faults.reads: of the victim's next one.
+READ_FAULTS = (
+    "post_backend_error",
+    "post_remote_disconnect",
+    "backend_error",
+    "remote_disconnect",
+    "stall",
+    "late",
+    "corrupt",
+)
+# Of these nobody knows whether it will land: the worker has to be restarted.
+FATAL_READ_FAULTS = ("post_backend_error", "backend_error")
+# Longer than TRANSFER_TIMEOUT_S, so that it lands when it has been given up.
+LATE_S = 2.5
+TRANSFER_TIMEOUT_S = 1.5
+LOSS_PERCENT = 20
+# Time for a few tokens.
+MIXING_S = 0.05
+# The one that clients ask first.
+ROUTER = "router-0"
 
 
 class Ends(NamedTuple):
@@ -27,7 +48,7 @@ class Ends(NamedTuple):
     decode: str
 
     def peer(self, name: str) -> str:
-        """Return the other end; for the router, D."""
+        """Return the other end; for a router, D."""
         return self.prefill if name == self.decode else self.decode
 
 
@@ -46,7 +67,21 @@ class Case(NamedTuple):
         return f"{self.fault}-{self.victim}-{self.stage}{self.skip or ''}"
 
 
+# A prompt's token ids, and how to go on from there.
+Question = tuple[Sequence[int], SamplingParams]
 Strike = Callable[[Cluster, Ends, str], None]
+
+
+def _inject(fault: str, cluster: Cluster, ends: Ends, victim: str) -> None:
+    cluster.controls(victim).inject(fault, delay_s=LATE_S)
+
+
+def _pause(cluster: Cluster, name: str) -> None:
+    """SIGSTOP, and SIGCONT soon."""
+    cluster.stop(name)
+    time.sleep(SHORT_S)
+    cluster.cont(name)
+
 
 # By name: what happens to the victim. Cluster.restore ends what does not end by itself.
 FAULTS: Mapping[str, Strike] = {
@@ -56,40 +91,46 @@ FAULTS: Mapping[str, Strike] = {
     "pause": lambda cluster, ends, victim: _pause(cluster, victim),
     "freeze": lambda cluster, ends, victim: cluster.freeze_loop(victim, LONG_S),
     "part_from_peer": lambda cluster, ends, victim: cluster.partition(victim, ends.peer(victim)),
-    "part_from_router": lambda cluster, ends, victim: cluster.partition(victim, "router"),
+    "part_from_router": lambda cluster, ends, victim: cluster.partition(victim, ROUTER),
+    "lossy": lambda cluster, ends, victim: cluster.loss(victim, ends.peer(victim), LOSS_PERCENT),
+    **{fault: partial(_inject, fault) for fault in READ_FAULTS},
 }
 
 
 def run_case(
-    cluster: Cluster,
-    asker: Asker,
-    case: Case,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    deadline_s: float,
-) -> Answer:
-    """Run one request into the fault; the cluster is left as the fault leaves it."""
+    cluster: Cluster, asker: Asker, case: Case, questions: Sequence[Question], *, deadline_s: float
+) -> list[Answer]:
+    """Run requests into the fault; the cluster is left as the fault leaves it.
+
+    The first is held at the case's stage. The others are sent then: they are wherever they have got
+    to when the fault strikes, or wait on the worker that is held.
+    """
     holding = cluster.of_role(STAGES[case.stage].role)
     for name in cluster.workers:
         if case.stage != "queued" or name not in holding:
             cluster.controls(name).arm("queued")
     for name in holding:
         cluster.controls(name).arm(case.stage, skip=case.skip, hold=True)
-    asking = asker.start(prompt, params, deadline_s=deadline_s)
-    held = _first_at(cluster, holding, case.stage, asking)
+    first = asker.start(*questions[0], deadline_s=deadline_s)
+    held = _first_at(cluster, holding, case.stage, first)
     ends = Ends(
-        *(_first_at(cluster, cluster.of_role(role), "queued", asking) for role in Ends._fields)
+        *(_first_at(cluster, cluster.of_role(role), "queued", first) for role in Ends._fields)
     )
-    for name in cluster.workers:  # another attempt must not be held
+    for name in cluster.workers:  # nobody else is to be held
         if name != held:
             cluster.controls(name).reset()
-    victim = "router" if case.victim == "router" else getattr(ends, case.victim)
-    FAULTS[case.fault](cluster, ends, victim)
+    others = [asker.start(*question, deadline_s=deadline_s) for question in questions[1:]]
+    time.sleep(MIXING_S)
+    strike(cluster, ends, case.fault, case.victim)
     with suppress(ControlError):  # killed, or stopped: then it goes on after Cluster.restore
         if not cluster.members[held].is_stopped:
             cluster.controls(held).go(case.stage)
-    return asking.answer.result(deadline_s + 5.0)
+    return [asking.answer.result(deadline_s + 5.0) for asking in (first, *others)]
+
+
+def strike(cluster: Cluster, ends: Ends, fault: str, victim: str) -> None:
+    """Let a fault strike one of a request's ends, by its role, or the router."""
+    FAULTS[fault](cluster, ends, ROUTER if victim == "router" else getattr(ends, victim))
 
 
 def _first_at(cluster: Cluster, names: Sequence[str], stage: str, asking: Asking) -> str:
@@ -104,10 +145,3 @@ def _first_at(cluster: Cluster, names: Sequence[str], stage: str, asking: Asking
             where = " or ".join(names)
             raise ClusterError(f"the request has not come to {stage} on {where}; answer: {answer}")
         time.sleep(POLL_S)
-
-
-def _pause(cluster: Cluster, name: str) -> None:
-    """SIGSTOP, and SIGCONT soon."""
-    cluster.stop(name)
-    time.sleep(SHORT_S)
-    cluster.cont(name)

@@ -1,4 +1,4 @@
-"""A router and its services as processes that can be killed, stopped, frozen and cut off.
+"""Routers and their services as processes that can be killed, stopped, frozen and cut off.
 
 Every process has an address of its own, so that it keeps its ports when it is started again: in a
 network namespace, or else one of the loopback's.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from controls import Controls
+from controls import ControlError, Controls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from network import CLIENT, Network
 
@@ -29,14 +29,18 @@ READY_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 1.0
 POLL_S = 0.05
+# Of a worker that cannot go on as it is.
+RESTART_CODE = 2
 WORKER_FLAGS: Mapping[str, object] = {
     "device": "cpu",
     "engine-process": "inproc",
     "num-threads": 1,
-    "kv-cache-memory-mib": 32,
+    # Few, so that freed blocks soon have a new owner.
+    "num-blocks": 130,
     # Small steps: a prompt of a few hundred tokens comes in several chunks.
     "max-num-batched-tokens": 64,
     "drain-timeout-s": 5.0,
+    "poison-freed-blocks": True,
 }
 
 _numbers = itertools.count(1)
@@ -59,6 +63,7 @@ class Member:
     controls: Controls
     process: "subprocess.Popen[bytes] | None" = field(default=None)
     is_stopped: bool = False
+    is_killed: bool = False
 
     @property
     def address(self) -> str:
@@ -78,7 +83,7 @@ class Member:
 
     def start(self) -> None:
         """Start the process; the log goes on where the last one ended."""
-        self.is_stopped = False
+        self.is_stopped = self.is_killed = False
         with self.log_path.open("ab") as log:
             # It ends when this pipe does: with us, whatever happens to us.
             self.process = subprocess.Popen(
@@ -92,9 +97,16 @@ class Member:
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
+        self.is_killed = self.is_killed or self.is_running
         if self.process is not None:
             self.process.kill()
             self.process.communicate(timeout=EXIT_TIMEOUT_S)
+
+    def check_exit(self) -> None:
+        """Raise ClusterError if it ended by itself, unless it did so to be started again."""
+        code = self.process.poll() if self.process is not None else None
+        if not self.is_killed and code != RESTART_CODE:
+            raise ClusterError(f"{self.name} ended by itself with {code}:\n{self.log_tail()}")
 
     def log_tail(self, num_bytes: int = 3000) -> str:
         """Return the end of its log."""
@@ -102,7 +114,7 @@ class Member:
 
 
 class Cluster:
-    """A router, and workers named prefill-0, decode-0, ...; use as a context manager.
+    """Processes named router-0, prefill-0, decode-0, ...; use as a context manager.
 
     All verbs are bounded in time; they raise ClusterError, NetworkError or ControlError.
     """
@@ -114,17 +126,23 @@ class Cluster:
         log_dir: Path,
         prefill: int = 2,
         decode: int = 2,
+        routers: int = 1,
         transport: str = "shm",
         networks: bool = False,
         flags: Mapping[str, object] | None = None,
+        router_flags: Mapping[str, object] | None = None,
+        prefill_flags: Mapping[str, object] | None = None,
     ) -> None:
-        """`flags` are added to those of all workers."""
+        """`flags` are added to those of all workers, the others to those of one role."""
         self._model = model
         self._log_dir = log_dir
         self._flags = {**WORKER_FLAGS, "require-transport": transport, **(flags or {})}
+        self._role_flags = {"router": router_flags or {}, "prefill": prefill_flags or {}}
         self.workers = [f"prefill-{i}" for i in range(prefill)]
         self.workers += [f"decode-{i}" for i in range(decode)]
-        self._network = Network([*self.workers, "router"]) if networks else None
+        self.routers = [f"router-{i}" for i in range(routers)]
+        self._names = [*self.workers, *self.routers]
+        self._network = Network(self._names) if networks else None
         self._loopback = f"127.{os.getpid() % 250 + 1}.{next(_numbers) % 250}"
         self._cuts: set[tuple[str, str]] = set()
         self._losses: set[tuple[str, str]] = set()
@@ -138,7 +156,7 @@ class Cluster:
             if self._network is not None:
                 stack.enter_context(self._network)
             stack.callback(self._kill_all)
-            for name in [*self.workers, "router"]:
+            for name in self._names:
                 self.members[name] = self._make_member(name)
                 self.members[name].start()
             self.wait_until_ready()
@@ -149,9 +167,9 @@ class Cluster:
         self._stack.close()
 
     @property
-    def address(self) -> str:
-        """Where clients send their requests."""
-        return self.members["router"].address
+    def addresses(self) -> list[str]:
+        """Where clients send their requests: of the first router, and of the others."""
+        return [self.members[name].address for name in self.routers]
 
     def of_role(self, role: str) -> list[str]:
         """Return the names of the workers of a role."""
@@ -209,23 +227,41 @@ class Cluster:
     # ---- between two tests
 
     def restore(self) -> None:
-        """Undo all faults: heal, go on, start what is dead; return when all are ready."""
+        """Undo all faults: heal, go on, start what is dead; return when all are ready. Raises
+        ClusterError also if a process has ended that nobody has killed.
+        """
         for pair in list(self._cuts):
             self.heal(*pair)
         for pair in self._losses:
             self.loss(*pair, 0)
         self._losses.clear()
         for name, member in self.members.items():
-            if not member.is_running:
-                self.restart(name)
-            elif member.is_stopped:
+            if member.is_stopped and member.is_running:
                 self.cont(name)
-        self.wait_until_ready()
+        self.wait_for(self._find_unrestored, timeout_s=READY_TIMEOUT_S)
         for name in self.workers:
             self.controls(name).reset()
 
+    def _find_unrestored(self) -> str:
+        for member in self.members.values():
+            if not member.is_running:
+                member.check_exit()
+                member.start()
+        if doom := next(filter(None, map(self._find_doom, self.workers)), ""):
+            return doom
+        try:
+            return self._find_unready()
+        except ClusterError as error:  # it has ended since we looked
+            return str(error)
+
+    def _find_doom(self, name: str) -> str:
+        with contextlib.suppress(ControlError):  # it begins, or is about to end
+            if self.controls(name).counts()["fatal_reads"]:
+                return f"{name} is to end by itself"
+        return ""
+
     def wait_until_ready(self) -> None:
-        """Wait until all serve and the router knows all workers as ready."""
+        """Wait until all serve and the routers know all workers as ready."""
         self.wait_for(self._find_unready, timeout_s=READY_TIMEOUT_S)
 
     def wait_for(self, find_wrong: Callable[[], str], *, timeout_s: float) -> None:
@@ -270,11 +306,14 @@ class Cluster:
                 raise ClusterError(f"{name} has ended:\n{member.log_tail()}")
             if not self.is_serving(name):
                 return f"{name} is not ready:\n{member.log_tail()}"
-        known = self.metrics("router")
+        return next(filter(None, map(self._find_unknown, self.routers)), "")
+
+    def _find_unknown(self, router: str) -> str:
+        known = self.metrics(router)
         for role in ("prefill", "decode"):
             sample = f'pdserve_workers{{role="{role}",state="ready"}}'
             if known.get(sample) != len(self.of_role(role)):
-                return f"router: {sample} is {known.get(sample)}"
+                return f"{router}: {sample} is {known.get(sample)}"
         return ""
 
     def _kill_all(self) -> None:
@@ -284,15 +323,15 @@ class Cluster:
     def _host(self, name: str) -> str:
         if self._network is not None:
             return self._network.address(name)
-        return f"{self._loopback}.{[*self.workers, 'router'].index(name) + 1}"
+        return f"{self._loopback}.{self._names.index(name) + 1}"
 
     def _make_member(self, name: str) -> Member:
         freeze_path = self._folder / f"{name}.freeze"
         controls = Controls(self._folder / f"{name}.sock")
         command = self._network.command(name) if self._network is not None else []
         command += [sys.executable, "-m", f"pdserve_{name.split('-')[0]}"]
-        flags = self._router_flags() if name == "router" else self._worker_flags(name)
-        command += [f"--{flag}={value}" for flag, value in flags.items()]
+        flags = self._router_flags(name) if name in self.routers else self._worker_flags(name)
+        command += [f"--{f}" if value is True else f"--{f}={value}" for f, value in flags.items()]
         path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
         env = {
             **os.environ,
@@ -300,6 +339,8 @@ class Cluster:
             "PDSERVE_FAULTS_FREEZE": str(freeze_path),
             "PDSERVE_FAULTS_SOCKET": str(controls.path),
         }
+        if self._network is None:
+            env.setdefault("UCX_NET_DEVICES", "lo")
         log_path = self._log_dir / f"{name}.log"
         return Member(name, self._host(name), command, env, log_path, freeze_path, controls)
 
@@ -310,13 +351,16 @@ class Cluster:
         return {
             **self._common_flags(name),
             **self._flags,
+            **self._role_flags.get(name.split("-")[0], {}),
             "engine-id": name,
             "port": GRPC_PORT,
         }
 
-    def _router_flags(self) -> dict[str, object]:
+    def _router_flags(self, name: str) -> dict[str, object]:
         return {
-            **self._common_flags("router"),
+            **self._common_flags(name),
+            **self._role_flags["router"],
+            "router-id": name,
             "grpc-port": GRPC_PORT,
             "http-port": HTTP_PORT,
             "prefill": self._addresses("prefill"),

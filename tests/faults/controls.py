@@ -42,8 +42,9 @@ class Controls:
         self._command("reset")
 
     def counts(self) -> dict[str, int]:
-        """Return what NIXL holds for the worker (registered_bytes, peers, handles), and
-        faulty_reads: how many READs have suffered a fault so far.
+        """Return what NIXL holds for the worker (registered_bytes, peers, handles), how many READs
+        have suffered a fault so far (faulty_reads), and how many of these one after which the
+        worker has to be restarted (fatal_reads).
         """
         counts: dict[str, int] = self._command("counts")
         return counts

@@ -1,107 +1,126 @@
-"""Every fault at every stage: the same tokens, or one typed error in time; and nothing is left."""
+"""Every fault at every stage, and random ones: the same tokens, in time; and nothing is left.
+
+    PDSERVE_FAULTS=all .venv/bin/python -m pytest tests/faults/test_matrix.py
+    make soak SOAK_SEED=7 SOAK_SCHEDULES=200
+
+Two cases run at the same time, one over each transport, as most of it is waiting. A schedule of
+random faults that fails prints how to run it alone.
+"""
 
 import itertools
 import os
-import random
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from cases import Case, run_case
-from checks import (
-    Answer,
-    Asker,
-    Held,
-    check_answer,
-    held,
-    wait_for_baseline,
-    wait_until_handing_off,
+from cases import LATE_S, READ_FAULTS, Case, run_case
+from checks import Asker, check_answer, wait_for_baseline, wait_until_handing_off
+from ground import (
+    BOUND_S,
+    DEADLINE_S,
+    PARAMS,
+    PROMPT,
+    TRANSPORTS,
+    Ground,
+    make_grounds,
+    missing_for,
+    restored,
+    run_on_all,
 )
-from cluster import Cluster
-from network import missing_for_partitions
 from pdserve_faults.stages import STAGES
-
-from pdserve_common.engine_types import SamplingParams
+from soak import SOAK_PARAMS, run_schedule
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 24
-PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
-    "sampled": SamplingParams(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True),
-}
-PROMPT = random.Random(0).choices(range(3, 290), k=200)
-# What a request may take under a fault, and its client's deadline behind that.
-BOUND_S = 15.0
-DEADLINE_S = 20.0
-
+# Of the requests of one case, two and two.
+NUM_REQUESTS = 4
 FAULTS = (
     *(("kill", victim) for victim in ("prefill", "decode", "router")),
     *(("stop", victim) for victim in ("prefill", "decode", "router")),
     *(("pause", victim) for victim in ("prefill", "decode", "router")),
-    ("restart", "prefill"),
-    ("restart", "decode"),
-    ("freeze", "prefill"),
-    ("freeze", "decode"),
+    *(("restart", victim) for victim in ("prefill", "decode", "router")),
+    *(("freeze", victim) for victim in ("prefill", "decode", "router")),
     ("part_from_peer", "decode"),
     ("part_from_router", "prefill"),
     ("part_from_router", "decode"),
+    ("lossy", "decode"),
 )
 SKIP = {"mid_stream": 8}
-# A quarter of all, over each transport another: each stage with four faults, each fault at two
-# stages. $PDSERVE_FAULTS=all runs every case over both.
-SHARE = 1 if os.environ.get("PDSERVE_FAULTS") == "all" else 4
-CASES = [
-    pytest.param(transport, Case(stage, *fault, SKIP.get(stage, 0)), kind)
-    for (t, transport), (s, stage), (f, fault) in itertools.product(
-        enumerate(("shm", "tcp")), enumerate(STAGES), enumerate(FAULTS)
-    )
-    for kind in [("greedy", "sampled")[(s + f // SHARE) % 2]]
-    if (s + f + 2 * t) % SHARE == 0
+CASES = [Case(stage, *fault, SKIP.get(stage, 0)) for stage in STAGES for fault in FAULTS]
+# Of a request's first READ, or of its last but one. What is corrupt shows as wrong tokens.
+READ_CASES = [
+    Case("chunk", fault, "decode", skip)
+    for fault, skip in itertools.product(READ_FAULTS, (0, 2))
+    if fault != "corrupt"
 ]
+KINDS = tuple(PARAMS)
 
 
-class Ground(NamedTuple):
-    """A cluster and what it does without faults."""
+def _share(cases: list[Case], every: int) -> Iterator[tuple[Case, ...]]:
+    """Each so many-th case, over each transport another: (over shm, over tcp)."""
+    return zip(cases[::every], cases[every // 2 :: every], strict=False)
 
-    cluster: Cluster
-    expected: dict[str, Answer]
-    baseline: dict[str, Held]
+
+# $PDSERVE_FAULTS=all runs every case over both.
+IS_WHOLE = os.environ.get("PDSERVE_FAULTS") == "all"
+EVERY = 1 if IS_WHOLE else 6
+RUNS = [*_share(CASES, EVERY), *_share(READ_CASES, 1 if IS_WHOLE else 2)]
+
+FIRST_SEED = int(os.environ.get("SOAK_SEED", "1"))
+NUM_SCHEDULES = int(os.environ.get("SOAK_SCHEDULES", "6"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES // len(TRANSPORTS))
 
 
 @pytest.fixture(scope="module")
-def ground(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ground]:
-    with Cluster(
-        model=model,
-        log_dir=tmp_path_factory.mktemp("logs"),
-        transport=request.param,
-        networks=not missing_for_partitions(),
-    ) as cluster:
-        with Asker(cluster.address) as asker:
-            wait_until_handing_off(cluster, asker)
-            expected = {kind: asker.ask(PROMPT, params) for kind, params in PARAMS.items()}
-        yield Ground(cluster, expected, held(cluster))
+def grounds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ground]]:
+    with make_grounds(model, tmp_path_factory.mktemp, SOAK_PARAMS) as grounds:
+        yield grounds
 
 
-@pytest.mark.parametrize(("ground", "case", "kind"), CASES, indirect=["ground"], ids=str)
+@pytest.mark.parametrize(
+    ("number", "cases"), enumerate(RUNS), ids=["+".join(map(str, cases)) for cases in RUNS]
+)
 def test_a_fault_shows_no_wrong_token_and_leaves_nothing(
-    ground: Ground, case: Case, kind: str
+    grounds: dict[str, Ground], number: int, cases: tuple[Case, ...]
 ) -> None:
-    cluster = ground.cluster
-    if case.fault.startswith("part") and (missing := missing_for_partitions()):
-        pytest.skip(missing)
-    try:
-        with Asker(cluster.address) as asker:
-            wait_until_handing_off(cluster, asker)
-            answer = run_case(cluster, asker, case, PROMPT, PARAMS[kind], deadline_s=DEADLINE_S)
-        print(f"{case}: {answer.errors or 'same tokens'} after {answer.seconds:.2f} s")
-        check_answer(answer, ground.expected[kind].token_ids, within_s=BOUND_S)
-        cluster.restore()
-        wait_for_baseline(cluster, ground.baseline)
-    except BaseException:
-        print(cluster.log_tails())
-        cluster.restore()
-        raise
+    missing = [missing_for(case.fault) for case in cases]
+    if all(missing):
+        pytest.skip(missing[0])
+    first = KINDS[number % len(KINDS)]
+    run_on_all(
+        partial(run, grounds[transport], case, first)
+        for transport, case, lack in zip(TRANSPORTS, cases, missing, strict=True)
+        if not lack
+    )
+
+
+def run(ground: Ground, case: Case, first: str) -> None:
+    kinds = [first, *itertools.islice(itertools.cycle(KINDS), NUM_REQUESTS - 1)]
+    questions = [(PROMPT, PARAMS[each]) for each in kinds]
+    with restored(ground.cluster), Asker(ground.cluster.addresses) as asker:
+        wait_until_handing_off(ground.cluster, asker)
+        answers = run_case(ground.cluster, asker, case, questions, deadline_s=DEADLINE_S)
+        print(f"{case}: after {', '.join(f'{answer.seconds:.2f}' for answer in answers)} s")
+        for each, answer in zip(kinds, answers, strict=True):
+            check_answer(answer, ground.expected[each], within_s=BOUND_S)
+        if case.fault == "late":
+            use_all_blocks(ground, asker, LATE_S)
+    wait_for_baseline(ground.cluster, ground.baseline)
+
+
+def use_all_blocks(ground: Ground, asker: Asker, seconds: float) -> None:
+    """Send requests for so long, so that the pools change hands, and check them."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        askings = {kind: asker.start(PROMPT, PARAMS[kind]) for kind in KINDS}
+        for kind, asking in askings.items():
+            check_answer(asking.answer.result(DEADLINE_S), ground.expected[kind], within_s=BOUND_S)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_faults_show_no_wrong_token_and_leave_nothing(
+    grounds: dict[str, Ground], seed: int
+) -> None:
+    run_on_all(partial(run_schedule, grounds[each], seed, each) for each in TRANSPORTS)

@@ -1,9 +1,11 @@
 """Real stacks: router, prefill and decode services as processes on loopback, NIXL between them."""
 
 import contextlib
+import signal
+import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,7 @@ from pdserve_client.stack import Stack
 
 READY_TIMEOUT_S = 120.0
 SETTLE_TIMEOUT_S = 10.0
+REATTACH_TIMEOUT_S = 30.0
 
 
 class RunningStack(Stack):
@@ -31,10 +34,43 @@ class RunningStack(Stack):
     def worker_names(self) -> list[str]:
         return [worker.name for worker in self.workers]
 
+    def process(self, name: str) -> "subprocess.Popen[bytes]":
+        """Return the newest process of that name."""
+        (service,) = [service for service in self.processes if service.name == name]
+        assert service.process is not None
+        return service.process
+
     def send_signal(self, name: str, signum: int) -> None:
-        (process,) = [process for process in self.processes if process.name == name]
-        assert process.process is not None
-        process.process.send_signal(signum)
+        self.process(name).send_signal(signum)
+
+    def wait_for(self, name: str, sample: str, value: float) -> None:
+        """Wait until a process's sample, or its sum over labels, is `value`."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while (found := _value(self.metrics(name), sample)) != value:
+            assert time.monotonic() < deadline, f"{name}: {sample} is {found:g}, not {value:g}"
+            time.sleep(0.01)
+
+    def restore(self) -> None:
+        """Wake what is stopped, start what has ended, and wait until all is as at first."""
+        self.wake_and_start()
+        self.wait_until_whole()
+
+    def wake_and_start(self) -> None:
+        """The first half of `restore`. Only for threads that stay: processes end with theirs."""
+        for service in self.processes:
+            if service.exit_status() is None:
+                self.send_signal(service.name, signal.SIGCONT)
+            else:
+                service.start()
+
+    def wait_until_whole(self) -> None:
+        """Wait until the router can use every worker and pair."""
+        for _ in self.wait_until_ready():
+            pass
+        deadline = time.monotonic() + REATTACH_TIMEOUT_S
+        while not self._is_whole():
+            assert time.monotonic() < deadline, "the router does not use every worker and pair"
+            time.sleep(0.05)
 
     def assert_idle(self, *, without: str = "") -> None:
         """Every block, session and request comes back within SETTLE_TIMEOUT_S."""
@@ -50,16 +86,22 @@ class RunningStack(Stack):
         """Return (file descriptors, threads) of every process."""
         found = {}
         for process in self.processes:
-            assert process.process is not None
-            handle = psutil.Process(process.process.pid)
+            handle = psutil.Process(self.process(process.name).pid)
             found[process.name] = (handle.num_fds(), handle.num_threads())
         return found
 
     def rss_mib(self, name: str) -> float:
         """Return the resident memory of one process."""
-        (process,) = [process for process in self.processes if process.name == name]
-        assert process.process is not None
-        return psutil.Process(process.process.pid).memory_info().rss / 2**20
+        return psutil.Process(self.process(name).pid).memory_info().rss / 2**20
+
+    def _is_whole(self) -> bool:
+        config, samples = self.config, self.metrics("router")
+        wanted = {
+            'pdserve_workers{role="prefill",state="ready"}': config.prefill,
+            'pdserve_workers{role="decode",state="ready"}': config.decode,
+            'pdserve_worker_pairs{state="proven"}': config.prefill * config.decode,
+        }
+        return all(samples.get(sample, 0) == value for sample, value in wanted.items())
 
     def _left_over(self, without: str) -> dict[str, float]:
         left = {}
@@ -91,7 +133,8 @@ StartStack = Callable[..., "contextlib.AbstractContextManager[RunningStack]"]
 
 @pytest.fixture(scope="session")
 def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
-    """Start a stack on free ports: `with start_stack(model=..., prefill=2) as stack`.
+    """Start a stack on free ports: `with start_stack(model=..., prefill=2) as stack`; `flags` are
+    further ones of a worker, by its name.
 
     On the way out it must be idle, and every process must end with status 0 on SIGTERM, unless the
     test says that it breaks something.
@@ -99,7 +142,11 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
 
     @contextlib.contextmanager
     def start(
-        *, model: Path | str, is_to_survive: bool = True, **fields: object
+        *,
+        model: Path | str,
+        is_to_survive: bool = True,
+        flags: Mapping[str, Sequence[str]] = {},
+        **fields: object,
     ) -> Iterator[RunningStack]:
         defaults: dict[str, object] = {
             "grpc_port": 0,
@@ -112,6 +159,8 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             "log_dir": str(tmp_path_factory.mktemp("logs")),
         }
         stack = RunningStack(StackConfig(model=str(model), **{**defaults, **fields}))  # type: ignore[arg-type]
+        for worker in stack.workers:
+            worker.flags += flags.get(worker.name, ())
         try:
             stack.start()
             for _ in stack.wait_until_ready():

@@ -19,13 +19,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
+from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_client.client import Client
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.kv_types import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 WAIT_S = 10.0
+# Of the model below.
+LAYOUT = kv_pb2.KvLayout(
+    groups=[kv_pb2.KvGroup(id=0, layers=[0, 1, 2], kind=kv_pb2.KvGroup.KIND_FULL)],
+    block_size=16,
+    block_bytes=3 * 2 * 2 * 16 * 16 * 4,
+    tile_format="row_major",
+)
 READY = re.compile(r"ready on [\d.]+:(\d+)")
 
 
@@ -121,16 +131,58 @@ def test_a_stack_without_awake_decode_workers_says_so(stack: Any) -> None:
     assert generate(stack)
 
 
-def test_an_open_kv_session_keeps_a_prefill_worker_awake(stack: Any) -> None:
+def messages_of_a_d_that_reads_nothing(
+    hello: kv_pb2.KvLinkHello, sessions: "queue.Queue[Any]"
+) -> Iterator[kv_pb2.KvLinkRequest]:
+    """Grants what P asks for, each in `sessions` until a None; else heartbeats."""
+    yield kv_pb2.KvLinkRequest(hello=hello)
+    while True:
+        try:
+            session = sessions.get(timeout=0.5)
+        except queue.Empty:
+            yield kv_pb2.KvLinkRequest(heartbeat=kv_pb2.KvLinkHeartbeat())
+            continue
+        if session is None:
+            return
+        yield kv_pb2.KvLinkRequest(granted=kv_pb2.Granted(session=session))
+
+
+@pytest.fixture
+def held_session(stack: Any) -> Iterator[None]:
+    """A prompt that P has computed for a D, which never reads it."""
     (prefill,) = [worker for worker in stack.workers if worker.name == "prefill-0"]
-    request = core_pb2.EngineCoreRequest(request_id="held", prompt_token_ids=[5, 6, 7])
-    request.sampling_params.max_tokens = 4
-    request.kv_transfer_params.do_remote_decode = True
-    request.kv_transfer_params.remote_engine_id = "nobody"
+    sessions: queue.Queue[Any] = queue.Queue()
     with grpc.insecure_channel(f"127.0.0.1:{prefill.port}") as channel:
         stub = service_grpc.EngineCoreServiceStub(channel)
+        info = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=5).info
+        hello = kv_pb2.KvLinkHello(
+            min_protocol_version=PROTOCOL_VERSION,
+            max_protocol_version=PROTOCOL_VERSION,
+            engine_id="idler",
+            epoch="1" * 32,
+            compatibility_hash=info.kv_compatibility_hash,
+            layout=LAYOUT,
+            connector="nixl",
+        )
+        link = kv_grpc.KvTransferServiceStub(channel).KvLink(
+            messages_of_a_d_that_reads_nothing(hello, sessions), timeout=60
+        )
+        assert next(link).WhichOneof("message") == "welcome"
+        request = core_pb2.EngineCoreRequest(request_id="held", prompt_token_ids=[5, 6, 7])
+        request.sampling_params.max_tokens = 4
+        request.kv_transfer_params.do_remote_decode = True
+        request.kv_transfer_params.remote_engine_id = "idler"
         message = service_pb2.EngineCoreServiceGenerateRequest(request=request)
-        list(stub.Generate(message, timeout=10))
+        outputs = stub.Generate(message, timeout=10)
+        asked = next(m.grant_request for m in link if m.WhichOneof("message") == "grant_request")
+        sessions.put(asked.session)
+        assert [list(o.output.new_token_ids) for o in outputs][-1], "P's part is done"
+        yield
+        sessions.put(None)
+
+
+@pytest.mark.usefixtures("held_session")
+def test_an_open_kv_session_keeps_a_prefill_worker_awake(stack: Any) -> None:
     held = "1 KV blocks are held, 0 requests are running, 1 KV sessions are open"
     assert held in refusal(stack, "prefill-0", "sleep", "--mode", "keep")
     assert held in refusal(stack, "prefill-0", "reset-cache")

@@ -16,7 +16,7 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
-PROMPTS = [list(range(3, 3 + length)) for length in (1, 16, 17, 150)]
+PROMPTS = [list(range(3, 3 + length)) for length in (2, 16, 17, 150)]
 LONG = SamplingParams(temperature=0.0, max_tokens=1800, ignore_eos=True)
 
 pytestmark = pytest.mark.slow

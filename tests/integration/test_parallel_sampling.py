@@ -17,7 +17,7 @@ NUM_TOKENS = 16
 SEED = 11
 N = 4
 BLOCK_SIZE = 16
-PROMPT_LENS = (1, 48, 270)
+PROMPT_LENS = (2, 48, 270)
 USED_BLOCKS = 'pdserve_kv_blocks{state="used"}'
 
 pytestmark = pytest.mark.slow

@@ -1,10 +1,12 @@
 """The waterfall against the client's own clock, and the engines' part of it."""
 
 import asyncio
+import contextlib
+import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +14,23 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    KVTransferStats,
+    SamplingParams,
+    WorkerRole,
+)
+from pdserve_router.worker_client import WorkerClient
 
 pytestmark = pytest.mark.slow
 
 # Large enough that a prompt's prefill is far longer than the way to the client.
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
 PROMPT_LEN = 700
+LONG_PROMPT_LEN = 1500
+CHUNK = 128
+BLOCK_SIZE = 16
 NUM_REQUESTS = 7
 # What may lie between the router's clock and the client's: a share, or the way of a message.
 TOLERANCE = 0.02
@@ -36,7 +48,7 @@ class Measured(NamedTuple):
 @pytest.fixture(scope="module")
 def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
     model = make_served_model("LlamaForCausalLM", **SHAPE)
-    with start_stack(model=model, num_threads=1, max_num_batched_tokens=128) as running:
+    with start_stack(model=model, num_threads=1, max_num_batched_tokens=CHUNK) as running:
         yield running
 
 
@@ -111,6 +123,64 @@ def test_every_stage_of_a_handoff_is_known(measured: list[Measured]) -> None:
     for _, _, metrics in measured:
         assert (metrics.path, metrics.kv_transport) == ("disaggregated", "shm")
         assert (metrics.determinism, metrics.num_redrives) == ("exact", 0)
+
+
+async def test_a_prompts_blocks_are_read_while_it_is_computed(stack: Any) -> None:
+    rng = random.Random(99)
+    request = EngineCoreRequest(
+        request_id="overlap",
+        prompt_token_ids=tuple(rng.choices(range(3, 250), k=LONG_PROMPT_LEN)),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+    )
+    async with attached(stack, WorkerRole.PREFILL) as p, attached(stack, WorkerRole.DECODE) as d:
+        stats = await hand_over(p, d, request)
+    assert stats.num_blocks == -(-LONG_PROMPT_LEN // BLOCK_SIZE)
+    # One for each chunk.
+    assert stats.num_reads == -(-LONG_PROMPT_LEN // CHUNK)
+    assert 0 < stats.exposed_s < stats.transfer_s
+
+
+@contextlib.asynccontextmanager
+async def attached(stack: Any, role: WorkerRole) -> AsyncIterator[WorkerClient]:
+    """A router's link to the worker of that role."""
+    name = f"{role.name.lower()}-0"
+    (worker,) = [worker for worker in stack.workers if worker.name == name]
+    is_ready = asyncio.Event()
+
+    def look() -> None:
+        if client.is_ready:
+            is_ready.set()
+
+    client = WorkerClient(
+        f"127.0.0.1:{worker.port}",
+        role=role,
+        router_id="other",
+        router_epoch="0" * 32,
+        on_change=look,
+    )
+    client.start()
+    try:
+        await asyncio.wait_for(is_ready.wait(), 20)
+        yield client
+    finally:
+        await client.close()
+
+
+async def hand_over(
+    p: WorkerClient, d: WorkerClient, request: EngineCoreRequest
+) -> KVTransferStats:
+    """Run both legs of a request; return what D says of the transfer."""
+    found: asyncio.Future[KVTransferStats] = asyncio.get_running_loop().create_future()
+
+    def on_decode(output: EngineCoreOutput) -> None:
+        if output.kv_transfer_stats is not None:
+            found.set_result(output.kv_transfer_stats)
+
+    p_leg = dataclasses.replace(d.kv_transfer_params, do_remote_decode=True)
+    d_leg = dataclasses.replace(p.kv_transfer_params, do_remote_prefill=True)
+    p.add_request(dataclasses.replace(request, kv_transfer_params=p_leg), lambda output: None)
+    d.add_request(dataclasses.replace(request, kv_transfer_params=d_leg), on_decode)
+    return await asyncio.wait_for(found, 30)
 
 
 def test_the_router_exports_the_stages(stack: Any, measured: list[Measured]) -> None:

@@ -142,7 +142,7 @@ async def test_a_pair_is_proven_by_a_generation_over_both(start) -> None:
         assert not set(p_leg.prompt_token_ids) & set(info.eos_token_ids)
         assert p_leg.sampling_params.max_tokens == 2
         assert p_leg.sampling_params.is_greedy
-        assert p_leg.priority > 0
+        assert p_leg.priority < 0
         assert p_leg.kv_transfer_params.remote_engine_id == "decode-0"
         assert d_leg.kv_transfer_params.remote_engine_id == "prefill-0"
         assert stage.pool.prefill[0].num_in_flight == stage.pool.decode[0].num_in_flight == 0

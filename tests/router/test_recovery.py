@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import json
 import time
 from dataclasses import replace
 
+import httpx
 import pytest
 from fake_worker import EOS, Running, decode, prefill
 
@@ -259,6 +261,32 @@ async def test_decode_lets_go_while_the_next_attempt_is_not_decided(four, tokeni
     await assert_recovered(four, await generate(four), tokenizer)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_a_cancel_that_nobody_asked_for_is_a_loss(four, tokenizer, num_tokens) -> None:
+    """P has handed the request off: its own word does not come."""
+
+    async def cancel(running: Running) -> None:
+        await asyncio.sleep(0.05)
+        error = EngineError(code=ErrorCode.CANCELLED, message="cancelled here")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    for worker in four.decodes:
+        worker.behave = failing(num_tokens, cancel)
+    await assert_recovered(four, await generate(four, timeout=5), tokenizer)
+
+
+async def test_a_cancel_that_comes_before_prefill_hands_off_is_a_loss(four, tokenizer) -> None:
+    async def cancel(running: Running) -> None:
+        error = EngineError(code=ErrorCode.CANCELLED, message="cancelled here")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    for worker in four.prefills:
+        worker.step_s = 0.1
+    for worker in four.decodes:
+        worker.behave = failing(0, cancel)
+    await assert_recovered(four, await generate(four, timeout=5), tokenizer)
+
+
 async def test_late_outputs_of_a_lost_attempt_change_nothing(four, tokenizer) -> None:
     async def chatter(running: Running) -> None:
         lose_kv(running, 0)
@@ -280,6 +308,26 @@ async def test_late_outputs_of_a_lost_attempt_change_nothing(four, tokenizer) ->
     for worker in four.decodes:
         worker.behave = slow
     await assert_recovered(four, await generate(four), tokenizer)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_taken"), [(0, True), (3, False)])
+async def test_no_other_weights_go_on_with_an_answer(
+    start_stack, tokenizer, num_tokens, is_taken
+) -> None:
+    """As in the middle of an update: what they would say is the end of another answer."""
+    async with start_stack(prefill=0, decode=2) as stack:
+        second = stack.decodes[1]
+        second.info = replace(second.info, kv_compatibility_hash="updated", epoch="1" * 32)
+        second.cut()
+        await until(lambda: stack.server.pool.decode[1].info == second.info)
+        await until(lambda: stack.server.pool.decode[1].is_ready)
+        for worker in stack.decodes:
+            worker.behave = failing(num_tokens, fail)
+        outputs = await generate(stack)
+        assert text_of(outputs) == ANSWER_TEXT
+        used = [worker for worker in stack.decodes if worker.requests]
+        assert len(used) == (2 if is_taken else 1)
+        await stack.assert_idle()
 
 
 async def test_duplicates_behind_the_border_are_checked_and_dropped(four, tokenizer) -> None:
@@ -317,7 +365,10 @@ async def test_an_attempt_that_contradicts_what_was_delivered_ends_with_an_error
 async def test_the_redrives_of_a_request_are_bounded(four) -> None:
     for worker in four.decodes:
         worker.behave = failing(1, fail, attempts=range(10))
+    began = time.monotonic()
     outputs = await generate(four)
+    # When both have failed it one of them is left time to come back.
+    assert time.monotonic() - began > 0.4
     assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
     assert ending(outputs).error.message == "broken on purpose"
     assert ending(outputs).error.retryable
@@ -372,6 +423,24 @@ async def test_without_a_worker_the_wait_is_bounded_and_the_last_error_is_told(s
         assert time.monotonic() - began < 2
         assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
         assert outputs[-1].metrics.num_redrives == 0
+        await stack.assert_idle()
+
+
+async def test_an_event_stream_that_waits_for_a_worker_is_not_taken_for_a_slow_client(
+    start_stack,
+) -> None:
+    async with start_stack(http=True, client_stall_timeout_s=0.2) as stack:
+        stack.decode.behave = failing(
+            3, lambda running: fail(running, ErrorCode.OVERLOADED, retry_after_ms=800)
+        )
+        body = {"model": "tiny", "prompt": "hello", "stream": True}
+        async with httpx.AsyncClient(base_url=stack.url, timeout=10) as http:
+            answer = await http.post("/v1/completions", json=body)
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        assert "".join(choice["text"] for choice in choices) == ANSWER_TEXT
+        assert stack.decode.requests[-1].attempt == 1
         await stack.assert_idle()
 
 

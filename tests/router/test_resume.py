@@ -1,5 +1,7 @@
 """A client goes on with an answer whose stream broke."""
 
+import threading
+
 import grpc
 import pytest
 from fake_worker import EOS, decode, logprobs_of
@@ -21,6 +23,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_router.output_processor import Ending, RequestState, Usage
 from pdserve_router.request_metrics import RequestMetrics, Timeline
 from pdserve_router.resume import ResumedCompletion
+from pdserve_router.worker_client import WorkerState
 
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
@@ -136,8 +139,9 @@ def answer(tokenizer) -> list[int]:
 
 async def test_only_what_follows_is_sent_and_all_counts(stack, answer) -> None:
     whole = await generate(stack, prompt_logprobs=1)
-    for border in (1, 2, len(answer) - 1):
-        broken = text_of(whole[:border])
+    for num_messages in (1, 2, len(whole) - 1):
+        broken = text_of(whole[:num_messages])
+        border = len(tokens_of(whole[:num_messages]))
         resume = [{"index": 0, "token_ids": answer[:border]}]
         outputs = await generate(stack, resume=resume, prompt_logprobs=1)
         assert tokens_of(outputs) == answer[border:]
@@ -253,6 +257,51 @@ async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) ->
     (again,) = [leg for worker in stack.decodes for leg in worker.requests if leg.attempt]
     assert list(again.resume_output_token_ids) == answer[:6]
     assert outputs[-1].metrics.num_redrives == 1
+
+
+async def test_many_tokens_are_taken_beside_the_event_loop(stack, answer, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.router.INLINE_RESUMED_TOKENS", 2)
+    threads = []
+    make = stack.server.router._make
+    monkeypatch.setattr(
+        stack.server.router,
+        "_make",
+        lambda *args: threads.append(threading.current_thread()) or make(*args),
+    )
+    for num_tokens in (2, 3):
+        outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer[:num_tokens]}])
+        assert tokens_of(outputs) == answer[num_tokens:]
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@pytest.mark.parametrize(("n", "max_redrives"), [(1, 3), (1, 0), (2, 0)])
+async def test_a_worker_may_be_gone_when_the_request_is_sent(
+    start_stack, answer, monkeypatch, n, max_redrives
+) -> None:
+    monkeypatch.setattr("pdserve_router.router.INLINE_RESUMED_TOKENS", 0)
+    async with start_stack(max_redrives=max_redrives) as stack:
+        make = stack.server.router._make
+
+        def make_late(*args: object) -> object:
+            stack.server.pool.prefill[0].state = WorkerState.DRAINING
+            return make(*args)
+
+        monkeypatch.setattr(stack.server.router, "_make", make_late)
+        resume = [{"index": 0, "token_ids": answer[:3]}]
+        outputs = await generate(stack, resume=resume, n=n)
+        if max_redrives:
+            assert tokens_of(outputs) == answer[3:]
+        else:
+            assert outputs[-1].outputs[0].error.code == core.ERROR_CODE_NO_WORKER
+            assert stack.decode.requests == []
+        await stack.assert_idle()
+
+
+async def test_a_resume_of_too_many_tokens_is_refused(stack, answer, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.resume.MAX_RESUMED_TOKENS", 3)
+    resume = [{"index": i, "token_ids": answer[:2]} for i in range(2)]
+    with pytest.raises(grpc.aio.AioRpcError, match="resume has 4 tokens, at most 3"):
+        await generate(stack, resume=resume, n=2)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import grpc
 import httpx
@@ -31,6 +32,10 @@ async def read_all(call) -> list[pb2.RequestOutput]:
 async def hang(running) -> None:
     running.emit(*running.worker.answer[:1], at=0)
     await asyncio.Event().wait()
+
+
+def mapped_files(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 async def start_and_stop(config: RouterConfig) -> None:
@@ -150,6 +155,7 @@ async def test_a_taken_port_is_an_error_and_leaves_nothing_open(model_dir, port)
             await start_and_stop(config)
 
 
+@pytest.mark.slow
 async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
     answer = tokenizer.backend.encode(ANSWER_TEXT).ids
     worker = FakeWorker(WorkerRole.DECODE, vocab_size=tokenizer.vocab_size, answer=answer)
@@ -177,6 +183,8 @@ async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
             request = asyncio.create_task(http.post("/v1/completions", json=body))
             await until(lambda: worker.num_running == 1)
+            # It is installed here, and the tokenizer's library would import it.
+            assert "libtorch" not in mapped_files(process.pid)
             process.send_signal(signal.SIGTERM)
             assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
         _, stderr = await asyncio.wait_for(process.communicate(), 15)
@@ -185,6 +193,7 @@ async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
         assert log.count("config: RouterConfig(") == 1
         assert "hello" not in log
         assert "Traceback" not in log
+        assert "PyTorch" not in log
     finally:
         if process.returncode is None:
             process.kill()

@@ -178,10 +178,10 @@ class EngineControl:
             logger.info("profiled %d steps: %s", MAX_PROFILE_STEPS, self._profile_path)
 
     def end_for_drain(self) -> None:
-        """Let what was accepted finish. What waits while memory is asleep cannot: it is aborted."""
+        """Let what was accepted finish. What waits while memory is asleep cannot: it goes back."""
         self._is_draining = True
         if self._asleep - {"scheduling"}:
-            self._core.abort_requests(list(self._core.scheduler.requests))
+            self._core.hand_back()
             return
         self._asleep.clear()
         self._sleep_level = None

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, SchedulerStats
+from pdserve_common.errors import DrainingError
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.model_thread import ModelThread
 from pdserve_engine.core.outputs import ClientOutputs
@@ -115,6 +116,16 @@ class EngineCore:
         if self.connector is not None:
             for request_id in request_ids:
                 self.connector.abort_session(request_id)
+
+    def hand_back(self) -> None:
+        """End what is left, before a shutdown, so that front ends have it go on elsewhere after the
+        tokens they have got.
+        """
+        error = DrainingError("the worker is shutting down").to_engine_error()
+        request_ids = list(self.scheduler.requests)
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
+        if self.connector is not None:
+            self.connector.fence_all("shutdown")
 
     def has_work(self) -> bool:
         """Is there anything to step for? Requests that wait for remote KV wake the engine when it

@@ -5,6 +5,7 @@ A request that holds blocks of P never waits for blocks of D. Otherwise two work
 full of requests that wait for the other one.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from pdserve_engine.core.request import Request, RequestStatus
@@ -44,7 +45,9 @@ class RemoteDecodes:
     @property
     def num_tokens(self) -> int:
         """Of the requests that may not start yet."""
-        return sum(request.num_tokens for request in self)
+        asked = itertools.chain.from_iterable(self._asked.values())
+        num_asked = sum(r.num_tokens for r in asked if r not in self._granted)
+        return num_asked + sum(queue.num_tokens for queue in self._queues.values())
 
     def add(self, request: Request) -> None:
         self._queue_of(request).add_request(request)
@@ -53,13 +56,41 @@ class RemoteDecodes:
         """Put a preempted request first; it needs a grant again."""
         self._queue_of(request).prepend_request(request)
 
-    def take_next(self, *, only_preempted: bool) -> list[Request]:
+    def take_next(self) -> list[Request]:
         """Return the next ones of every D, which are to be asked for now."""
         return [
-            request
-            for engine_id in list(self._queues)
-            for request in self._take_next_of(engine_id, only_preempted)
+            request for engine_id in list(self._queues) for request in self._take_next_of(engine_id)
         ]
+
+    def take_preempted(self) -> list[Request]:
+        """As `take_next` while nothing new is started: those that had been running, however many
+        are asked for already.
+        """
+        preempted = [
+            (engine_id, request)
+            for engine_id, queue in self._queues.items()
+            for request in queue
+            if request.status is RequestStatus.PREEMPTED
+        ]
+        for engine_id, request in preempted:
+            self._queues[engine_id].remove_request(request)
+            self._asked.setdefault(engine_id, {})[request] = None
+        return [request for _, request in preempted]
+
+    def take_back(self, *, even_preempted: bool) -> list[tuple[Request, bool]]:
+        """Nothing is started for some time: put those that have been asked for back into their
+        queues, and return them, each with whether it might start already.
+        """
+        taken = [
+            (request, request in self._granted)
+            for asked in self._asked.values()
+            for request in asked
+            if even_preempted or request.status is not RequestStatus.PREEMPTED
+        ]
+        for request, _ in reversed(taken):
+            self.remove(request)
+            self.prepend(request)
+        return taken
 
     def allow(self, request: Request) -> bool:
         """D has reserved blocks; False if the request does not wait for that any more."""
@@ -91,11 +122,9 @@ class RemoteDecodes:
         self._queues[engine_id].remove_request(request)
         return True
 
-    def _take_next_of(self, engine_id: str, only_preempted: bool) -> Iterator[Request]:
+    def _take_next_of(self, engine_id: str) -> Iterator[Request]:
         queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})
         while len(queue) and self._may_ask(asked):
-            if only_preempted and queue.peek_request().status is not RequestStatus.PREEMPTED:
-                return
             request = queue.pop_request()
             asked[request] = None
             yield request

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -20,6 +21,8 @@ from pdserve_engine.kv_transfer.base import KVConnector
 OVERDUE_S = 1.0
 # Requests that have blocks and do not run may hold this share of the pool, or one of them any.
 MAX_SHARE = 0.25
+# Claims that have to wait and are overtaken in one step.
+MAX_SKIPPED = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +35,15 @@ class _Claim:
     @property
     def is_overdue(self) -> bool:
         return time.monotonic() - self.since > OVERDUE_S
+
+
+class _Room(NamedTuple):
+    """What limits grants; counted once for many claims."""
+
+    # Blocks of requests that do not run.
+    num_held: int
+    # Free blocks that admitted requests still need.
+    num_reserved: int
 
 
 class RemotePrefills:
@@ -74,7 +86,7 @@ class RemotePrefills:
         if request not in self._requests:
             return False
         del self._requests[request]
-        self._drop_claim(request)
+        self.drop_claim(request)
         return True
 
     def claim(self, request: Request) -> None:
@@ -83,25 +95,33 @@ class RemotePrefills:
         if all(claim.request is not request for claim in self._claims):
             self._claims.append(_Claim(request))
 
+    def drop_claim(self, request: Request) -> None:
+        """P's claim, if there is one, does not count any more."""
+        self._claims = deque(claim for claim in self._claims if claim.request is not request)
+
     def grant_claims(self, waiting_since: float) -> None:
         """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
         that has waited since `waiting_since` if that is overdue.
         """
         is_overdue = time.monotonic() - waiting_since > OVERDUE_S
+        room: _Room | None = None
+        num_skipped = 0
         for claim in list(self._claims):
-            if is_overdue and waiting_since < claim.since:
+            if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < claim.since):
                 return
-            if self._reserve(claim.request):
+            room = room or self._find_room()
+            if self._reserve(claim.request, room):
                 self._claims.remove(claim)
+                room = None
             elif claim.is_overdue:
                 return
-            elif not claim.is_deferred:
-                claim.is_deferred = True
-                self._defer(claim.request)
+            else:
+                num_skipped += 1
+                self._defer(claim)
 
     def give_back(self, request: Request, kept: frozenset[int]) -> None:
         """P has withdrawn its claim: free what was reserved, but for the `kept` blocks."""
-        self._drop_claim(request)
+        self.drop_claim(request)
         self._free(request, kept)
 
     def reclaim(self) -> bool:
@@ -115,21 +135,21 @@ class RemotePrefills:
         self._claims.appendleft(_Claim(request, is_deferred=True))
         return True
 
-    def _drop_claim(self, request: Request) -> None:
-        self._claims = deque(claim for claim in self._claims if claim.request is not request)
-
-    def _defer(self, request: Request) -> None:
+    def _defer(self, claim: _Claim) -> None:
+        """Have P know that it has to wait, once."""
         assert self._connector is not None
-        self._connector.defer(request)
+        if not claim.is_deferred:
+            claim.is_deferred = True
+            self._connector.defer(claim.request)
 
-    def _reserve(self, request: Request) -> bool:
+    def _reserve(self, request: Request, room: _Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,
         and tell P. False if there is no room; True also if P has withdrawn its claim.
         """
         assert self._connector is not None
         num_tokens = request.num_tokens
         blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
-        if not self._has_room(request, blocks):
+        if not self._fits(request, blocks, room):
             return False
         added = self._kv.allocate_slots(request, num_tokens, blocks, num_remote_tokens=num_tokens)
         if added is None:
@@ -144,17 +164,20 @@ class RemotePrefills:
             self._free(request)
         return True
 
-    def _has_room(self, request: Request, blocks: ComputedBlocks) -> bool:
+    def _find_room(self) -> _Room:
+        num_held = sum(self._kv.num_blocks_of(other.request_id) for other in self.with_blocks())
+        return _Room(num_held, self._num_reserved_blocks())
+
+    def _fits(self, request: Request, blocks: ComputedBlocks, room: _Room) -> bool:
         """Besides what admitted requests still need, and without filling the pool with requests
         that do not run.
         """
-        held = sum(self._kv.num_blocks_of(other.request_id) for other in self.with_blocks())
         needed = self._kv.num_blocks_needed(request.num_tokens)
-        if held and held + needed > MAX_SHARE * self._kv.block_pool.num_blocks:
+        max_held = MAX_SHARE * self._kv.block_pool.num_blocks
+        if room.num_held and room.num_held + needed > max_held:
             return False
         # With room for the first token that D itself computes.
-        num_spare = self._num_reserved_blocks()
-        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=num_spare)
+        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=room.num_reserved)
 
     def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:
         taken = [block.block_id for block in self._kv.take(request)]

@@ -145,8 +145,9 @@ class Scheduler:
                     code=ErrorCode.INVALID_ARGUMENT,
                     message="kv_transfer_params is set, this worker has no KV connector",
                 )
-                self.waiting.add_request(request)
-                self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
+                request.error = error
+                self._finish(request, RequestStatus.FINISHED_ERROR)
+                emit(self._outputs, request)
                 return
             self.connector.on_new_request(request)
         source = find_source(request, self.requests)
@@ -732,10 +733,26 @@ class Scheduler:
         # Preempted requests come first, or a stream of small claims would keep them out for ever.
         if self.pause_state is PauseState.UNPAUSED and not self._num_preempted:
             self.remote_prefills.grant_claims(self._waiting_since())
-        if self.pause_state is not PauseState.PAUSED_ALL:
-            is_paused = self.pause_state is PauseState.PAUSED_NEW
-            for request in self.remote_decodes.take_next(only_preempted=is_paused):
-                self.connector.ask(request)
+        if self.pause_state is not PauseState.UNPAUSED:
+            self._give_grants_back(self.connector)
+        for request in self._next_remote_decodes():
+            self.connector.ask(request)
+
+    def _next_remote_decodes(self) -> list[Request]:
+        """P: those to ask D for blocks for."""
+        if self.pause_state is PauseState.UNPAUSED:
+            return self.remote_decodes.take_next()
+        if self.pause_state is PauseState.PAUSED_NEW and self._num_preempted:
+            return self.remote_decodes.take_preempted()
+        return []
+
+    def _give_grants_back(self, connector: KVConnector) -> None:
+        """P: D shall not hold blocks for what does not start during a pause."""
+        is_all = self.pause_state is PauseState.PAUSED_ALL
+        for request, was_granted in self.remote_decodes.take_back(even_preempted=is_all):
+            if was_granted:
+                self.waiting.remove_request(request)
+            connector.on_preempted(request)
 
     def _take_news(self, news: KVNews) -> None:
         if isinstance(news, BlocksFreed):
@@ -760,6 +777,7 @@ class Scheduler:
             case TransferFinished():
                 self._accept_transfer(news)
             case TransferLost():
+                self.remote_prefills.drop_claim(request)
                 request.record_event(EngineCoreEventType.KV_LOST)
                 emit(self._outputs, request, kv_lost=news.lost)
             case TransferFailed():
@@ -803,11 +821,18 @@ class Scheduler:
     def _supersede(self, earlier: Request, request: Request) -> None:
         """A later attempt of the same request takes over; nobody is told of the earlier one's end.
 
-        What was confirmed of its KV is in the prefix cache, where the later one finds it.
+        What was confirmed of its KV is in the prefix cache, where the later one finds it. Its forks
+        wait for that one.
         """
         assert request.request.attempt > earlier.request.attempt, "the front end refuses others"
+        forks = self.forks.take(earlier)
         self._remove_from_queues(earlier)
         self._finish(earlier, RequestStatus.FINISHED_ABORTED)
+        for fork in forks:
+            if find_source(fork, {request.request_id: request}) is request:
+                self.forks.add(request, fork)
+            else:
+                self.waiting.add_request(fork)
 
 
 def _is_preempted(request: Request) -> bool:

@@ -154,7 +154,9 @@ class KVConnector(ABC):
 
     @abstractmethod
     def on_preempted(self, request: "Request") -> None:
-        """P: the request is about to lose its blocks (rule K3). It has to `ask` again."""
+        """P: the request is about to lose its blocks (rule K3), or its turn, and D may have back
+        what it has reserved for it. It has to `ask` again.
+        """
 
     @abstractmethod
     def grant(

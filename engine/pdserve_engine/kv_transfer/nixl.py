@@ -99,7 +99,11 @@ class NixlAgent:
                     self._agent.remove_remote_agent(loaded)
                 raise ValueError(f"{name} sent the metadata of {loaded}")
             self._num_uses[name] = 0
-        dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
+        try:
+            dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
+        except NIXL_ERRORS:
+            self._forget_unused(name)
+            raise
         self._num_uses[name] += 1
         return dlist
 
@@ -107,6 +111,9 @@ class NixlAgent:
         """Release a peer's descriptors, and with the last of them the connection."""
         dlist.release()
         self._num_uses[name] -= 1
+        self._forget_unused(name)
+
+    def _forget_unused(self, name: str) -> None:
         if self._num_uses[name] == 0:
             del self._num_uses[name]
             try:

@@ -50,6 +50,7 @@ class ProducerEvent(enum.Enum):
     PREFILLED = enum.auto()
     # As PREFILLED, and D has all blocks itself: there is nothing to announce or to keep.
     PREFILLED_ALL_CACHED = enum.auto()
+    # The request loses its blocks, or its turn.
     PREEMPTED = enum.auto()
     # The request ended on P: at its first token, by an abort, by an error.
     FINISHED = enum.auto()
@@ -96,6 +97,8 @@ _DROPPED_FREE = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FREE))
 
 _BEFORE_HANDOFF: Mapping[ProducerEvent, ProducerStep] = {
     _PE.FINISHED: _OVER,
+    # It waits again and gets a session of its own for that.
+    _PE.PREEMPTED: _OVER,
     _PE.CANCELLED: _GIVEN_UP,
     _PE.LINK_LOST: _GIVEN_UP,
     _PE.EXPIRED: _WITHDRAWN,
@@ -120,8 +123,6 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
         _PE.PREFILLED: ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE, _PA.SEND_PREFILL_DONE)),
         # No release will come that could end the session.
         _PE.PREFILLED_ALL_CACHED: ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_PREFILL_DONE)),
-        # The request loses its blocks, waits again and gets a session of its own for that.
-        _PE.PREEMPTED: _OVER,
         # It had started before D's word came. It must not hold P's blocks and wait for D's.
         _PE.REVOKED: _WITHDRAWN,
     },

@@ -20,9 +20,7 @@ class Computed(NamedTuple):
     logits: torch.Tensor
 
 
-@pytest.fixture(
-    params=[pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads", marks=pytest.mark.slow)]
-)
+@pytest.fixture(params=[pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads")])
 def _threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -63,6 +61,7 @@ def kv_of(driver, request):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 def test_the_bits_of_a_request_do_not_depend_on_how_it_is_scheduled(
     make_model, architecture, dtype

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from checks import fails, holds
 from grant_model import GrantModel, Request
+from model_checks import fails, holds
 
 # P 0 and D 0 are shared by several, and have too little for all of them.
 ONCE = GrantModel(

@@ -1,7 +1,7 @@
 """A request whose workers fail, and without one of the rules K6 and K7."""
 
 import pytest
-from checks import fails, holds
+from model_checks import fails, holds
 from recovery_model import RecoveryModel
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
-from checks import fails, holds
+from model_checks import fails, holds
 from session_model import SessionModel
 from session_world import Scope
 

@@ -50,6 +50,7 @@ _POLL_ERRORS = {
     ReadFault.REMOTE_DISCONNECT: (True, "injected"),
 }
 _DELAYED = (ReadFault.STALL, ReadFault.LATE)
+_FATAL = (ReadFault.POST_BACKEND_ERROR, ReadFault.BACKEND_ERROR)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +69,10 @@ class ReadFaults:
         self._lock = threading.Lock()
         self._next: deque[tuple[ReadFault, float]] = deque()
         self._delayed: list[_FaultyRead] = []
-        # What NIXL holds for the worker now, and how many READs suffered a fault so far.
-        self.counts = {"registered_bytes": 0, "peers": 0, "handles": 0, "faulty_reads": 0}
+        # What NIXL holds for the worker now; how many READs suffered a fault so far, and how many
+        # of these one after which the worker has to be restarted.
+        held = dict.fromkeys(("registered_bytes", "peers", "handles"), 0)
+        self.counts = {**held, "faulty_reads": 0, "fatal_reads": 0}
 
     def inject(self, fault: str, count: int, delay_s: float) -> None:
         """Let the next `count` READs suffer a ReadFault. Raises ValueError for an unknown one."""
@@ -95,6 +98,7 @@ class ReadFaults:
             if fault in _DELAYED:
                 self._delayed.append(read)
             self.counts["faulty_reads"] += 1
+            self.counts["fatal_reads"] += fault in _FATAL
             return read
 
     def land_late(self, read: _FaultyRead, agent: "FaultyNixlAgent") -> None:

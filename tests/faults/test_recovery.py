@@ -1,0 +1,171 @@
+"""What recovery keeps right besides the tokens, and what it does where there is nobody else."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from cases import ROUTER, Case, run_case
+from checks import Answer, Asker, check_answer, wait_for_baseline, wait_until_handing_off
+from cluster import Cluster
+from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, restored
+from network import missing_for_partitions
+
+from pdserve_common.engine_types import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+MID_STREAM = 8
+# A worker or a router is back after some seconds; a request waits so long for it.
+REDRIVE_WAIT_S = 30.0
+RESTART_BOUND_S = 25.0
+
+SAMPLED = PARAMS["sampled"]
+LONG = dataclasses.replace(SAMPLED, max_tokens=1000)
+RICH_PARAMS: Mapping[str, SamplingParams] = {
+    "several completions": dataclasses.replace(SAMPLED, n=2, logprobs=2),
+    "all logprobs": dataclasses.replace(PARAMS["greedy"], logprobs=3, prompt_logprobs=2),
+    "penalties": dataclasses.replace(
+        SAMPLED,
+        ignore_eos=False,
+        min_tokens=20,
+        presence_penalty=0.7,
+        frequency_penalty=0.6,
+        repetition_penalty=1.2,
+        logit_bias={1: 8.0, 40: 3.0},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pools(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """Two workers of each role, which compare checksums."""
+    with make_ground(
+        {**PARAMS, **RICH_PARAMS, "long": LONG},
+        model=model,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        networks=not missing_for_partitions(),
+        flags={"kv-checksums": True},
+    ) as ground:
+        yield ground
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """One worker of each role, and one router."""
+    with make_ground(
+        model=model,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        prefill=1,
+        decode=1,
+        router_flags={"redrive-wait-s": REDRIVE_WAIT_S},
+    ) as ground:
+        yield ground
+
+
+# ---- what a request may ask for
+
+
+@pytest.mark.parametrize("kind", RICH_PARAMS)
+def test_an_answer_goes_on_as_it_was_when_its_decode_worker_dies(pools: Ground, kind: str) -> None:
+    answer = run_killed(pools.cluster, RICH_PARAMS[kind])
+    check_answer(answer, pools.expected[kind], within_s=BOUND_S)
+
+
+def test_a_stop_string_is_found_across_the_border(pools: Ground) -> None:
+    text = pools.expected["sampled"].completions[0].text
+    # Begins before the worker dies and ends after that.
+    stop = text[MID_STREAM - 1 : MID_STREAM + 6]
+    params = dataclasses.replace(SAMPLED, stop=(stop,))
+    with Asker(pools.cluster.addresses) as asker:
+        wait_until_handing_off(pools.cluster, asker)
+        expected = asker.ask(PROMPT, params)
+    assert expected.completions[0].stop_reason == stop
+    assert len(expected.token_ids) > MID_STREAM + 2
+    check_answer(run_killed(pools.cluster, params), expected, within_s=BOUND_S)
+
+
+def run_killed(cluster: Cluster, params: SamplingParams) -> Answer:
+    case = Case("mid_stream", "restart", "decode", skip=MID_STREAM)
+    with restored(cluster), Asker(cluster.addresses) as asker:
+        wait_until_handing_off(cluster, asker)
+        (answer,) = run_case(cluster, asker, case, [(PROMPT, params)], deadline_s=DEADLINE_S)
+        assert answer.metrics.num_redrives > 0
+        assert answer.metrics.determinism == "exact"
+    return answer
+
+
+# ---- blocks that come wrong
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_a_corrupt_block_is_noticed_and_read_anew(pools: Ground, skip: int) -> None:
+    case = Case("chunk", "corrupt", "decode", skip)
+    with restored(pools.cluster), Asker(pools.cluster.addresses) as asker:
+        wait_until_handing_off(pools.cluster, asker)
+        (answer,) = run_case(pools.cluster, asker, case, [(PROMPT, SAMPLED)], deadline_s=DEADLINE_S)
+        check_answer(answer, pools.expected["sampled"], within_s=BOUND_S)
+        assert answer.metrics.num_redrives == 1
+        sample = "pdserve_kv_checksum_mismatches_total"
+        decodes = pools.cluster.of_role("decode")
+        assert sum(pools.cluster.metrics(name)[sample] for name in decodes) > 0
+    wait_for_baseline(pools.cluster, pools.baseline)
+
+
+# ---- where there is nobody else
+
+
+@pytest.mark.parametrize(("stage", "skip"), [("queued", 0), ("chunk", 1), ("last_chunk", 0)])
+def test_a_decode_worker_goes_on_alone_when_the_only_prefill_worker_dies(
+    pair: Ground, stage: str, skip: int
+) -> None:
+    answer = run_alone(pair, Case(stage, "kill", "prefill", skip))
+    assert answer.metrics.num_redrives > 0
+    assert answer.path == "local"
+
+
+@pytest.mark.parametrize(("stage", "skip"), [("granted", 0), ("mid_stream", MID_STREAM)])
+def test_a_stream_goes_on_when_the_only_decode_worker_is_back(
+    pair: Ground, stage: str, skip: int
+) -> None:
+    answer = run_alone(pair, Case(stage, "restart", "decode", skip))
+    assert answer.metrics.num_redrives > 0
+
+
+def test_a_stream_goes_on_when_the_only_router_is_back(pair: Ground) -> None:
+    run_alone(pair, Case("mid_stream", "restart", "router", MID_STREAM))
+
+
+def run_alone(pair: Ground, case: Case) -> Answer:
+    with restored(pair.cluster), Asker(pair.cluster.addresses) as asker:
+        wait_until_handing_off(pair.cluster, asker)
+        question = (PROMPT, PARAMS["sampled"])
+        (answer,) = run_case(pair.cluster, asker, case, [question], deadline_s=60.0)
+        check_answer(answer, pair.expected["sampled"], within_s=RESTART_BOUND_S)
+    wait_for_baseline(pair.cluster, pair.baseline)
+    return answer
+
+
+# ---- links that heal
+
+
+@pytest.mark.skipif(bool(missing_for_partitions()), reason=missing_for_partitions())
+@pytest.mark.parametrize("seconds", [0.7, 2.5])
+def test_a_link_to_the_router_that_is_soon_back_costs_no_redrive(
+    pools: Ground, seconds: float
+) -> None:
+    """It goes on as it was, or is attached anew and adopts what runs."""
+    with restored(pools.cluster), Asker(pools.cluster.addresses) as asker:
+        wait_until_handing_off(pools.cluster, asker)
+        workers = pools.cluster.of_role("decode")
+        asking = asker.start(PROMPT, LONG)
+        asking.wait_for_tokens(MID_STREAM)
+        for name in workers:
+            pools.cluster.partition(name, ROUTER)
+        time.sleep(seconds)
+        for name in workers:
+            pools.cluster.heal(name, ROUTER)
+        answer = asking.answer.result(DEADLINE_S)
+    check_answer(answer, pools.expected["long"], within_s=BOUND_S)
+    assert answer.metrics.num_redrives == 0

@@ -1,0 +1,146 @@
+"""The queue of requests that are sent again, on the event loop that routers run on."""
+
+import asyncio
+import dataclasses
+import time
+from typing import TypeVar
+
+import uvloop
+from fake_worker import engine_info
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineError,
+    EngineInfo,
+    ErrorCode,
+    SamplingParams,
+    WorkerRole,
+)
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.redrive import Recovery, RedriveQueue
+from pdserve_router.route_chooser import Route
+
+
+class NobodyPool:
+    """A pool without workers."""
+
+    prefill = decode = ()
+
+    def route(self, request: EngineCoreRequest, *, exclude: object) -> Route:
+        raise NoWorkerError("nobody is here")
+
+
+@dataclasses.dataclass(eq=False)
+class LostRequest:
+    """A Redrive that only notes its end."""
+
+    request: EngineCoreRequest
+    recovery: Recovery = dataclasses.field(default_factory=Recovery)
+    infos: set[EngineInfo] = dataclasses.field(default_factory=set)
+    given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        return self.request
+
+    def resend(self, route: Route) -> None:
+        raise AssertionError("there is nobody to send it to")
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+
+L = TypeVar("L", bound=LostRequest)
+
+
+def lost_request(name: str, kind: type[L] = LostRequest) -> L:
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=(1, 2),
+        sampling_params=SamplingParams(),
+        deadline=time.monotonic() + 60,
+    )
+    lost = kind(request)
+    lost.recovery.errors[object()] = EngineError(  # type: ignore[index]
+        code=ErrorCode.ENGINE_DEAD, message="gone", is_retryable=True
+    )
+    lost.recovery.route = Route(decode=object())  # type: ignore[arg-type]
+    return lost
+
+
+class Worker:
+    """What the queue asks a worker."""
+
+    stats = None
+    is_ready = True
+
+    def __init__(self, role: WorkerRole, step_tokens: int) -> None:
+        self.role = role
+        self.info = engine_info(role, vocab_size=100, max_num_batched_tokens=step_tokens)
+
+
+class OnePairPool:
+    """A pool of one pair."""
+
+    def __init__(self, *, step_tokens: int) -> None:
+        self.prefill = (Worker(WorkerRole.PREFILL, step_tokens),)
+        self.decode = (Worker(WorkerRole.DECODE, step_tokens),)
+
+    def route(self, request: EngineCoreRequest, *, exclude: object) -> Route:
+        return Route(prefill=self.prefill[0], decode=self.decode[0])  # type: ignore[arg-type]
+
+
+class SentRequest(LostRequest):
+    """A Redrive whose next attempt is no more than noted."""
+
+    is_sent = False
+
+    def resend(self, route: Route) -> None:
+        self.is_sent = True
+
+
+async def test_many_short_requests_take_time_in_proportion() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=1 << 20)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    requests = [lost_request(f"request-{i}", SentRequest) for i in range(2000)]
+    began = time.process_time()
+    for request in requests:
+        queue.add(request)
+    await asyncio.sleep(0.01)
+    assert all(request.is_sent for request in requests)
+    # 0.1 s; 10 s if each looked at all that were sent before.
+    assert time.process_time() - began < 2
+    for request in requests:
+        queue.on_token(request)
+    assert not queue._num_sent_tokens
+
+
+async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=2)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    first, second, held = (lost_request(name, SentRequest) for name in ("a", "b", "c"))
+    held.recovery.holder = pool.decode[0]  # type: ignore[assignment]
+    for request in (first, second, held):
+        queue.add(request)
+    await asyncio.sleep(0.01)
+    assert [request.is_sent for request in (first, second, held)] == [True, False, True]
+    for request in (first, second, held):
+        queue.discard(request)
+
+
+async def lose_several_at_once() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    requests = [lost_request(f"request-{i}") for i in range(3)]
+    for request, delay_s in zip(requests, (0.0, 0.2, 0.0), strict=True):
+        queue.add(request, delay_s=delay_s)
+    await asyncio.wait_for(asyncio.gather(*(r.given_up.wait() for r in requests)), 5)
+    assert not any(request in queue for request in requests)
+
+
+def test_requests_that_are_lost_together_all_get_their_turn() -> None:
+    uvloop.run(lose_several_at_once())
