@@ -238,9 +238,10 @@ class Cluster:
         for name, member in self.members.items():
             if member.is_stopped and member.is_running:
                 self.cont(name)
+        for name in self.workers:  # before anybody asks what has gone wrong with them
+            with contextlib.suppress(ControlError):  # it is gone, or not there yet
+                self.controls(name).reset()
         self.wait_for(self._find_unrestored, timeout_s=READY_TIMEOUT_S)
-        for name in self.workers:
-            self.controls(name).reset()
 
     def _find_unrestored(self) -> str:
         for member in self.members.values():

@@ -80,7 +80,7 @@ def grounds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 
 @pytest.mark.parametrize(
-    ("number", "cases"), enumerate(RUNS), ids=["+".join(map(str, cases)) for cases in RUNS]
+    ("number", "cases"), list(enumerate(RUNS)), ids=["+".join(map(str, cases)) for cases in RUNS]
 )
 def test_a_fault_shows_no_wrong_token_and_leaves_nothing(
     grounds: dict[str, Ground], number: int, cases: tuple[Case, ...]

@@ -43,6 +43,11 @@ class RunningStack(Stack):
     def send_signal(self, name: str, signum: int) -> None:
         self.process(name).send_signal(signum)
 
+    def log(self, name: str) -> str:
+        """Return what the newest process of that name has logged."""
+        (service,) = [service for service in self.processes if service.name == name]
+        return service.log_path.read_text()
+
     def wait_for(self, name: str, sample: str, value: float) -> None:
         """Wait until a process's sample, or its sum over labels, is `value`."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S

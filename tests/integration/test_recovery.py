@@ -180,6 +180,7 @@ async def test_every_worker_is_replaced_under_load_and_no_request_fails(
         while not is_over.is_set():
             assert (await ask(stub, SHORT, prompts[index])).answer == alone[index]
             num_answers += 1
+            await asyncio.sleep(0.2)
 
     load = [asyncio.create_task(keep_asking(index)) for index in range(len(prompts))]
     try:
