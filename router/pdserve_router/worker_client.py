@@ -139,7 +139,6 @@ class WorkerClient:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"attach {self.address}")
-        self._task.add_done_callback(self._on_run_ended)
 
     async def close(self) -> None:
         """End the stream; requests still on it get their error."""
@@ -215,18 +214,16 @@ class WorkerClient:
             self._broken(error)
         except (LinkLostError, InvalidRequestError) as error:
             self._lost(str(error))
+        except Exception:
+            # A defect of this process: its requests must not hang, and the worker may come back.
+            logger.exception("the link to worker %s failed", self.address)
+            self._lost("internal error of the router")
         finally:
             self._stream = None
         if self._attached_at is not None:
             # A link that held is replaced at once, one that flaps is not.
             is_old = time.monotonic() - self._attached_at > self._timings.heartbeat_s
             self._backoff_s = 0.0 if is_old else self._timings.min_backoff_s
-
-    def _on_run_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A defect of this process; its requests must not hang.
-            logger.error("the link to worker %s failed", self.address, exc_info=error)
-            self._lost("internal error of the router")
 
     def _hello(self) -> service_pb2.AttachHello:
         hello = service_pb2.AttachHello(router_id=self._router_id, router_epoch=self._router_epoch)

@@ -48,7 +48,7 @@ class FakeAgent:
         self.peers.append(name)
         return name
 
-    def remove_peer(self, name: str, dlist: str) -> None:
+    def remove_peer(self, name: str, dlist: str, *, is_broken: bool) -> None:
         assert not self.posted, "a READ is still outstanding"
         self.peers.remove(name)
 

@@ -211,3 +211,17 @@ def test_a_transport_gives_back_its_descriptors_and_threads(
     before = kit.num_fds()
     use()
     assert kit.num_fds() <= before
+
+
+def test_a_peer_that_comes_and_goes_leaves_no_connection_behind(
+    two: Two, kit: SimpleNamespace
+) -> None:
+    """As when a link breaks and is dialed again, while both processes live."""
+    two.read([1], [2])
+    before = kit.num_fds()
+    for _ in range(4):
+        two.d.remove_peer(two.peer)
+        two.p.expect_peer()
+        two.peer = two.d.add_peer(two.welcome, two.lost.append)
+        assert two.read([1], [2]).is_ok
+    assert kit.num_fds() <= before

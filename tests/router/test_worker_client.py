@@ -256,6 +256,30 @@ async def test_a_defect_in_taking_an_output_fails_that_request_alone(link) -> No
     await until(lambda: link.ends("later"))
 
 
+async def test_a_defect_in_taking_a_message_costs_the_stream_and_not_the_worker(
+    link, monkeypatch
+) -> None:
+    await link.ready()
+    answer, link.worker.behave = link.worker.behave, hang
+    link.add("a")
+    await until(lambda: link.worker.num_running == 1)
+    take = link.client._on_outputs
+
+    def fail(outputs, *args) -> None:
+        monkeypatch.setattr(link.client, "_on_outputs", take)
+        raise RuntimeError("a defect of the router")
+
+    monkeypatch.setattr(link.client, "_on_outputs", fail)
+    link.worker.behave = answer
+    link.add("b")
+    await until(lambda: link.ends("a") and link.ends("b"))
+    assert link.error("a").code is ErrorCode.ENGINE_DEAD
+    await link.ready()
+    link.add("c")
+    await until(lambda: link.ends("c"))
+    assert link.tokens("c") == [5, 6, 7]
+
+
 async def test_a_worker_that_says_it_drains_gets_nothing_more(link) -> None:
     await link.ready()
     link.worker.is_draining = True

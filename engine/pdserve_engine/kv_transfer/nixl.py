@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 # Registrations beyond 4 GiB are slow on some NICs.
 MAX_REGION_BYTES = 2 << 30
 PROBE_BYTES = 64
+# Peers whose links have ended, as when a network was down for some seconds.
+MAX_UNUSED_PEERS = 16
 
 # They have no base class of their own.
 NIXL_ERRORS = (
@@ -98,28 +100,47 @@ class NixlAgent:
                 if loaded not in self._num_uses:
                     self._agent.remove_remote_agent(loaded)
                 raise ValueError(f"{name} sent the metadata of {loaded}")
+            self._forget_predecessors(name)
             self._num_uses[name] = 0
         try:
             dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
         except NIXL_ERRORS:
-            self._forget_unused(name)
+            self._forget_unused(max_kept=0)
             raise
-        self._num_uses[name] += 1
+        # Last, as the one used last.
+        self._num_uses[name] = self._num_uses.pop(name) + 1
         return dlist
 
-    def remove_peer(self, name: str, dlist: Any) -> None:
-        """Release a peer's descriptors, and with the last of them the connection."""
+    def remove_peer(self, name: str, dlist: Any, *, is_broken: bool) -> None:
+        """Release a peer's descriptors.
+
+        NIXL 1.5 never closes the sockets of a peer that is removed and lives: only what is broken,
+        or one of too many, is removed. The others keep their connection, should they come back.
+        """
         dlist.release()
         self._num_uses[name] -= 1
-        self._forget_unused(name)
+        if is_broken and self._num_uses[name] == 0:
+            self._remove(name)
+        self._forget_unused(max_kept=MAX_UNUSED_PEERS)
 
-    def _forget_unused(self, name: str) -> None:
-        if self._num_uses[name] == 0:
-            del self._num_uses[name]
-            try:
-                self._agent.remove_remote_agent(name)
-            except NIXL_ERRORS as error:
-                logger.warning("cannot remove %s from NIXL: %s", name, error)
+    def _forget_predecessors(self, name: str) -> None:
+        """Forget earlier starts of the same worker: names are engine_id.epoch."""
+        engine_id = name.rpartition(".")[0]
+        for other, num_uses in list(self._num_uses.items()):
+            if num_uses == 0 and other.rpartition(".")[0] == engine_id:
+                self._remove(other)
+
+    def _forget_unused(self, max_kept: int) -> None:
+        unused = [name for name, num_uses in self._num_uses.items() if num_uses == 0]
+        for name in unused[: max(0, len(unused) - max_kept)]:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        del self._num_uses[name]
+        try:
+            self._agent.remove_remote_agent(name)
+        except NIXL_ERRORS as error:
+            logger.warning("cannot remove %s from NIXL: %s", name, error)
 
     def prep_own_pool(self) -> Any:
         """Return the descriptors of the own pool for READs from it; `release` them."""
@@ -167,7 +188,8 @@ class NixlAgent:
         self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Deregister; no READ may be outstanding and no peer left."""
+        """Deregister; no READ may be outstanding and no peer in use."""
+        self._forget_unused(max_kept=0)
         self._local.release()
         for registration in self._registrations:
             self._agent.deregister_memory(registration)

@@ -73,7 +73,9 @@ class NixlTransport(KVTransport):
         # The rest belongs to the thread.
         self._all_peers: list[Peer] = []
         self._is_exporting = False
+        # Peers are connecting until then.
         self._connect_until = 0.0
+        self._has_had_peers = False
         self._poll_pace = Pace(MIN_POLL_S, MAX_POLL_S)
         self._pump_pace = Pace(MIN_PUMP_S, MAX_PUMP_S)
         self._close_by: float | None = None
@@ -241,11 +243,8 @@ class NixlTransport(KVTransport):
     def _has_posted(self) -> bool:
         return any(peer.posted or peer.probe is not None for peer in self._all_peers)
 
-    @property
-    def _has_had_peers(self) -> bool:
-        return self._connect_until > 0.0
-
     def _start_connect(self) -> None:
+        self._has_had_peers = True
         self._connect_until = time.monotonic() + CONNECT_S
         self._pump_pace.restart()
 
@@ -340,6 +339,7 @@ class NixlTransport(KVTransport):
 
     def _lose(self, peer: Peer, reason: str) -> None:
         self._reads.drop_waiting(peer, reason)
+        peer.is_broken = True
         with self._lock:
             is_news = not peer.is_lost
             peer.is_lost = True
@@ -350,7 +350,7 @@ class NixlTransport(KVTransport):
     def _forget(self, peer: Peer) -> None:
         self._all_peers.remove(peer)
         if peer.dlist is not None:
-            self._agent.remove_peer(peer.agent_name, peer.dlist)
+            self._agent.remove_peer(peer.agent_name, peer.dlist, is_broken=peer.is_broken)
             peer.dlist = None
 
     # ---- READs

@@ -85,6 +85,8 @@ class Peer:
     # Both under the transport's lock; the rest belongs to the thread.
     is_lost: bool = False
     is_removed: bool = False
+    # The transport has lost it; a link that ended says nothing about the connection.
+    is_broken: bool = False
     # A READ has failed; the peer is lost as soon as that has landed.
     is_failing: bool = False
     connect_by: float = 0.0
