@@ -30,16 +30,17 @@ run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
 up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
-test: $(INSTALLED) ## Run all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Run all tests but the soak
+	$(BIN)/python -m pytest -m 'not soak'
 
 test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not soak'
 
 test-gpu: $(INSTALLED) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
-soak: $(INSTALLED) ## Run SOAK_SCHEDULES=200 random schedules of faults from SOAK_SEED=1 on
+soak: $(INSTALLED) ## Test the fault tools, then run SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
+	$(BIN)/python -m pytest -m soak
 	SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py -k random
 
 bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md

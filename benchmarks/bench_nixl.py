@@ -154,7 +154,7 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
             is_over, error = agent.poll(handle)
             assert not error, error
         agent.release(handle)
-    agent.remove_peer(p_name, blocks)
+    agent.remove_peer(p_name, blocks, is_broken=False)
     agent.close()
     return statistics.median(times[1:])  # the first one connects
 

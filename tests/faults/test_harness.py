@@ -37,7 +37,7 @@ from pdserve_faults.stages import STAGES
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 NUM_TOKENS = 24
 PARAMS = {

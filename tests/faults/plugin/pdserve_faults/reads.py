@@ -131,8 +131,8 @@ class FaultyNixlAgent(NixlAgent):
         self._count("peers", 1)
         return dlist
 
-    def remove_peer(self, name: str, dlist: Any) -> None:
-        super().remove_peer(name, dlist)
+    def remove_peer(self, name: str, dlist: Any, *, is_broken: bool) -> None:
+        super().remove_peer(name, dlist, is_broken=is_broken)
         self._count("peers", -1)
 
     def make_probe(self, name: str, endpoint: KVEndpoint) -> Any:
