@@ -89,7 +89,7 @@ def restored(cluster: Cluster) -> Iterator[None]:
     """Undo what faults are left at the end; print the logs if it fails."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # it goes on; the next case finds a whole cluster
         print(cluster.log_tails())
         cluster.restore()
         raise

@@ -49,7 +49,7 @@ class Network:
         self._addresses = {name: str(next(hosts)) for name in [CLIENT, *self._names]}
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # it goes on, and leaves no namespace behind
             self._remove()
             raise
         return self
