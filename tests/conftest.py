@@ -2,6 +2,7 @@
 
 import functools
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ CHAT_TEMPLATE = (
 SERVED_VOCAB_SIZE = 300
 # Large enough that greedy text does not settle on one token.
 WEIGHT_STD = 0.35
+
+
+def pytest_configure() -> None:
+    """A shell starts what it puts in the background with SIGINT ignored; children would inherit
+    that, and no test could interrupt them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
-"""gRPC plumbing that every process shares: channel options, a server with health and reflection,
-errors to statuses.
+"""gRPC plumbing that every process shares: channels, a server with health and reflection, errors
+to statuses.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,9 +15,15 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import ModelNotFoundError, PdserveError
+from pdserve_common.tls import Tls
 
 logger = logging.getLogger(__name__)
 
+# The health of the process itself, for those who restart it: what is paused, asleep or draining is
+# alive.
+LIVENESS_SERVICE = "liveness"
+# How long `RpcServer.is_healthy` waits for the event loop.
+HEALTH_TIMEOUT_S = 2.0
 # A prompt of 128 k tokens is 0.5 MB packed; tensors are not to ride in requests.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
@@ -62,6 +69,26 @@ def channel_options() -> list[tuple[str, Any]]:
     ]
 
 
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """Return a channel to host:port, in plain text without `tls`."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    options = channel_options() + _name_options(tls)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """`open_channel` for callers without an event loop."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=channel_options())
+    options = channel_options() + _name_options(tls)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=options)
+
+
+def _name_options(tls: Tls) -> list[tuple[str, Any]]:
+    return [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+
+
 def server_options() -> list[tuple[str, Any]]:
     """Options for every server; they admit the pings of `channel_options`."""
     return [
@@ -78,35 +105,75 @@ def server_options() -> list[tuple[str, Any]]:
 class RpcServer:
     """A grpc.aio server with health (per service and overall) and reflection."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Bind the port, without serving yet; must run inside the event loop. Raises OSError if it
-        is taken.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """Bind the port, without serving yet; must run inside the event loop. Plain text without
+        `credentials`. Raises OSError if the port is taken.
         """
-        self.server = grpc.aio.server(options=server_options())
-        address = f"{host}:{port}"
-        try:
-            self.port: int = self.server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(
-                f"cannot listen on {address}: the port is in use or the address is not ours"
-            ) from error
+        self.server = grpc.aio.server(interceptors=interceptors, options=server_options())
+        # gRPC calls into them and does not hold them.
+        self._credentials = credentials
+        self.port: int = self._bind(f"{host}:{port}")
+        self._loop = asyncio.get_running_loop()
+        self._is_healthy: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._services: list[str] = []
 
     async def start(self, services: Sequence[str]) -> None:
-        """Serve what was added to `server`; NOT_SERVING until `set_serving(True)`."""
+        """Serve what was added to `server`; NOT_SERVING until `set_serving(True)`, but alive."""
         self._services = list(services)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
         await self.set_serving(False)
+        await self.set_alive(True)
         await self.server.start()
 
+    def _bind(self, address: str) -> int:
+        try:
+            if self._credentials is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, self._credentials)
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {address}: the port is in use or the address is not ours"
+            ) from error
+
     async def set_serving(self, is_serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        value = status.SERVING if is_serving else status.NOT_SERVING
         for service in ("", *self._services):
-            await self._health.set(service, value)
+            await self._set(service, is_serving)
+
+    async def set_alive(self, is_alive: bool) -> None:
+        """Say under LIVENESS_SERVICE whether the process, ready or not, can go on, or has to be
+        restarted.
+        """
+        await self._set(LIVENESS_SERVICE, is_alive)
+
+    def is_healthy(self, service: str) -> bool:
+        """Return what the health service says of `service`, from any thread but the event loop's.
+        That one is asked: if it hangs, nothing is healthy.
+        """
+        found: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def tell() -> None:
+            found.set_result(self._is_healthy.get(service, False))
+
+        try:
+            self._loop.call_soon_threadsafe(tell)
+            return found.result(HEALTH_TIMEOUT_S)
+        except (RuntimeError, concurrent.futures.TimeoutError):  # closed, or it hangs
+            return False
+
+    async def _set(self, service: str, is_healthy: bool) -> None:
+        self._is_healthy[service] = is_healthy
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(service, status.SERVING if is_healthy else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cancel them."""

@@ -1,6 +1,7 @@
 """A worker's services around a real engine: what operators, health checks and routers see."""
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> 
         request = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT, clear_cache=True)
         await worker.control.Pause(request, timeout=5)
         assert await worker.health() == {NOT_SERVING}
+        assert await worker.is_alive()
         (heartbeat,) = await read_until(router, lambda m: m.heartbeat.paused)
         assert not heartbeat.heartbeat.draining
         load = await worker.load()
@@ -36,6 +38,17 @@ async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> 
         await read_until(router, ends)
         assert await worker.health() == {SERVING}
         assert not (await worker.load()).paused
+
+
+async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(worker: Worker) -> None:
+    assert await worker.is_alive()
+    worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_timeout_s=0.0)
+    async with worker.attach("one") as router:
+        await router.write(add("long", 1000))
+        deadline = time.monotonic() + 10
+        while await worker.is_alive():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
 
 
 async def test_sleep_and_wake_up(worker: Worker) -> None:

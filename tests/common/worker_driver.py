@@ -13,7 +13,7 @@ from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common.rpc import RpcServer
+from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_common.worker import control_service, process
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
 from pdserve_engine.client import InprocEngineClient
@@ -33,6 +33,11 @@ class Worker:
         names = ("", SERVICE_NAME, control_service.SERVICE_NAME)
         checks = [health_pb2.HealthCheckRequest(service=name) for name in names]
         return {(await self._health.Check(check, timeout=5)).status for check in checks}
+
+    async def is_alive(self) -> bool:
+        check = health_pb2.HealthCheckRequest(service=LIVENESS_SERVICE)
+        status = (await self._health.Check(check, timeout=5)).status
+        return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
     async def load(self) -> Any:
         return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=5)

@@ -21,6 +21,7 @@ from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.rpc import LIVENESS_SERVICE
 
 pytestmark = pytest.mark.slow
 
@@ -295,7 +296,7 @@ async def test_every_process_answers_health_and_reflection(stack: Any) -> None:
     for process in stack.processes:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{process.port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            for name in ("", services[process.name]):
+            for name in ("", LIVENESS_SERVICE, services[process.name]):
                 check = health_pb2.HealthCheckRequest(service=name)
                 response = await health.Check(check, timeout=5)
                 assert response.status == health_pb2.HealthCheckResponse.SERVING

@@ -88,8 +88,8 @@ class Stack:
         await until(lambda: all(worker.num_running == 0 for worker in self.workers))
         assert self.metric("pdserve_requests_in_flight") == 0
         assert self.server.router.num_queued == 0
-        for client in (*self.server.pool.prefill, *self.server.pool.decode):
-            assert client.num_in_flight == 0
+        clients = (*self.server.pool.prefill, *self.server.pool.decode)
+        await until(lambda: all(client.num_in_flight == 0 for client in clients))
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

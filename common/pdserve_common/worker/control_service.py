@@ -58,6 +58,10 @@ class Readiness:
         self._servicer.announce_drain()
         await self.tell()
 
+    async def give_up(self) -> None:
+        """Ask to be restarted: the engine is broken, and what is left to do here may hang."""
+        await self._server.set_alive(False)
+
     def start_drain(self, timeout_s: float) -> "asyncio.Task[bool]":
         """Begin to drain the engine, which goes on without the caller; or return the drain that is
         under way.

@@ -88,7 +88,8 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         logger.error("cannot start: %s", error)
         # An engine that is up may hang, or have its memory under a READ.
         _exit_now(EXIT_CANNOT_START)
-    BuildMetrics(registry, role=role, version=VERSION, model=worker.engine.info.model)
+    info = worker.engine.info
+    BuildMetrics(registry, role=role, version=VERSION, model=info.model, kernels=info.kernels)
     servicer = EngineCoreServicer(worker.engine)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
     readiness = control_service.Readiness(worker.engine, server, servicer)
@@ -175,6 +176,7 @@ async def _wait_for_the_end(
             continue
         logger.info("asked to stop: draining")
         return None
+    await readiness.give_up()
     return problem
 
 

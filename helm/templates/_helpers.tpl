@@ -1,0 +1,86 @@
+{{- define "pdserve.name" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Names of what is made begin with it; 40 characters leave room for "-prefill-" and a revision. */}}
+{{- define "pdserve.fullname" -}}
+{{- $name := include "pdserve.name" . -}}
+{{- $unique := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{ default $unique .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "pdserve.serviceAccountName" -}}
+{{- $name := .Values.serviceAccount.create | ternary (include "pdserve.fullname" .) "default" -}}
+{{ default $name .Values.serviceAccount.name }}
+{{- end }}
+
+{{/* Labels that never change: those of selectors. */}}
+{{- define "pdserve.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "pdserve.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end }}
+
+{{- define "pdserve.labels" -}}
+{{ include "pdserve.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: pdserve
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{/* The values of one pool, as YAML: its own over those of both. Takes root and role. */}}
+{{- define "pdserve.pool" -}}
+{{ mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy (get .root.Values .role)) | toYaml }}
+{{- end }}
+
+{{/* What routers and workers must agree on. Workers that differ in it are other workers. */}}
+{{- define "pdserve.revision" -}}
+{{- $parts := list .Values.model .Values.revision -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := include "pdserve.pool" (dict "root" $ "role" $role) | fromYaml -}}
+{{- $parts = append $parts (pick $pool.config "dtype" "block_size") -}}
+{{- end -}}
+{{ toJson $parts | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* Name of the headless Service with a pool's workers of this revision. Takes root and role. */}}
+{{- define "pdserve.poolService" -}}
+{{ include "pdserve.fullname" .root }}-{{ .role }}-{{ include "pdserve.revision" .root }}
+{{- end }}
+
+{{/* A config map as flags. Numbers through JSON: Go would write 8388608 as 8.388608e+06. */}}
+{{- define "pdserve.flags" -}}
+{{- range $field, $value := . }}
+{{- $flag := replace "_" "-" $field }}
+{{- if kindIs "bool" $value }}
+- --{{ $value | ternary "" "no-" }}{{ $flag }}
+{{- else if kindIs "slice" $value }}
+- {{ printf "--%s=%s" $flag (join "," $value) | quote }}
+{{- else if kindIs "string" $value }}
+- {{ printf "--%s=%s" $flag $value | quote }}
+{{- else }}
+- --{{ $flag }}={{ toJson $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Takes root, image and the tag to use if the image names none. */}}
+{{- define "pdserve.image" -}}
+image: {{ printf "%s:%s" .image.repository (default .tag .image.tag) | quote }}
+imagePullPolicy: {{ .image.pullPolicy }}
+{{- end }}
+
+{{- define "pdserve.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "pdserve.podSecurity" -}}
+runAsNonRoot: {{ ne (int .) 0 }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+seccompProfile: {type: RuntimeDefault}
+{{- end }}

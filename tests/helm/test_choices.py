@@ -1,0 +1,164 @@
+"""What the chart makes of one choice or another."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from helm_chart import (
+    CHART,
+    MATRIX,
+    ROOT,
+    Manifest,
+    container,
+    find,
+    of_kind,
+    render,
+)
+
+
+def pod(manifests: list[Manifest], component: str) -> Manifest:
+    """Labels and spec of a component's Pods."""
+    return dict(find(manifests, "Deployment", component)["spec"]["template"])
+
+
+def test_pools_scale_on_metrics_that_exist() -> None:
+    documented = (ROOT / "docs" / "metrics.md").read_text()
+    for kind in ("hpa", "keda"):
+        scaling = {"kind": kind, "prometheusAddress": "http://prometheus:9090"}
+        manifests = render({"autoscaling": scaling})
+        scalers = of_kind(manifests, "HorizontalPodAutoscaler" if kind == "hpa" else "ScaledObject")
+        assert len(scalers) == 2
+        for scaler in scalers:
+            names = set(re.findall(r"pdserve_\w+", str(scaler["spec"])))
+            assert names == {
+                "pdserve_waiting_tokens",
+                "pdserve_kv_cache_usage_ratio",
+                "pdserve_build_info",
+            }
+            assert all(f"`{name}`" in documented for name in names)
+
+
+def test_a_pool_grows_with_the_other_one() -> None:
+    scaling = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
+    manifests = render({"autoscaling": scaling, "decode": {"autoscaling": {"maxPeers": 2}}})
+    triggers = find(manifests, "ScaledObject", "decode")["spec"]["triggers"]
+    by_query = {
+        trigger["metadata"]["query"]: trigger["metadata"]["threshold"] for trigger in triggers
+    }
+    selector = 'namespace="serving",release="demo",component='
+    assert by_query == {
+        f'sum(pdserve_waiting_tokens{{{selector}"decode"}})': "4096",
+        f'sum(pdserve_kv_cache_usage_ratio{{{selector}"decode"}})': "0.8",
+        f'count(pdserve_build_info{{{selector}"prefill"}})': "2",
+    }
+
+
+def revision(values: dict[str, Any]) -> str:
+    manifests = render(values)
+    labels = pod(manifests, "prefill")["metadata"]["labels"]
+    name = find(manifests, "Service", "prefill")["metadata"]["name"]
+    assert name.endswith(labels["pdserve/revision"])
+    return str(labels["pdserve/revision"])
+
+
+def test_workers_of_another_model_are_other_workers() -> None:
+    others: list[dict[str, Any]] = [
+        {"model": {"path": "/models/other"}},
+        {"worker": {"config": {"dtype": "float32"}}},
+        {"decode": {"config": {"block_size": 32}}},
+        {"revision": "2"},
+    ]
+    same: list[dict[str, Any]] = [
+        {"decode": {"replicas": 3}},
+        {"worker": {"config": {"max_num_seqs": 2}}},
+    ]
+    old = revision({})
+    assert all(revision(values) != old for values in others)
+    assert all(revision(values) == old for values in same)
+
+
+def test_names_that_look_like_numbers_stay_names() -> None:
+    values = {"serviceAccount": {"name": "7"}, "autoscaling": {"kind": "hpa"}, "revision": "1"}
+    for manifest in render(values, name="12"):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_pools_take_what_they_share_and_then_their_own() -> None:
+    manifests = render(
+        {
+            "worker": {
+                "config": {"max_num_seqs": 8, "async_scheduling": True},
+                "minReadySeconds": 9,
+            },
+            "prefill": {"config": {"max_num_seqs": 4}, "replicas": 0},
+            "decode": {"config": {"async_scheduling": False}, "minReadySeconds": 0},
+        }
+    )
+    prefill, decode = (find(manifests, "Deployment", role) for role in ("prefill", "decode"))
+    assert {"--max-num-seqs=4", "--async-scheduling"} <= set(container(prefill)["args"])
+    assert {"--max-num-seqs=8", "--no-async-scheduling"} <= set(container(decode)["args"])
+    assert (prefill["spec"]["replicas"], prefill["spec"]["minReadySeconds"]) == (0, 9)
+    assert (decode["spec"]["replicas"], decode["spec"]["minReadySeconds"]) == (1, 0)
+    router_args = container(find(manifests, "Deployment", "router"))["args"]
+    assert not [arg for arg in router_args if arg.startswith("--prefill=")]
+
+
+def test_gpus_are_asked_for_where_the_device_is_one() -> None:
+    for device, count in (("cuda", 1), ("cpu", None)):
+        manifests = render({"worker": {"config": {"device": device}}})
+        limits = container(find(manifests, "Deployment", "decode"))["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu") == count
+
+
+def test_models_that_are_not_in_the_images_are_mounted_where_their_path_is() -> None:
+    for name in ("everything", "hub_and_hpa", "image"):
+        manifests = render(MATRIX[name])
+        for component in ("router", "prefill", "decode"):
+            mounts = container(find(manifests, "Deployment", component))["volumeMounts"]
+            (model,) = (mount for mount in mounts if mount["name"] == "model")
+            assert (model["mountPath"], model["readOnly"]) == ("/models", True)
+
+
+def test_the_download_goes_where_the_processes_read() -> None:
+    manifests = render(MATRIX["hub_and_hpa"])
+    for component in ("router", "prefill", "decode"):
+        spec = pod(manifests, component)["spec"]
+        (download,) = spec["initContainers"]
+        assert "--local-dir=/models/qwen" in download["command"]
+        assert "--model=/models/qwen" in spec["containers"][0]["args"]
+        mounts = [m for m in download["volumeMounts"] if m["name"] == "model"]
+        assert mounts == [{"name": "model", "mountPath": "/models"}]
+
+
+def test_dashboards_and_alerts_arrive_as_they_are(tmp_path: Path) -> None:
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    dashboard = '{"title": "Overview", "legend": "{{pod}} $__rate_interval"}'
+    (chart / "dashboards").mkdir(exist_ok=True)
+    (chart / "dashboards" / "sample.json").write_text(dashboard + "\n")
+    rules = {
+        "groups": [
+            {
+                "name": "sample",
+                "rules": [
+                    {
+                        "alert": "Sample",
+                        "expr": "up == 0",
+                        "annotations": {"summary": "{{ $labels.pod }} is down"},
+                    }
+                ],
+            }
+        ]
+    }
+    (chart / "alerts").mkdir(exist_ok=True)
+    (chart / "alerts" / "sample.yaml").write_text(yaml.safe_dump(rules))
+    manifests = render({"prometheusRule": {"enabled": True}}, chart=chart)
+    found = {m["metadata"]["name"]: m for m in manifests}
+    assert found["demo-pdserve-sample"]["kind"] in ("ConfigMap", "PrometheusRule")
+    (config_map,) = (m for m in of_kind(manifests, "ConfigMap") if "sample.json" in m["data"])
+    assert config_map["data"]["sample.json"].strip() == dashboard
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert rules in [m["spec"] for m in of_kind(manifests, "PrometheusRule")]

@@ -1,0 +1,245 @@
+"""What the chart makes is valid for Kubernetes, and its parts fit together."""
+
+import functools
+import re
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from helm_chart import (
+    CHART,
+    MATRIX,
+    ROOT,
+    Manifest,
+    component_of,
+    container,
+    find,
+    of_kind,
+    pod_specs,
+)
+from helm_python import lint
+
+from pdserve_common.config import ENV_PREFIX, parse_config
+from pdserve_common.rpc import LIVENESS_SERVICE
+from pdserve_decode.config import DecodeConfig
+from pdserve_prefill.config import PrefillConfig
+from pdserve_router.config import RouterConfig
+
+# Else it reads megabytes for each manifest.
+kubernetes_validate.utils.schema_contents = functools.cache(
+    kubernetes_validate.utils.schema_contents
+)
+KUBERNETES_VERSIONS = ("1.30", "1.33", "1.37")
+# test_operators.py checks these.
+CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject"}
+CONFIGS: dict[str, type[Any]] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+# What the downward API would say.
+REQUESTED_CPUS = "4"
+# Kubernetes' for names that become labels or host names.
+MAX_NAME = 63
+WARNING = 2
+
+
+def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """Labels and spec of each component's Pods."""
+    return {component_of(m): m["spec"]["template"] for m in of_kind(manifests, "Deployment")}
+
+
+def selected(manifests: list[Manifest], labels: dict[str, str]) -> set[str]:
+    """Components whose Pods have these labels."""
+    return {
+        component
+        for component, pod in pods(manifests).items()
+        if labels.items() <= pod["metadata"]["labels"].items()
+    }
+
+
+def port_names(pod: Manifest) -> set[str]:
+    return {port["name"] for each in pod["spec"]["containers"] for port in each["ports"]}
+
+
+@pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
+def test_helm_finds_nothing_to_warn_of(values: dict[str, Any]) -> None:
+    found = lint(str(CHART), values, strict=True)["messages"]
+    assert not [message for message in found if message["severity"] >= WARNING]
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_kubernetes_knows_every_field(manifests: list[Manifest], version: str) -> None:
+    volumes = [v for spec in pod_specs(manifests) for v in spec.get("volumes", ())]
+    if version == "1.30" and any("image" in volume for volume in volumes):
+        pytest.skip("image volumes came later")
+    for manifest in manifests:
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_kinds_are_known_and_names_unique_and_short(manifests: list[Manifest]) -> None:
+    names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    assert len(names) == len(set(names))
+    assert all(len(name) <= MAX_NAME for _, name in names)
+    assert all(m["metadata"]["namespace"] == "serving" for m in manifests)
+    # None with rights: nothing here talks to Kubernetes' API.
+    assert not {kind for kind, _ in names if "Role" in kind}
+
+
+def test_selectors_find_their_own_pods(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        kind, spec = manifest["kind"], manifest.get("spec", {})
+        if kind in ("Deployment", "PodDisruptionBudget"):
+            labels = spec["selector"]["matchLabels"]
+        elif kind == "Service":
+            labels = spec["selector"]
+        elif kind == "NetworkPolicy":
+            labels = spec["podSelector"]["matchLabels"]
+        elif kind == "PodMonitor":
+            assert selected(manifests, spec["selector"]["matchLabels"]) == set(CONFIGS)
+            continue
+        else:
+            continue
+        assert selected(manifests, labels) == {component_of(manifest)}, manifest["metadata"]["name"]
+
+
+def test_ports_that_are_named_are_there(manifests: list[Manifest]) -> None:
+    by_component = pods(manifests)
+    for service in of_kind(manifests, "Service"):
+        targets = {port["targetPort"] for port in service["spec"]["ports"]}
+        assert targets <= port_names(by_component[component_of(service)])
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        own = port_names(by_component[component_of(policy)])
+        for rule in policy["spec"]["ingress"]:
+            assert {port["port"] for port in rule.get("ports", ())} <= own
+    for monitor in of_kind(manifests, "PodMonitor"):
+        ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+        assert all(ports <= port_names(pod) for pod in by_component.values())
+
+
+def config_of(component: str, process: dict[str, Any]) -> Any:
+    """What a component's process makes of its flags and environment."""
+    model = f"--model={ROOT / 'models' / 'pdserve-tiny'}"
+    args = [model if arg.startswith("--model=") else arg for arg in process["args"]]
+    environ = {
+        each["name"]: each.get("value", REQUESTED_CPUS)
+        for each in process["env"]
+        if each["name"].startswith(ENV_PREFIX)
+    }
+    return parse_config(CONFIGS[component], args, prog=component, environ=environ)
+
+
+@pytest.mark.parametrize("component", CONFIGS)
+def test_processes_accept_their_flags_and_listen_where_they_are_looked_for(
+    manifests: list[Manifest], component: str
+) -> None:
+    process = container(find(manifests, "Deployment", component))
+    assert process["command"] == [f"pdserve-{component}"]
+    config = config_of(component, process)
+    expected = {"metrics": config.metrics_port}
+    if component == "router":
+        expected |= {"grpc": config.grpc_port, "http": config.http_port}
+    else:
+        expected |= {"grpc": config.port}
+        assert config.num_threads == int(REQUESTED_CPUS)
+        (cpus,) = (each for each in process["env"] if each["name"] == "PDSERVE_NUM_THREADS")
+        source = cpus["valueFrom"]["resourceFieldRef"]
+        assert source == {"containerName": component, "resource": "requests.cpu"}
+    assert {port["name"]: port["containerPort"] for port in process["ports"]} == expected
+    assert config.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("component", CONFIGS)
+def test_probes_ask_the_health_services_that_there_are(
+    manifests: list[Manifest], component: str
+) -> None:
+    process = container(find(manifests, "Deployment", component))
+    probes = [process[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")]
+    ports = {port["name"]: port["containerPort"] for port in process["ports"]}
+    assert {probe["port"] for probe in probes} == {ports["grpc"]}
+    # Neither a router without workers nor a paused worker is to be restarted.
+    services = [probe.get("service", "") for probe in probes]
+    assert services == [LIVENESS_SERVICE, "", LIVENESS_SERVICE]
+
+
+@pytest.mark.parametrize("component", CONFIGS)
+def test_pods_are_not_killed_while_they_drain(manifests: list[Manifest], component: str) -> None:
+    deployment = find(manifests, "Deployment", component)
+    process = container(deployment)
+    sleep_s = process.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    drain_s = config_of(component, process).drain_timeout_s
+    grace_s = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    # A process takes up to 2 s more for streams that are to end.
+    assert grace_s > sleep_s + drain_s + 2
+    if component == "router":
+        assert sleep_s > 0, "load balancers send to it for a while"
+
+
+def test_routers_look_for_workers_where_services_list_them(manifests: list[Manifest]) -> None:
+    args = container(find(manifests, "Deployment", "router"))["args"]
+    matches = (re.fullmatch(r"--(\w+)=dns://(.+)", arg) for arg in args)
+    sources = {match[1]: match[2] for match in matches if match}
+    assert "decode" in sources
+    for role, source in sources.items():
+        service = find(manifests, "Service", role)
+        (port,) = service["spec"]["ports"]
+        assert source == f"{service['metadata']['name']}:{port['port']}"
+        assert service["spec"]["clusterIP"] == "None"
+        worker = container(find(manifests, "Deployment", role))
+        ports = {each["name"]: each["containerPort"] for each in worker["ports"]}
+        assert ports["grpc"] == port["port"], "DNS gives addresses, no ports"
+
+
+def test_pods_have_no_rights_and_no_writable_root(manifests: list[Manifest]) -> None:
+    for spec in pod_specs(manifests):
+        assert spec["automountServiceAccountToken"] is False
+        # A Service named pdserve would set PDSERVE_PORT.
+        assert spec["enableServiceLinks"] is False
+        security = spec["securityContext"]
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert security["runAsNonRoot"] is (security["runAsUser"] != 0)
+        for each in (*spec["containers"], *spec.get("initContainers", ())):
+            own = each["securityContext"]
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"]["drop"] == ["ALL"]
+
+
+def test_volumes_that_are_mounted_are_there(manifests: list[Manifest]) -> None:
+    for spec in pod_specs(manifests):
+        volumes = [volume["name"] for volume in spec.get("volumes", ())]
+        assert len(volumes) == len(set(volumes))
+        for each in (*spec["containers"], *spec.get("initContainers", ())):
+            mounts = each.get("volumeMounts", ())
+            assert {mount["name"] for mount in mounts} <= set(volumes)
+            assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
+
+
+def test_what_scales_a_pool_is_there_and_sets_its_replicas_alone(manifests: list[Manifest]) -> None:
+    scalers = of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject")
+    scaled = {scaler["spec"]["scaleTargetRef"]["name"] for scaler in scalers}
+    deployments = {m["metadata"]["name"]: m["spec"] for m in of_kind(manifests, "Deployment")}
+    assert scaled <= set(deployments)
+    for name, spec in deployments.items():
+        assert ("replicas" in spec) is (name not in scaled)
+
+
+def test_the_test_hook_generates_through_the_router(manifests: list[Manifest]) -> None:
+    (pod,) = of_kind(manifests, "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    (process,) = pod["spec"]["containers"]
+    assert process["command"] == ["pdserve", "generate"]
+    (address,) = (a.removeprefix("--address=") for a in process["args"] if "--address=" in a)
+    service = find(manifests, "Service", "router")
+    assert address == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+
+
+def test_routers_let_the_test_hook_in_whoever_the_clients_are(manifests: list[Manifest]) -> None:
+    (pod,) = of_kind(manifests, "Pod")
+    labels = pod["metadata"]["labels"].items()
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        if component_of(policy) == "router":
+            (rule,) = (r for r in policy["spec"]["ingress"] if {"port": "grpc"} in r["ports"])
+            own = [peer["podSelector"] for peer in rule.get("from", ()) if "podSelector" in peer]
+            assert "from" not in rule or any(each["matchLabels"].items() <= labels for each in own)

@@ -1,0 +1,105 @@
+"""The chart's values: what is refused, and that schema and README follow the code."""
+
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+from helm_chart import CHART, CPU_VALUES, render
+
+import update_chart
+from pdserve_common.version import VERSION
+from pdserve_decode.config import DecodeConfig
+from pdserve_prefill.config import PrefillConfig
+from pdserve_router.config import RouterConfig
+
+KEDA = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
+
+
+def leaves(values: Any, path: tuple[str, ...] = ()) -> Any:
+    """Paths of all that is no map, or an empty one."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def test_the_schema_knows_the_processes_settings() -> None:
+    text = (CHART / "values.schema.json").read_text()
+    assert update_chart.update_schema(text) == text, "run tools/update_chart.py"
+
+
+def test_the_readme_lists_the_values() -> None:
+    text = (CHART / "README.md").read_text()
+    assert update_chart.update_readme(text) == text, "run tools/update_chart.py"
+
+
+def test_every_value_is_documented() -> None:
+    text = (CHART / "values.yaml").read_text()
+    documented = {tuple(value.path.split(".")) for value in update_chart.documented_values(text)}
+    undocumented = [
+        ".".join(path)
+        for path in leaves(yaml.safe_load(text))
+        if not any(path[:length] in documented for length in range(1, len(path) + 1))
+    ]
+    assert undocumented == []
+
+
+def test_settings_of_the_chart_are_not_settable_twice() -> None:
+    for cls in (RouterConfig, PrefillConfig, DecodeConfig):
+        fields = set(update_chart.fields_of(cls)["properties"])
+        assert fields
+        assert not fields & update_chart.OWNED
+        assert fields | update_chart.OWNED >= set(cls.__dataclass_fields__)
+
+
+def test_the_chart_is_of_this_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == VERSION
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replica": 1}, "replica"),
+        ({"prefill": {"config": {"max_num_seq": 1}}}, "max_num_seq"),
+        ({"prefill": {"config": {"maxNumSeqs": 1}}}, "maxNumSeqs"),
+        ({"decode": {"config": {"port": 1}}}, "port"),
+        ({"router": {"config": {"decode": ["a:1"]}}}, "decode"),
+        ({"router": {"config": {"drain_timeout_s": "long"}}}, "drain_timeout_s"),
+        ({"worker": {"config": {"dtype": "float16"}}}, "dtype"),
+        ({"worker": {"config": {"drain_timeout_s": None}}}, "drain_timeout_s"),
+        ({"router": {"replicas": 0}}, "replicas"),
+        ({"decode": {"replicas": 0}}, "decode.replicas is 0"),
+        ({"fullnameOverride": "1st"}, "fullnameOverride"),
+        ({"model": {"path": "/data/qwen"}}, "path"),
+        ({"model": {"path": "/models/../etc"}}, "path"),
+        ({"model": {"source": "pvc"}}, "model.pvc.claimName is empty"),
+        ({"model": {"source": "image"}}, "model.image.reference is empty"),
+        ({"model": {"source": "hub"}}, "model.hub.repository is empty"),
+        ({"model": {"source": "hub", "hub": {"repository": "--x/y"}}}, "repository"),
+        ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusAddress is empty"),
+        (
+            {"autoscaling": KEDA, "worker": {"autoscaling": {"minReplicas": 9}}},
+            "autoscaling.maxReplicas is below minReplicas",
+        ),
+        (
+            {"autoscaling": KEDA, "worker": {"autoscaling": {"maxPeers": 1}}},
+            "autoscaling.maxPeers of prefill times that of decode must be at least 2",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value.replace(" ", "-"),
+)
+def test_what_cannot_work_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError) as error:
+        render(values)
+    assert message in str(error.value)
+
+
+def test_the_cpu_profile_asks_for_no_gpu_and_for_the_model_of_the_image() -> None:
+    assert "model" not in CPU_VALUES
+    text = str(render(CPU_VALUES))
+    assert "gpu" not in text.replace("--gpu", "")
+    assert "--device=cpu" in text
+    assert "--model=/models/pdserve-tiny" in text
