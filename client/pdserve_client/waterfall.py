@@ -18,9 +18,9 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     ]
     first_itl = [
         ("KV transfer, exposed", metrics.kv_transfer_exposed_ns),
-        ("release acknowledged", metrics.release_ack_ns),
         ("into D's batch", metrics.decode_admit_ns),
         ("first decode step", metrics.first_decode_step_ns),
+        ("waiting for P's word", metrics.release_ack_ns),
         ("return", metrics.decode_return_ns),
     ]
     lines = _group("time to first token (TTFT)", metrics.ttft_ns, ttft)

@@ -292,8 +292,8 @@ class PrefillStats:
 class KVTransferStats:
     """What pulling a request's KV cost, measured on D (seconds).
 
-    Exclusive, after P's last announcement has reached D: exposed_s, release_ack_s, decode_admit_s,
-    first_decode_step_s. transfer_s overlaps with the prefill and with them.
+    Exclusive, after P's last announcement has reached D: exposed_s, decode_admit_s,
+    first_decode_step_s, release_ack_s. transfer_s overlaps with the prefill and with them.
     """
 
     num_bytes: int
@@ -305,9 +305,10 @@ class KVTransferStats:
     transfer_s: float
     # From P's last word (PrefillDone) reaching D to the last READ having landed.
     exposed_s: float
-    # From then to P's acknowledgement of the last release.
+    # From D's first own token to P's acknowledgement of the last release, which it has to wait for:
+    # 0 if that came first.
     release_ack_s: float
-    # From then to the request being in the batch.
+    # From the last READ having landed to the request being in the batch.
     decode_admit_s: float = 0.0
     # From then to D's first own token.
     first_decode_step_s: float = 0.0
@@ -449,3 +450,5 @@ class EngineInfo:
     version: str
     # Names that SamplingParams.logits_processors may hold.
     logits_processors: tuple[str, ...] = ()
+    # What computes: "cpu/avx512bf16", "cpu/avx2", "reference" or "triton".
+    kernels: str = ""

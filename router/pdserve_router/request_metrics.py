@@ -9,9 +9,9 @@ from pdserve_common.metrics import RouterMetrics
 TTFT_STAGES = ("router_queue", "tokenize", "dispatch", "prefill_queue", "prefill", "return")
 FIRST_ITL_STAGES = (
     "kv_transfer_exposed",
-    "release_ack",
     "decode_admit",
     "first_decode_step",
+    "release_ack",
     "decode_return",
 )
 
@@ -66,9 +66,9 @@ class RequestMetrics:
     return_ns: int = 0
     ttft_ns: int = 0
     kv_transfer_exposed_ns: int = 0
-    release_ack_ns: int = 0
     decode_admit_ns: int = 0
     first_decode_step_ns: int = 0
+    release_ack_ns: int = 0
     decode_return_ns: int = 0
     first_itl_ns: int = 0
     kv_transfer_ns: int = 0
@@ -129,12 +129,12 @@ def measure(
         _ns(prefill.queue_s),
         _ns(prefill.prefill_s),
     )
-    exposed, release_ack, admit, decode_step, decode_rest = _split(
+    exposed, admit, decode_step, release_ack, decode_rest = _split(
         first_itl,
         _ns(transfer.exposed_s),
-        _ns(transfer.release_ack_s),
         _ns(transfer.decode_admit_s),
         _ns(transfer.first_decode_step_s),
+        _ns(transfer.release_ack_s),
     )
     decode_ns = _since(timeline.first_token_ns, timeline.last_token_ns)
     return RequestMetrics(
@@ -147,9 +147,9 @@ def measure(
         return_ns=rest,
         ttft_ns=ttft,
         kv_transfer_exposed_ns=exposed,
-        release_ack_ns=release_ack,
         decode_admit_ns=admit,
         first_decode_step_ns=decode_step,
+        release_ack_ns=release_ack,
         decode_return_ns=decode_rest,
         first_itl_ns=first_itl,
         kv_transfer_ns=_ns(transfer.transfer_s),

@@ -2,7 +2,8 @@
 chance: when a message arrives, when a block is copied, what fails.
 
 A block's memory holds a number for each of its tokens, made of all tokens up to it, and -1 when
-nobody can ask for it any more. So every step can check what it is about to read.
+nobody can ask for it any more. So every step can check what it is about to read. A step that runs
+ahead of P's word may read what is wrong: then its token and its KV are wrong as well.
 """
 
 import collections
@@ -94,26 +95,36 @@ class Executor:
             for table, ids in zip(self._known[request_id].tables, block_ids or (), strict=False):
                 table.extend(ids)
         self._worker.world.other_threads()
-        sampled = [self._compute(self._known[r], n) for r, n in step.num_scheduled_tokens.items()]
+        sampled = [self._compute(r, n) for r, n in step.num_scheduled_tokens.items()]
         self._worker.world.other_threads()
         return ModelRunnerOutput(
             request_ids=tuple(step.num_scheduled_tokens), sampled_token_ids=tuple(sampled)
         )
 
-    def _compute(self, known: Known, num_tokens: int) -> tuple[int, ...]:
+    def _compute(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        known = self._known[request_id]
         start, end = known.num_computed, known.num_computed + num_tokens
         kv, memory = kv_of(known.token_ids), self._worker.memory
+        is_right = True
         for table, window in zip(known.tables, self._worker.windows, strict=True):
             seen = range(0 if window is None else max(0, start - window + 1), start)
             found = [memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in seen]
-            assert found == [kv[i] for i in seen], "a step reads KV that is not its own"
+            is_right &= found == [kv[i] for i in seen]
             for i in range(start, end):
-                memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = kv[i]
+                memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = kv[i] if is_right else DEAD
+        self._watch(request_id, is_right)
         known.num_computed = end
         if end < len(known.token_ids):
             return ()
-        known.token_ids.append(next_token(known.token_ids))
+        known.token_ids.append(next_token(known.token_ids) if is_right else DEAD)
         return (known.token_ids[-1],)
+
+    def _watch(self, request_id: str, is_right: bool) -> None:
+        request = self._worker.scheduler.requests.get(request_id)
+        if request is not None and request.needs_remote_kv:
+            self._worker.world.ran_ahead[is_right] += 1
+        else:
+            assert is_right, "a step reads KV that is not its own"
 
 
 @dataclass(eq=False)
@@ -363,8 +374,9 @@ class Worker:
             self.outputs.extend(self.owners.take_in(outputs))
 
     def preempt(self) -> None:
-        if self.scheduler.running:
-            self.scheduler._preempt(self.world.random.choice(self.scheduler.running))
+        victims = [r for r in self.scheduler.running if not r.needs_remote_kv]
+        if victims:
+            self.scheduler._preempt(self.world.random.choice(victims))
 
     @property
     def is_busy(self) -> bool:
@@ -423,6 +435,8 @@ class World:
             self.workers[name] = Worker(self, name, windows)
         self.live: dict[str, Live] = {}
         self.ended: collections.Counter[str] = collections.Counter()
+        # Steps ahead of P's word, by whether they read what is right.
+        self.ran_ahead: collections.Counter[bool] = collections.Counter()
         self._ids = itertools.count()
         self._is_other_thread = False
 

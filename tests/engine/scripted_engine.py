@@ -25,6 +25,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
+    BlocksLanded,
     BlocksReturned,
     KVConnector,
     KVNews,
@@ -316,11 +317,19 @@ class ScriptedConnector(KVConnector):
         self.announced[request_id] = num_tokens
         self.news.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
 
+    def land_all(self, request_id: str) -> None:
+        """All KV is here, and P's first token; P's word on it is outstanding."""
+        request = self.tickets[request_id]
+        del self.loading[request_id]
+        self.news.append(BlocksLanded(request, (next_token(list(request.all_token_ids)),)))
+
     def finish_load(self, request_id: str) -> None:
         """All KV is here, and P's first token."""
-        request = self.tickets[request_id]
-        first_token = next_token(list(request.all_token_ids))
-        del self.loading[request_id]
+        self.land_all(request_id)
+        self.accept(request_id)
+
+    def accept(self, request_id: str) -> None:
+        """P says that what has landed is right."""
         stats = KVTransferStats(
             num_bytes=1,
             num_blocks=1,
@@ -330,7 +339,7 @@ class ScriptedConnector(KVConnector):
             exposed_s=0,
             release_ack_s=0,
         )
-        self.news.append(TransferFinished(request, (first_token,), stats))
+        self.news.append(TransferFinished(self.tickets[request_id], stats))
 
     def fail(self, request_id: str, error: EngineError) -> None:
         self.news.append(TransferFailed(self.tickets[request_id], error))

@@ -66,6 +66,7 @@ def test_a_passing_fault_costs_nothing_but_time() -> None:
     engine.step()
     fail_on(engine, "a", "b")
     engine.step()
+    assert not any(r.num_in_flight_tokens for r in engine.scheduler.requests.values())
     engine.executor.on_step = lambda step: None
     engine.run()
     for name in ("a", "b"):

@@ -15,6 +15,7 @@ from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
+    BlocksLanded,
     StartAllowed,
     StartForbidden,
     TransferFailed,
@@ -48,8 +49,8 @@ def test_a_prefill_is_handed_over_while_it_runs(pair: Any) -> None:
         assert same_blocks(pair, d_blocks[:num_blocks], p_blocks[:num_blocks])
         pair.p_pool.tensor[p_blocks[num_blocks]] += 1  # the next step writes it only now
     assert pair.end_p(prefill) == {p_blocks[2]}, "the others are read"
+    assert pair.wait_for(BlocksLanded).output_token_ids == (77,)
     finished = pair.wait_for(TransferFinished)
-    assert finished.output_token_ids == (77,)
     assert finished.stats.num_reads == finished.stats.num_blocks == 3
     assert same_blocks(pair, d_blocks[:3], p_blocks[:3])
     pair.end_d(request)
@@ -98,7 +99,7 @@ def test_a_prompt_that_d_has_cached_whole_moves_no_block(pair: Any) -> None:
     pair.prefill(num_tokens=32)
     finished = pair.wait_for(TransferFinished)
     assert finished.stats.num_reads == 0
-    assert finished.output_token_ids == (77,)
+    assert pair.wait_for(BlocksLanded).output_token_ids == (77,)
     pair.end_d(request)
     pair.check_baseline()
 

@@ -32,6 +32,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
+    BlocksLanded,
     BlocksReturned,
     TransferFinished,
     TransferLost,
@@ -134,6 +135,15 @@ class World:
         assert self.heard() == [Release(session=session, through_block=1)]
         return request, session
 
+    def landed(self, **fields: Any) -> tuple[Request, KVSessionId]:
+        """All three are here, P's word is outstanding."""
+        request, session = self.granted(**fields)
+        self.say(ready(session, 0, 5, 9, 2), done(session))
+        self.transport.land()
+        (news,) = self.told()
+        assert (type(news), news.request) == (BlocksLanded, request)
+        return request, session
+
     def lost(self, request: Request) -> Any:
         (news,) = self.told(TransferLost)
         assert news.request is request
@@ -206,9 +216,9 @@ def test_chunks_are_read_released_and_confirmed_one_by_one(world: World) -> None
         world.say(ack(session, block + 1))
         assert world.told() == [BlocksConfirmed(request, min(16 * (block + 1), 40))]
     world.say(done(session))
-    (finished,) = world.told()
-    assert finished.request is request
-    assert finished.output_token_ids == (77,)
+    landed, finished = world.told()
+    assert landed.request is finished.request is request
+    assert landed.output_token_ids == (77,)
     assert finished.stats.num_blocks == finished.stats.num_reads == 3
     table = world.d_tables[request][0]
     assert torch.equal(world.d_pool.tensor[table[:3]], world.p_pool.tensor[[5, 9, 2]])
@@ -226,7 +236,7 @@ def test_reads_that_land_out_of_order_are_released_without_a_hole(world: World) 
     world.transport.land(0)
     assert world.heard() == [Release(session=session, through_block=3)]
     world.say(ack(session, 3))
-    assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    assert [type(n) for n in world.told()] == [BlocksLanded, BlocksConfirmed, TransferFinished]
     world.end(request)
 
 
@@ -245,9 +255,9 @@ def test_what_is_cached_is_not_read(world: World) -> None:
 def test_a_prompt_that_is_cached_whole_needs_no_read_and_no_release(world: World) -> None:
     request, session = world.granted(num_cached=32, num_tokens=32)
     world.say(done(session, num_tokens=32))
-    (finished,) = world.told()
+    landed, finished = world.told()
     assert finished.stats.num_reads == 0
-    assert finished.output_token_ids == (77,)
+    assert landed.output_token_ids == (77,)
     assert world.heard() == []
     world.end(request)
 
@@ -521,6 +531,19 @@ LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
 }
 
 
+def let_the_answer_stay_out(world: World, request: Request, session: KVSessionId) -> None:
+    world.now += ACK_TIMEOUT_S
+    world.d.on_tick()
+
+
+# When all has landed nothing of the transport can go wrong, but P may not answer.
+LATE_LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
+    **{name: LOSSES[name] for name in ("link_lost", "session_ended", "fenced")},
+    "not_valid": lambda world, _, session: world.say(ack(session, 3, valid=False)),
+    "expired": let_the_answer_stay_out,
+}
+
+
 def test_the_losses_below_are_all() -> None:
     assert {*LOSSES, "aborted"} == set(get_args(LossReason))
 
@@ -557,6 +580,30 @@ def test_a_lost_pull_is_reported_held_and_then_failed(world: World, reason: str)
     world.end(request)
 
 
+@pytest.mark.parametrize("reason", LATE_LOSSES)
+def test_what_has_landed_is_lost_without_ps_word(world: World, reason: str) -> None:
+    request, session = world.landed()
+    assert world.heard() == [Release(session=session, through_block=3)]
+    LATE_LOSSES[reason](world, request, session)
+    lost = world.lost(request)
+    assert (lost.reason, lost.num_confirmed_tokens) == (reason, 0)
+    world.say(ack(session, 3))
+    assert world.told() == [], "it comes too late"
+    world.end(request)
+
+
+def test_all_that_landed_is_accepted_with_ps_last_word(world: World) -> None:
+    request, session = world.landed()
+    world.say(ack(session, 2))
+    assert world.told() == [BlocksConfirmed(request, 32)]
+    world.say(ready(session, 0, 5), done(session))
+    assert world.gauge("late_messages") == 2
+    world.say(ack(session, 3))
+    assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    assert world.gauge("sessions", "landed") == 0
+    world.end(request)
+
+
 def test_a_p_that_cannot_be_reached_loses_the_ticket(world: World) -> None:
     request, session = world.pulling()
     LOSSES["no_link"](world, request, session)
@@ -567,7 +614,7 @@ def test_a_p_that_cannot_be_reached_loses_the_ticket(world: World) -> None:
     assert world.dialed == ["p0", "p0"], "the next one tries again"
 
 
-@pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "pulling"])
+@pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "pulling", "landed"])
 @pytest.mark.parametrize("reason", ["finished", "aborted", "superseded"])
 def test_a_request_that_p_ends_is_void_at_once(world: World, stage: str, reason: str) -> None:
     if stage == "ticket":
@@ -694,6 +741,13 @@ def test_a_zombie_that_fails_gives_its_blocks_back(world: World) -> None:
     world.pair.end_d(request)
     lose_read(world, request, world.session())
     assert world.told() == [BlocksFreed((table[0],))]
+    world.end(request)
+
+
+def test_what_has_landed_comes_back_at_once(world: World) -> None:
+    request, _ = world.landed()
+    assert world.pair.end_d(request) == frozenset()
+    assert CancelRequest(request_id="r0", attempt=0, reason="aborted") in world.heard()
     world.end(request)
 
 

@@ -9,6 +9,7 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded
 from pdserve_engine.core.request import RequestStatus
 from pdserve_engine.kv_transfer.base import (
+    BlocksLanded,
     StartAllowed,
     StartForbidden,
     TransferFailed,
@@ -56,7 +57,7 @@ def test_a_handoff_moves_the_blocks(split: Any) -> None:
     split.prefill()
     finished = split.wait_for(TransferFinished)
     assert finished.stats.num_reads == 3
-    assert finished.output_token_ids == (77,)
+    assert split.wait_for(BlocksLanded).output_token_ids == (77,)
     split.end_d(request)
     split.check_baseline()
 

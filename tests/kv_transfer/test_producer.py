@@ -779,7 +779,8 @@ class Traffic:
 
     def reasons(self) -> set[str]:
         (metric,) = self.world.p_metrics.sessions_ended.collect()
-        return {sample.labels["reason"] for sample in metric.samples}
+        counts = (sample for sample in metric.samples if sample.name.endswith("_total"))
+        return {sample.labels["reason"] for sample in counts if sample.value}
 
     def _say(self) -> None:
         session = self.rng.choice(self.sessions[-6:])

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pdserve_common.engine_types import (
     EngineCoreEvent,
@@ -15,6 +16,7 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     SamplingParams,
 )
+from pdserve_engine.core.sched_output import ModelRunnerOutput
 
 
 class RequestStatus(enum.IntEnum):
@@ -47,6 +49,17 @@ _FINISH_REASONS = {
 }
 
 
+class HeldResult(NamedTuple):
+    """What a step brought for a request that runs ahead; `token_ids` follow `num_tokens` computed
+    ones.
+    """
+
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    result: ModelRunnerOutput
+    since: float
+
+
 class Request:
     """The scheduler's mutable view of one EngineCoreRequest. Owned by the engine thread."""
 
@@ -58,6 +71,7 @@ class Request:
         "events",
         "first_scheduled_time",
         "granted_time",
+        "held_result",
         "is_kv_loaded",
         "kv_ready_time",
         "kv_transfer_stats",
@@ -73,6 +87,7 @@ class Request:
         "num_prompt_tokens",
         "num_slots",
         "output_limit",
+        "pulled_token_ids",
         "queued_time",
         "request",
         "request_id",
@@ -115,6 +130,9 @@ class Request:
         self.num_external_tokens = 0
         # The pull is over; a later preemption computes the prompt again here.
         self.is_kv_loaded = False
+        # What P has sampled, and what a step has brought, while P's word on the KV is outstanding.
+        self.pulled_token_ids: tuple[int, ...] = ()
+        self.held_result: HeldResult | None = None
         self.num_preemptions = 0
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = len(request.resume_output_token_ids)
@@ -186,7 +204,9 @@ class Request:
 
     @property
     def needs_remote_kv(self) -> bool:
-        """D: the prompt's KV still has to be pulled."""
+        """D: the prompt's KV still has to be pulled, or P's word that it is right to come. What
+        runs nevertheless runs ahead (rule K4).
+        """
         return self.do_remote_prefill and not self.is_kv_loaded
 
     @property
@@ -237,10 +257,12 @@ class Request:
             return None
         now = time.monotonic()
         admitted = now if self.first_scheduled_time is None else self.first_scheduled_time
+        computed = now if self.held_result is None else self.held_result.since
         return dataclasses.replace(
             stats,
             decode_admit_s=admitted - self.kv_ready_time,
-            first_decode_step_s=now - admitted,
+            first_decode_step_s=computed - admitted,
+            release_ack_s=now - computed,
         )
 
     def __lt__(self, other: "Request") -> bool:

@@ -12,6 +12,11 @@ is, by status:
     WAITING_FOR_REMOTE_KVS   `remote_prefills`: on D, a ticket, or blocks that are being filled
     RUNNING                  `running`
 
+D runs a request one step ahead when its blocks have landed, while P's word that they are right is
+outstanding (rule K4). Such a request still `needs_remote_kv`: what the step brought is held until
+the word comes, nobody shares its blocks and it cannot be preempted. If the word does not come, the
+step has never been.
+
 Steps may be planned before the ones before them have finished (async scheduling). While a step is
 in flight its blocks are nobody else's: requests that end give them up when the step is over, and
 preemption waits until nothing is in flight (`needs_drain`).
@@ -30,6 +35,7 @@ from pdserve_common.engine_types import (
     EngineCoreEventType,
     EngineError,
     ErrorCode,
+    KVTransferStats,
     LogprobsLists,
     SchedulerStats,
 )
@@ -39,7 +45,7 @@ from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.outputs import ClientOutputs, emit
 from pdserve_engine.core.remote_decode import RemoteDecodes
 from pdserve_engine.core.remote_prefill import RemotePrefills
-from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.core.request import HeldResult, Request, RequestStatus
 from pdserve_engine.core.request_queue import make_request_queue
 from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve_engine.core.step_plan import StepPlan
@@ -48,6 +54,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
+    BlocksLanded,
     BlocksReturned,
     KVConnector,
     KVNews,
@@ -214,10 +221,12 @@ class Scheduler:
         """Could the next step compute something? Requests that wait for remote KV do not count."""
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
+        # What has run ahead waits as well.
+        if self.kv_ready or not all(request.needs_remote_kv for request in self.running):
+            return True
         if self.pause_state is PauseState.UNPAUSED:
-            return bool(self.running or self.kv_ready or len(self.waiting))
-        is_preempted_waiting = self._num_preempted and any(map(_is_preempted, self.waiting))
-        return bool(self.running or self.kv_ready or is_preempted_waiting)
+            return bool(len(self.waiting))
+        return bool(self._num_preempted) and any(map(_is_preempted, self.waiting))
 
     def has_finished_requests(self) -> bool:
         """Does the model runner still have to hear of ended requests?"""
@@ -244,18 +253,18 @@ class Scheduler:
 
     def update_from_output(self, result: ModelRunnerOutput) -> None:
         """Take in what the oldest step in flight computed."""
+        # P's word may have come while the model ran: then nothing has to be held back.
+        self._hear_connector()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
         for request, num_tokens in self._in_flight.popleft().items():
-            start = request.num_finished_tokens
             request.num_in_flight_tokens -= num_tokens
-            if request.status.is_finished:  # while the model ran
+            if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
-            self.kv.cache_blocks(request, start + num_tokens)
-            self._announce_blocks(request)
-            if _is_prompt_computed(request):
-                self._release_forks(request)
-            self.kv.remove_skipped_blocks(request, start + num_tokens)
-            self._take_result(request, start, sampled.get(request.request_id, ()), result)
+            token_ids = sampled.get(request.request_id, ())
+            if request.needs_remote_kv:
+                request.held_result = HeldResult(num_tokens, token_ids, result, time.monotonic())
+            else:
+                self._take_in(request, num_tokens, token_ids, result)
         self._free_deferred_blocks()
 
     def discard_steps(self, steps: Iterable[SchedulerOutput], message: str) -> None:
@@ -264,19 +273,24 @@ class Scheduler:
         Whatever runs is computed again. A step of one request fails it; of several, each is tried
         alone.
         """
-        suspects = [r for r in self._in_flight[0] if not r.status.is_finished]
+        suspects = [r for r in self._in_flight[0] if r.status is RequestStatus.RUNNING]
+        for request in itertools.chain.from_iterable(self._in_flight):
+            request.num_in_flight_tokens = 0
         self._in_flight.clear()
         self._free_deferred_blocks()
         for step in steps:  # the model runner may not have got so far
             self._finished_req_ids |= step.finished_req_ids
             self._preempted_req_ids |= step.preempted_req_ids
         for request in reversed(self.running):
-            self._preempt(request)
+            if request.needs_remote_kv:
+                self._take_back(request)
+            else:
+                self._preempt(request)
         if len(suspects) == 1:
             error = EngineError(code=ErrorCode.INTERNAL, message=message)
             self.finish_requests([suspects[0].request_id], RequestStatus.FINISHED_ERROR, error)
         else:
-            self._suspects = suspects
+            self._suspects = [r for r in suspects if not r.needs_remote_kv]
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""
@@ -333,8 +347,9 @@ class Scheduler:
         for request in list(self.running):
             if plan.token_budget == 0 or self.needs_drain:
                 return
-            # Preempted in this step, or its last token is on its way.
-            if request.status != RequestStatus.RUNNING or request.is_output_complete:
+            # Preempted in this step, its last token is on its way, or it has run ahead.
+            is_running = request.status is RequestStatus.RUNNING
+            if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
             self._continue_running(request, plan)
 
@@ -372,7 +387,9 @@ class Scheduler:
             if self._in_flight:
                 self.needs_drain = True
                 return None
-            victim = max(self.running) if self._is_priority else self.running[-1]
+            # None that runs ahead: without P's word it waits on, with its blocks.
+            victims = [r for r in self.running if not r.needs_remote_kv]
+            victim = max(victims) if self._is_priority else victims[-1]
             plan.give_back(victim)
             plan.has_preempted = True
             self._preempt(victim)
@@ -405,8 +422,7 @@ class Scheduler:
             self.connector.on_preempted(request)  # fence first (rule K3)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = request.num_in_flight_tokens = 0
-        request.num_output_placeholders = request.num_slots = 0
+        request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
         request.num_preemptions += 1
         self._num_preempted += 1
         self.num_preemptions += 1
@@ -517,7 +533,7 @@ class Scheduler:
         plan.new_reqs.append(
             NewRequestData(
                 request_id=request.request_id,
-                all_token_ids=tuple(request.all_token_ids),
+                all_token_ids=(*request.all_token_ids, *request.pulled_token_ids),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
                 seed=request.seed,
@@ -635,6 +651,22 @@ class Scheduler:
     # ---- results
     # -------------------------------------------------------------------------------------------
 
+    def _take_in(
+        self,
+        request: Request,
+        num_tokens: int,
+        token_ids: Sequence[int],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """A step that computed `num_tokens` tokens of a request is over and counts."""
+        end = request.num_finished_tokens
+        self.kv.cache_blocks(request, end)
+        self._announce_blocks(request)
+        if _is_prompt_computed(request):
+            self._release_forks(request)
+        self.kv.remove_skipped_blocks(request, end)
+        self._take_result(request, end - num_tokens, token_ids, result)
+
     def _take_result(
         self,
         request: Request,
@@ -728,8 +760,7 @@ class Scheduler:
         """Take in what the connector reports, then see who may have blocks now."""
         if self.connector is None:
             return
-        for news in self.connector.take_news():
-            self._take_news(news)
+        self._hear_connector()
         # Preempted requests come first, or a stream of small claims would keep them out for ever.
         if self.pause_state is PauseState.UNPAUSED and not self._num_preempted:
             self.remote_prefills.grant_claims(self._waiting_since())
@@ -754,6 +785,11 @@ class Scheduler:
                 self.waiting.remove_request(request)
             connector.on_preempted(request)
 
+    def _hear_connector(self) -> None:
+        if self.connector is not None:
+            for news in self.connector.take_news():
+                self._take_news(news)
+
     def _take_news(self, news: KVNews) -> None:
         if isinstance(news, BlocksFreed):
             self.kv.free_block_ids(news.block_ids)
@@ -774,9 +810,15 @@ class Scheduler:
                 self.kv.cache_blocks(request, news.num_tokens)
             case BlocksReturned():
                 self.remote_prefills.give_back(request, news.kept)
+            case BlocksLanded():
+                request.kv_ready_time = news.landed_time
+                request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
+                request.pulled_token_ids = news.output_token_ids
+                self._run_ahead(request)
             case TransferFinished():
-                self._accept_transfer(news)
+                self._accept_transfer(request, news.stats)
             case TransferLost():
+                self._take_back(request)
                 self.remote_prefills.drop_claim(request)
                 request.record_event(EngineCoreEventType.KV_LOST)
                 emit(self._outputs, request, kv_lost=news.lost)
@@ -796,27 +838,54 @@ class Scheduler:
             block_ids = self.kv.get_block_ids(request.request_id)
             self.connector.on_blocks_computed(request, num_tokens, block_ids)
 
-    def _accept_transfer(self, news: TransferFinished) -> None:
-        """D: all KV is here and P has confirmed it (rule K4); go on after P's tokens."""
-        request = news.request
+    def _run_ahead(self, request: Request) -> None:
+        """D: all KV has landed: go on after P's tokens, unless they are the last."""
+        request.num_output_placeholders = len(request.pulled_token_ids)
+        if request.is_output_complete:
+            return
         self.remote_prefills.remove(request)
-        request.kv_transfer_stats = news.stats
-        request.kv_ready_time = news.finished_time
-        request.is_kv_loaded = True
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_tokens
-        request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
+        self.kv_ready.append(request)
+
+    def _take_back(self, request: Request) -> None:
+        """D: if the request has run ahead, it never has. It keeps its blocks."""
+        if request in self.remote_prefills:
+            return
+        self._remove_from_queues(request)
+        self._preempted_req_ids.add(request.request_id)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.held_result = request.first_scheduled_time = None
+        self.remote_prefills.add(request)
+
+    def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
+        """D: P has confirmed all that has landed (rule K4): what was held back counts."""
+        request.kv_transfer_stats = stats
+        request.is_kv_loaded = True
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
-        self.kv.cache_blocks(request, request.num_computed_tokens)
+        self.kv.cache_blocks(request, request.num_tokens)
         self._release_forks(request)
-        for token_id in news.output_token_ids:
+        if request in self.remote_prefills:
+            self._run_ahead(request)
+        self._take_pulled_tokens(request)
+        held = request.held_result
+        if held is not None and not request.status.is_finished:
+            self._take_in(request, held.num_tokens, held.token_ids, held.result)
+        request.held_result = None
+
+    def _take_pulled_tokens(self, request: Request) -> None:
+        """D: P's tokens are the request's own now; one of them may end it."""
+        pulled, request.pulled_token_ids = request.pulled_token_ids, ()
+        for token_id in pulled:
+            request.num_output_placeholders -= 1
             request.append_output_token_ids((token_id,))
             status = check_stop(request)
             if status is not None:
+                self._remove_from_queues(request)
                 self._finish(request, status)
                 emit(self._outputs, request)
                 return
-        self.kv_ready.append(request)
 
     def _supersede(self, earlier: Request, request: Request) -> None:
         """A later attempt of the same request takes over; nobody is told of the earlier one's end.

@@ -66,19 +66,30 @@ class BlocksReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFinished:
-    """D: all KV is here and confirmed; the request goes on after the tokens P has sampled."""
+class BlocksLanded:
+    """D: all KV is here, though not confirmed: the request may run after the tokens that P has
+    sampled, but nothing of it may get out before TransferFinished (rule K4).
+    """
 
     request: "Request"
     output_token_ids: tuple[int, ...]
-    stats: KVTransferStats
     # time.monotonic(); the scheduler may hear of it a step later.
-    finished_time: float = field(default_factory=time.monotonic)
+    landed_time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """D: what has landed is confirmed; the request goes on. Comes after BlocksLanded."""
+
+    request: "Request"
+    stats: KVTransferStats
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLost:
-    """D: the rest will not come. The request waits for the router's decision (rule K6)."""
+    """D: the rest will not come, or what has landed was wrong. The request waits for the router's
+    decision (rule K6).
+    """
 
     request: "Request"
     lost: KVLost
@@ -107,6 +118,7 @@ KVNews = (
     | BlocksClaimed
     | BlocksConfirmed
     | BlocksReturned
+    | BlocksLanded
     | TransferFinished
     | TransferLost
     | TransferFailed

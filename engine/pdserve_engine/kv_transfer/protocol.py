@@ -160,7 +160,10 @@ class ConsumerState(enum.Enum):
     GRANTED = enum.auto()
     # Blocks are announced and read.
     PULLING = enum.auto()
-    # All is here and confirmed: the request goes on.
+    # All is here, P's tokens too, but not its word that the blocks were right: the request may run,
+    # and nothing of it gets out.
+    LANDED = enum.auto()
+    # All is confirmed as well: the request goes on.
     ACCEPTED = enum.auto()
     # The rest will not come. What is confirmed stays until the router has decided (K6).
     LOST = enum.auto()
@@ -193,7 +196,9 @@ class ConsumerEvent(enum.Enum):
     # Of the transfer thread.
     READ_LANDED = enum.auto()
     READ_FAILED = enum.auto()
-    # Everything announced has landed and is confirmed, and P is done.
+    # Everything announced has landed, and P is done.
+    ALL_LANDED = enum.auto()
+    # And all of it is confirmed.
     COMPLETED = enum.auto()
     # Of the worker: a deadline passed, P broke the protocol, or blocks are about to change hands.
     EXPIRED = enum.auto()
@@ -215,7 +220,9 @@ class ConsumerAction(enum.Enum):
     SEND_RELEASE = enum.auto()
     # Blocks become usable, and only here (K4).
     CONFIRM = enum.auto()
-    # The request may run.
+    # The request may run, but what comes of it is held back (K4).
+    RUN_AHEAD = enum.auto()
+    # What was held back counts, and the request goes on.
     ACCEPT = enum.auto()
     # Reserved blocks go back, those under a posted READ when it has landed (K5).
     GIVE_BACK = enum.auto()
@@ -283,6 +290,11 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
         _DE.READ_FAILED: _LOST_CANCEL,
         _DE.CONFIRMED: ConsumerStep(_D.PULLING, (_DA.CONFIRM,)),
         _DE.PREFILL_DONE: ConsumerStep(_D.PULLING),
+        _DE.ALL_LANDED: ConsumerStep(_D.LANDED, (_DA.RUN_AHEAD,)),
+    },
+    _D.LANDED: {
+        **_WAITING,
+        _DE.CONFIRMED: ConsumerStep(_D.LANDED, (_DA.CONFIRM,)),
         _DE.COMPLETED: ConsumerStep(_D.ACCEPTED, (_DA.ACCEPT,)),
     },
     _D.ACCEPTED: {

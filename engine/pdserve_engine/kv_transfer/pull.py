@@ -113,7 +113,10 @@ class Transfer:
         ]
 
     def stats(self, now: float) -> KVTransferStats:
-        """What it has cost when P's last word, an acknowledgement or PrefillDone, came at `now`."""
+        """What it has cost when P's last word, an acknowledgement or PrefillDone, came at `now`.
+
+        release_ack_s is the whole wait for it, hidden or not.
+        """
         landed_at = max(self.landed_at, self.prefill_done_at)
         posted = [read for read in self.reads if read.local_block_ids]
         return KVTransferStats(
@@ -141,7 +144,7 @@ class Pull:
     # P's session and the link it came over, from P's asking on.
     session: KVSessionId | None = None
     link: KVLink | None = None
-    # While GRANTED, PULLING, ACCEPTED, or LOST after that.
+    # While GRANTED, PULLING, LANDED, or LOST after that.
     transfer: Transfer | None = None
     # Blocks of the transfer that was given back last, under READs that had not landed by then.
     kept: frozenset[int] = frozenset()
@@ -170,13 +173,13 @@ class Pull:
     @property
     def granted(self) -> Transfer:
         """The transfer of a pull that has one."""
-        assert self.transfer is not None, "granted, pulling and accepted pulls have a transfer"
+        assert self.transfer is not None, "granted, pulling and landed pulls have a transfer"
         return self.transfer
 
     @property
     def due(self) -> float:
         """When something that it waits for is overdue (K8)."""
-        if self.state is not ConsumerState.PULLING:
+        if self.state not in (ConsumerState.PULLING, ConsumerState.LANDED):
             return self.deadline
         return min(self.deadline, self.granted.ack_deadline)
 

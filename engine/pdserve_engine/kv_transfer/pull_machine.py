@@ -27,6 +27,7 @@ from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
+    BlocksLanded,
     KVNews,
     TransferFailed,
     TransferFinished,
@@ -55,6 +56,7 @@ _SESSION_STATES = frozenset(
         ConsumerState.CLAIMED,
         ConsumerState.GRANTED,
         ConsumerState.PULLING,
+        ConsumerState.LANDED,
     }
 )
 _OVER_STATES = frozenset({ConsumerState.ACCEPTED, ConsumerState.ENDED})
@@ -99,6 +101,7 @@ class PullMachine:
             ConsumerAction.POST_READ: self._post_read,
             ConsumerAction.SEND_RELEASE: self._send_release,
             ConsumerAction.CONFIRM: self._confirm,
+            ConsumerAction.RUN_AHEAD: self._run_ahead,
             ConsumerAction.ACCEPT: self._accept,
             ConsumerAction.GIVE_BACK: self._give_back,
             ConsumerAction.SEND_CANCEL: self._send_cancel,
@@ -204,6 +207,9 @@ class PullMachine:
         num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         self.tell(BlocksConfirmed(pull.ticket, num_tokens))
 
+    def _run_ahead(self, pull: Pull) -> None:
+        self.tell(BlocksLanded(pull.ticket, pull.granted.output_token_ids))
+
     def _accept(self, pull: Pull) -> None:
         transfer = pull.granted
         pull.deadline = math.inf
@@ -212,7 +218,7 @@ class PullMachine:
             self._metrics.transfer_duration.labels(pull.engine_id).observe(stats.transfer_s)
         self._metrics.transfer_exposed.labels(pull.engine_id).observe(stats.exposed_s)
         self._metrics.release_ack_duration.labels(pull.engine_id).observe(stats.release_ack_s)
-        self.tell(TransferFinished(pull.ticket, transfer.output_token_ids, stats))
+        self.tell(TransferFinished(pull.ticket, stats))
         pull.transfer = None  # the blocks are the request's own from here on
 
     def _give_back(self, pull: Pull) -> None:
@@ -279,10 +285,10 @@ def make_cancel(key: PullKey, reason: str) -> CancelRequest:
 
 
 def _session_of(pull: Pull) -> KVSessionId:
-    assert pull.session is not None, "claimed, granted and pulling pulls have a session"
+    assert pull.session is not None, "pulls from claimed to landed have a session"
     return pull.session
 
 
 def _send(pull: Pull, message: KVLinkRequestMessage) -> None:
-    assert pull.link is not None, "claimed, granted and pulling pulls have a link"
+    assert pull.link is not None, "pulls from claimed to landed have a link"
     pull.link.handle.send(message)

@@ -205,8 +205,8 @@ class PullTable:
             self._metrics.checksum_mismatches.inc(num_wrong_blocks)
             message = f"{num_wrong_blocks} blocks of {pull.engine_id} came with a wrong checksum"
             self._machine.lose(pull, ConsumerEvent.READ_FAILED, "checksum", message)
-        else:
-            self._machine.advance(pull, ConsumerEvent.READ_LANDED)
+        elif self._machine.advance(pull, ConsumerEvent.READ_LANDED):
+            self._get_on(pull)
 
     def read_stalled(self, read: ChunkRead, message: str) -> None:
         """It is given up, but may land at any time: its blocks stay until read_done."""
@@ -268,7 +268,7 @@ class PullTable:
         transfer.output_token_ids = message.output_token_ids
         pull.deadline = now + min(message.timeout_s, self._ticket_timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
-        self._complete(pull)
+        self._get_on(pull)
         return True
 
     def _on_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
@@ -283,14 +283,16 @@ class PullTable:
             return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
         transfer.num_confirmed = message.through_block
         self._machine.advance(pull, ConsumerEvent.CONFIRMED)
-        self._complete(pull)
+        self._get_on(pull)
         return True
 
-    def _complete(self, pull: Pull) -> None:
-        transfer = pull.granted
-        is_confirmed = transfer.num_confirmed == num_blocks_of(pull.num_tokens, self._layout)
-        if is_confirmed and transfer.prefill_done_at < math.inf:
-            self._machine.advance(pull, ConsumerEvent.COMPLETED)
+    def _get_on(self, pull: Pull) -> None:
+        """Something has come: is it all?"""
+        transfer, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
+        if transfer.prefill_done_at < math.inf and transfer.num_landed == num_blocks:
+            self._machine.advance(pull, ConsumerEvent.ALL_LANDED)
+            if transfer.num_confirmed == num_blocks:
+                self._machine.advance(pull, ConsumerEvent.COMPLETED)
 
     def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:
         pull = self._machine.pulls.get((link.engine_id, message.request_id, message.attempt))

@@ -47,7 +47,7 @@ ReadTable: TypeAlias = Mapping[ReadState, Mapping[ReadEvent, ReadStep]]
 _D, _DE, _DA = ConsumerState, ConsumerEvent, ConsumerAction
 _R, _RE = ReadState, ReadEvent
 
-_SESSION_STATES = (_D.EARLY, _D.CLAIMED, _D.GRANTED, _D.PULLING)
+_SESSION_STATES = (_D.EARLY, _D.CLAIMED, _D.GRANTED, _D.PULLING, _D.LANDED)
 
 MAX_DEFERRED = 1
 MAX_RECLAIMED = 1
@@ -61,6 +61,7 @@ class ConsumerSide:
     table: ConsumerTable
     read_table: ReadTable
     checks_identity: bool
+    holds_back: bool
 
     def on(
         self,
@@ -116,8 +117,12 @@ class ConsumerSide:
         if self.scope.scarcity and d.state is _D.GRANTED and d.num_reclaimed < MAX_RECLAIMED:
             counted = world._replace(d=d._replace(num_reclaimed=d.num_reclaimed + 1))
             yield "D takes its grant back", self.on(counted, _DE.RECLAIMED)
-        if d.state is _D.PULLING and d.is_prefill_done and d.num_confirmed == NUM_CHUNKS:
-            yield "D has all", self.on(world, _DE.COMPLETED)
+        if d.state is _D.PULLING and d.is_prefill_done and _num_landed(world) == NUM_CHUNKS:
+            yield "D has all", self.on(world, _DE.ALL_LANDED)
+        if d.state is _D.LANDED and not d.ran_ahead_on:
+            yield "D runs ahead", self._run_ahead(world)
+        if d.state is _D.LANDED and d.num_confirmed == NUM_CHUNKS:
+            yield "D has P's word for all", self.on(world, _DE.COMPLETED)
         if self.scope.d_gives_up:
             yield from self._give_up(world)
         if world.is_cut:
@@ -144,6 +149,11 @@ class ConsumerSide:
         if self.scope.scarcity and d.num_deferred < MAX_DEFERRED:
             counted = world._replace(d=d._replace(num_deferred=d.num_deferred + 1))
             yield "D has no room", self.on(counted, _DE.NO_ROOM)
+
+    def _run_ahead(self, world: World) -> World:
+        read = "".join(world.d.memory[block] for block in world.d.blocks)
+        sent = "" if self.holds_back else read
+        return world._replace(d=world.d._replace(ran_ahead_on=read, sent=sent))
 
     def _give_up(self, world: World) -> Steps:
         yield "D's pull expires", self.on(world, _DE.EXPIRED)
@@ -283,11 +293,14 @@ def _return_blocks(world: World) -> World:
 def _accept(world: World) -> World:
     """Its READs are over and done with, the blocks are the request's. Zombies were another's."""
     zombies = tuple(read for read in world.reads if read.state is _R.ZOMBIE)
-    return world._replace(reads=zombies, d=world.d._replace(was_accepted=True))
+    d = world.d._replace(was_accepted=True, sent=world.d.ran_ahead_on)
+    return world._replace(reads=zombies, d=d)
 
 
 def _forget_session(world: World) -> World:
-    """Messages of it are unknown from now on. What is confirmed stays so with its blocks."""
+    """Messages of it are unknown from now on. What is confirmed stays so with its blocks; a step
+    that has run ahead has never been.
+    """
     num_confirmed = world.d.num_confirmed if world.d.blocks else 0
     d = world.d._replace(
         session=None,
@@ -295,6 +308,7 @@ def _forget_session(world: World) -> World:
         num_released=0,
         num_confirmed=num_confirmed,
         is_prefill_done=False,
+        ran_ahead_on="",
     )
     return world._replace(d=d)
 
@@ -341,6 +355,7 @@ _SENDS: Mapping[ConsumerAction, Callable[[World], World]] = {
     _DA.SEND_CANCEL: lambda world: world.send_to_p(CancelRequest()),
     # The scheduler and the router answer at random, see `steps`.
     _DA.CLAIM: _nothing,
+    _DA.RUN_AHEAD: _nothing,
     _DA.REPORT_LOST: _nothing,
     _DA.FAIL_REQUEST: _nothing,
     _DA.VOID_REQUEST: _nothing,

@@ -24,7 +24,7 @@ from functools import cached_property
 
 from session_consumer import ConsumerSide, ConsumerTable, ReadTable
 from session_producer import ProducerSide, ProducerTable
-from session_world import Scope, Steps, World, put
+from session_world import PROMPT, Scope, Steps, World, put
 
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
@@ -47,6 +47,8 @@ class SessionModel:
     checks_identity: bool = True
     # K2: a chunk is announced when the step that writes it is over.
     announces_after_step: bool = True
+    # K4: no token leaves D before P's word.
+    holds_back: bool = True
 
     @cached_property
     def _p(self) -> ProducerSide:
@@ -64,6 +66,7 @@ class SessionModel:
             table=self.consumer,
             read_table=self.read,
             checks_identity=self.checks_identity,
+            holds_back=self.holds_back,
         )
 
     def initial(self) -> World:
@@ -88,6 +91,8 @@ class SessionModel:
             content = world.d.memory[world.d.blocks[chunk]]
             if content != str(chunk):
                 return f"D uses chunk {chunk}, whose block holds {content!r}"
+        if world.d.sent not in ("", PROMPT):
+            return f"a token of D is out that was made of {world.d.sent!r}"
         return ""
 
     def is_good_end(self, world: World) -> bool:

@@ -20,6 +20,8 @@ NUM_D_BLOCKS = 2 * NUM_CHUNKS
 FOREIGN = "x"
 # What it holds while a step writes it.
 HALF = "~"
+# What a token is to be made of.
+PROMPT = "".join(map(str, range(NUM_CHUNKS)))
 
 
 class SessionId(NamedTuple):
@@ -156,6 +158,9 @@ class Consumer(NamedTuple):
     num_confirmed: int = 0
     is_prefill_done: bool = False
     was_accepted: bool = False
+    # What D's first step has read ahead of P's word, and what a token that is out was made of.
+    ran_ahead_on: str = ""
+    sent: str = ""
     memory: tuple[str, ...] = (FOREIGN,) * NUM_D_BLOCKS
     # How often the scheduler had no room, and took a grant back.
     num_deferred: int = 0

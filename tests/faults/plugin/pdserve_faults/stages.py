@@ -35,8 +35,8 @@ STAGES: Mapping[str, Point] = {
     "landed": Point("decode", *_CONSUMER, "_on_read_done", "before"),
     # The prompt is computed, D does not know of the last chunk.
     "last_chunk": Point("prefill", *_PRODUCER, "request_finished", "before"),
-    # All blocks are accepted, D has computed no token.
-    "first_decode": Point("decode", *_SCHEDULER, "_accept_transfer", "after"),
+    # All blocks are here, D has computed no token. P's word that they are right may be outstanding.
+    "first_decode": Point("decode", *_SCHEDULER, "_run_ahead", "after"),
     # A step has brought a token. P passes it once.
     "mid_stream": Point("decode", *_SCHEDULER, "_append_tokens", "after"),
 }

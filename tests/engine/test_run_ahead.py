@@ -1,0 +1,354 @@
+"""D's first step, while P's word that the KV is right is outstanding (rule K4)."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConnector, expected
+
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, SamplingParams
+from pdserve_engine.core.request import RequestStatus
+from pdserve_engine.core.sched_output import SchedulerOutput
+from pdserve_engine.core.scheduler import PauseState
+
+PROMPT = [7] * 15  # with P's token four full blocks
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(connector=ScriptedConnector())
+
+
+def connector_of(engine: Engine) -> ScriptedConnector:
+    connector = engine.scheduler.connector
+    assert isinstance(connector, ScriptedConnector)
+    return connector
+
+
+def pull(engine: Engine, name: str = "a", **fields: object) -> None:
+    """All of a request's blocks have landed."""
+    engine.add(name, PROMPT, kv_transfer_params=ON_D, **fields)
+    connector_of(engine).claim(name)
+    engine.step()
+    connector_of(engine).land_all(name)
+
+
+def run_ahead(engine: Engine, name: str = "a", **fields: object) -> None:
+    """And D's first step is over."""
+    pull(engine, name, **fields)
+    for _ in range(2):  # one with work, or the news and then the work
+        if not num_computed(engine, name):
+            engine.step()
+    assert num_computed(engine, name) == 1
+
+
+def num_computed(engine: Engine, name: str = "a") -> int:
+    return sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
+
+
+# ---- until P's word
+
+
+def test_one_step_runs_and_nothing_of_it_gets_out(engine: Engine) -> None:
+    engine.add("other", [1] * 4, max_tokens=20)
+    run_ahead(engine)
+    for _ in range(3):
+        engine.step()
+    assert num_computed(engine) == 1
+    assert "a" not in engine.outputs
+    assert engine.scheduler.requests["a"].output_token_ids == []
+    hashes = engine.scheduler.requests["a"].block_hashes
+    assert not any(engine.pool.get_cached_block(block_hash) for block_hash in hashes)
+
+
+def test_it_waits_without_work(engine: Engine) -> None:
+    run_ahead(engine)
+    assert not engine.core.has_work()
+    num_steps = len(engine.executor.steps)
+    connector_of(engine).accept("a")
+    engine.step()
+    assert len(engine.executor.steps) == num_steps
+    assert engine.tokens("a") == expected(PROMPT, 2), "its tokens wait for no step"
+    assert engine.pool.num_cached_blocks == 4
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert num_computed(engine) == 3
+    engine.assert_idle()
+
+
+def test_a_word_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
+    engine.executor.on_step = lambda step: (
+        connector_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
+    )
+    pull(engine, max_tokens=2)
+    engine.step()
+    engine.step()
+    assert engine.tokens("a") == expected(PROMPT, 2)
+    assert engine.finish_reason("a") is FinishReason.LENGTH
+    engine.run()
+    engine.assert_idle()
+
+
+def test_a_word_that_comes_before_the_step_does_too(engine: Engine) -> None:
+    pull(engine)
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert engine.outputs["a"][0].first_token_index == 0, "P's token is repeated"
+    engine.assert_idle()
+
+
+def test_nobody_shares_its_blocks(engine: Engine) -> None:
+    engine.add("fork", PROMPT, fork_of="a")
+    engine.scheduler.finish_requests(["fork"], RequestStatus.FINISHED_ABORTED)
+    run_ahead(engine)
+    engine.add("fork", PROMPT, fork_of="a")
+    engine.add("same", PROMPT)
+    engine.step()
+    assert num_computed(engine, "fork") == 0, "it waits for its source"
+    assert num_computed(engine, "same") == len(PROMPT), "it does not"
+    connector_of(engine).accept("a")
+    engine.run()
+    assert num_computed(engine, "fork") == len(PROMPT) - 3 * BLOCK_SIZE + 3
+    for name in ("a", "fork", "same"):
+        assert engine.tokens(name)[:4] == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_it_is_not_preempted(policy: str) -> None:
+    engine = Engine(
+        connector=ScriptedConnector(),
+        num_blocks=8,
+        enable_caching=False,
+        scheduling_policy=policy,
+    )
+    engine.add("other", [1] * 8, max_tokens=20)
+    engine.step()
+    run_ahead(engine, priority=1)
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    assert engine.scheduler.requests["a"].status is RequestStatus.RUNNING
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert engine.tokens("other") == expected([1] * 8, 20)
+    engine.assert_idle()
+
+
+def test_during_a_pause_ps_word_still_counts(engine: Engine) -> None:
+    run_ahead(engine)
+    engine.scheduler.pause_state = PauseState.PAUSED_ALL
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 2)
+    engine.scheduler.pause_state = PauseState.UNPAUSED
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+
+
+# ---- ends that P's word brings
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_the_step_may_bring_the_end(engine: Engine, reason: FinishReason) -> None:
+    is_stop = reason is FinishReason.STOP
+    engine.executor.script["a"] = [EOS] if is_stop else []
+    run_ahead(engine, max_tokens=9 if is_stop else 2)
+    assert "a" not in engine.outputs
+    connector_of(engine).accept("a")
+    engine.step()
+    assert len(engine.tokens("a")) == 2
+    assert engine.finish_reason("a") is reason
+    engine.run()
+    assert num_computed(engine) == 1
+    engine.assert_idle()
+
+
+def test_nothing_runs_if_ps_token_is_the_last(engine: Engine) -> None:
+    pull(engine, max_tokens=1)
+    engine.run()
+    assert num_computed(engine) == 0
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 1)
+    assert engine.finish_reason("a") is FinishReason.LENGTH
+    assert num_computed(engine) == 0
+    engine.assert_idle()
+
+
+def test_ps_token_may_be_the_end_though_it_seemed_not(engine: Engine) -> None:
+    (last,) = expected(PROMPT, 1)
+    pull(engine, sampling_params=SamplingParams(max_tokens=9, stop_token_ids=(last,)))
+    engine.step()
+    engine.step()
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == [last]
+    assert engine.finish_reason("a") is FinishReason.STOP
+    engine.assert_idle()
+
+
+def test_a_step_that_failed_for_it_alone_fails_it_with_ps_word(engine: Engine) -> None:
+    engine.executor.num_nans["a"] = 3
+    run_ahead(engine)
+    assert "a" not in engine.outputs
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.finish_reason("a") is FinishReason.ERROR
+    assert engine.tokens("a") == expected(PROMPT, 1), "what P has sampled"
+    engine.assert_idle()
+
+
+# ---- P's word does not come
+
+
+def abort(engine: Engine) -> None:
+    engine.core.abort_requests(["a"])
+
+
+def pass_deadline(engine: Engine) -> None:
+    engine.scheduler.expire_deadlines(time.monotonic() + 1000)
+
+
+def hear_of_ps_end(engine: Engine) -> None:
+    error = EngineError(code=ErrorCode.CANCELLED, message="", is_retryable=False)
+    connector_of(engine).fail("a", error)
+
+
+def supersede(engine: Engine) -> None:
+    engine.add("a", PROMPT, attempt=1, max_tokens=1)
+
+
+@pytest.mark.parametrize("stage", [pull, run_ahead])
+@pytest.mark.parametrize(
+    "end",
+    [abort, pass_deadline, hear_of_ps_end, supersede, lambda engine: engine.core.hand_back()],
+)
+def test_a_request_that_ends_takes_its_tokens_with_it(
+    engine: Engine, stage: Callable[..., None], end: Callable[[Engine], None]
+) -> None:
+    stage(engine, deadline=time.monotonic() + 900)
+    end(engine)
+    engine.run()
+    outputs = [output for output in engine.outputs["a"] if output.attempt == 0]
+    assert not any(output.new_token_ids for output in outputs)
+    assert engine.finish_reason("a") is not None
+    assert engine.pool.num_cached_blocks == (3 if end is supersede else 0)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("stage", [pull, run_ahead])
+def test_a_lost_request_has_never_run(engine: Engine, stage: Callable[..., None]) -> None:
+    engine.executor.script["a"] = [3]  # as if it had read what is not its own
+    stage(engine)
+    request = engine.scheduler.requests["a"]
+    connector_of(engine).lose("a")
+    engine.step()
+    (output,) = engine.outputs["a"]
+    assert output.kv_lost is not None
+    assert (output.new_token_ids, output.first_token_index) == ((), 0)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert request.num_computed_tokens == request.num_output_placeholders == 0
+    assert request.held_result is request.first_scheduled_time is None
+    assert list(request.all_token_ids) == PROMPT
+    assert engine.pool.num_cached_blocks == 0
+    assert engine.kv.num_blocks_of("a") >= 4, "it holds them until its router has decided"
+    engine.outputs.clear()
+    engine.executor.script.clear()
+    first = expected(PROMPT, 1)
+    engine.add("a", PROMPT, attempt=1, resume_output_token_ids=tuple(first))
+    engine.run()
+    tokens = [token for output in engine.outputs["a"] for token in output.new_token_ids]
+    assert first + tokens == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+def test_the_others_of_its_step_go_on(engine: Engine) -> None:
+    engine.add("other", [1] * 4, max_tokens=8)
+    run_ahead(engine)
+    connector_of(engine).lose("a")
+    engine.run()
+    assert engine.tokens("other") == expected([1] * 4, 8)
+    assert "a" not in engine.executor.tokens, "the model forgets it"
+
+
+def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) -> None:
+    def fail(step: SchedulerOutput) -> None:
+        if "a" in step.num_scheduled_tokens:
+            raise RuntimeError("a passing fault")
+
+    engine.add("other", [1] * 4, max_tokens=8)
+    engine.executor.on_step = fail
+    pull(engine)
+    engine.step()
+    for _ in range(4):
+        engine.step()
+    assert "a" not in engine.outputs
+    assert engine.scheduler.requests["a"].num_in_flight_tokens == 0
+    engine.executor.on_step = lambda step: None
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert engine.tokens("other") == expected([1] * 4, 8)
+    assert num_computed(engine) == 1 + 3, "the prompt is not computed here"
+    engine.assert_idle()
+
+
+# ---- steps in flight
+
+
+@pytest.mark.parametrize("end", ["accept", "lose", "abort", "supersede"])
+def test_ps_word_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> None:
+    engine = Engine(connector=ScriptedConnector(), async_scheduling=True, enable_caching=False)
+    engine.core._last = engine.core._last._replace(duration_s=0.0)
+    pull(engine)
+    is_open = threading.Event()
+    engine.executor.on_step = lambda step: is_open.wait(10)
+    engine.step()
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    assert request.num_in_flight_tokens == 1, "it has no result yet"
+    if end == "abort":
+        abort(engine)
+    elif end == "supersede":
+        engine.add("a", PROMPT, attempt=1)
+    else:
+        getattr(connector_of(engine), end)("a")
+        engine.scheduler.update_from_kv_transfer()
+    assert engine.pool.num_free_blocks <= engine.pool.num_blocks - 4, "the step still uses them"
+    is_open.set()
+    engine.run()
+    assert request.held_result is None
+    assert engine.tokens("a") == (expected(PROMPT, 4) if end in ("accept", "supersede") else [])
+    if end == "lose":
+        abort(engine)
+        engine.run()
+    engine.assert_idle()
+    engine.core.close()
+
+
+# ---- where the time went
+
+
+def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_word(engine: Engine) -> None:
+    run_ahead(engine)
+    started = time.monotonic()
+    time.sleep(0.02)
+    connector_of(engine).accept("a")
+    engine.step()
+    stats = engine.outputs["a"][0].kv_transfer_stats
+    assert stats is not None
+    assert 0.02 <= stats.release_ack_s <= time.monotonic() - started + 0.01
+    assert 0 <= stats.decode_admit_s < 0.02
+    assert 0 <= stats.first_decode_step_s < 0.02
+
+    engine.executor.on_step = lambda step: (
+        connector_of(engine).accept("b") if "b" in step.num_scheduled_tokens else None
+    )
+    pull(engine, "b", max_tokens=2)
+    engine.run()
+    stats = engine.outputs["b"][0].kv_transfer_stats
+    assert stats is not None
+    assert stats.release_ack_s == 0
