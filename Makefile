@@ -7,10 +7,14 @@ SOAK_SCHEDULES ?= 200
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
+# Two processes of tests; one that waits for threads of the other's must not spin meanwhile.
+IN_PARALLEL := -n 2 --dist loadfile
+SANITIZED := .bench/sanitized-kernels
+CRDS := .crds/node_modules
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-gpu soak bench bench-handoff bench-peers protos lint format typecheck clean
+.PHONY: help install run up test test-fast test-gpu test-sanitized crds soak bench bench-handoff bench-peers protos chart lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -20,6 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
+	@$(BIN)/python -m pdserve_kernels.cpu.build || echo "the CPU runs on reference kernels, which are several times slower"
 	@touch $@
 
 install: $(INSTALLED) ## Make .venv with everything in it
@@ -31,13 +36,25 @@ up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
 test: $(INSTALLED) ## Run all tests but the soak
-	$(BIN)/python -m pytest -m 'not soak'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
+	$(BIN)/python -m pytest -m 'not soak' tests/integration tests/faults
 
 test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
-	$(BIN)/python -m pytest -m 'not slow and not soak'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak' $(IN_PARALLEL)
 
 test-gpu: $(INSTALLED) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+test-sanitized: $(INSTALLED) ## Run the C++ kernels' tests under the address and undefined-behaviour sanitizers
+	$(BIN)/python -m pdserve_kernels.cpu.build --sanitize --output $(SANITIZED)
+	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys tests/kernels/test_cpu_*.py
+
+$(CRDS):
+	@if command -v npm >/dev/null; then npm install --prefix .crds --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
+		@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/cert-manager@6.0.0; else echo 'npm is missing: no schemas of operators'; fi
+
+crds: $(CRDS) ## Fetch the operators' schemas, without which some tests of the chart are skipped
 
 soak: $(INSTALLED) ## Test the fault tools, then run SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak
@@ -64,6 +81,9 @@ protos: $(INSTALLED) ## Regenerate the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
 	@rm -f protos/pdserve/v1/engine_core_pb2_grpc.py
 
+chart: $(INSTALLED) ## Bring the chart's schema and README up to date with the code and its values
+	$(BIN)/python tools/update_chart.py
+
 lint: $(INSTALLED) ## Check style and, where npm is there, the protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +97,4 @@ typecheck: $(INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(PEERS) .bench .run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .run .crds .pytest_cache .mypy_cache .ruff_cache .hypothesis

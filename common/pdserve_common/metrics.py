@@ -4,7 +4,18 @@ Each process builds the groups of its role on its own registry. Labels are bound
 never are labels.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    make_wsgi_app,
+    start_http_server,
+)
 
 # Seconds. Stages of a request and transfers need sub-millisecond resolution, whole requests do not.
 STAGE_BUCKETS = (
@@ -69,16 +80,27 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class BuildMetrics:
-    """Every process: what it is."""
+    """Every process: what it is, and what it takes of its machine (`process_*`). `kernels` is
+    EngineInfo's, empty where nothing computes.
+    """
 
-    def __init__(self, registry: CollectorRegistry, *, role: str, version: str, model: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        role: str,
+        version: str,
+        model: str,
+        kernels: str = "",
+    ) -> None:
         info = Gauge(
             "pdserve_build_info",
             "Always 1; what this process is",
-            ["role", "version", "model"],
+            ["role", "version", "model", "kernels"],
             registry=registry,
         )
-        info.labels(role=role, version=version, model=model).set(1)
+        info.labels(role=role, version=version, model=model, kernels=kernels).set(1)
+        ProcessCollector(registry=registry)
 
 
 class RouterMetrics:
@@ -91,6 +113,15 @@ class RouterMetrics:
             ["model", "outcome"],
             registry=registry,
         )
+        self.requests_unauthorized = Counter(
+            "pdserve_requests_unauthorized_total",
+            "Requests refused for want of an API key, by api (grpc, http): missing or unknown",
+            ["api", "reason"],
+            registry=registry,
+        )
+        for api in ("grpc", "http"):
+            for reason in ("missing", "unknown"):
+                self.requests_unauthorized.labels(api=api, reason=reason)
         self.requests_in_flight = Gauge(
             "pdserve_requests_in_flight",
             "Accepted requests that are not finished",
@@ -163,6 +194,8 @@ class RouterMetrics:
             ["role"],
             registry=registry,
         )
+        for role in ("prefill", "decode"):
+            self.discovery_errors.labels(role=role)
         self.redrives = Counter(
             "pdserve_redrives_total",
             "Requests sent to workers again after a failure, by its reason and the new path",
@@ -192,6 +225,9 @@ class RouterMetrics:
             ["match"],
             registry=registry,
         )
+        # Alerts ask for the increase, which the first sample of a series is not.
+        for match in ("true", "false"):
+            self.duplicate_tokens.labels(match=match)
 
 
 class EngineMetrics:
@@ -289,7 +325,7 @@ class KVTransferMetrics:
         )
         self.release_ack_duration = Histogram(
             "pdserve_kv_release_ack_seconds",
-            "From the last block to P's word that all of them are right",
+            "From the last block to P's word that all of them are right, hidden or not",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
@@ -325,6 +361,8 @@ class KVTransferMetrics:
             ["reason"],
             registry=registry,
         )
+        for reason in ("expired", "fenced"):
+            self.sessions_ended.labels(reason)
         self.release_acks = Counter(
             "pdserve_kv_release_acks_total",
             "Releases by whether P still held the blocks",
@@ -348,11 +386,37 @@ class KVTransferMetrics:
 
 
 class MetricsServer:
-    """Serves a registry on /metrics from a daemon thread."""
+    """Serves a registry on /metrics, and answers to probes, from daemon threads. Plain HTTP: where
+    gRPC speaks TLS, which kubelet's gRPC probes cannot, this is what kubelet asks.
+    """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        *,
+        probes: Mapping[str, Callable[[], bool]],
+    ) -> None:
+        """`probes` say by path, on any thread, whether to answer 200 or 503. Raises OSError if the
+        port is taken.
+        """
+        self._probes = probes
+        self._metrics = make_wsgi_app(registry)
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self._server.set_app(self._answer)
         self.port: int = self._server.server_port
+
+    def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """The WSGI application."""
+        probe = self._probes.get(environ["PATH_INFO"])
+        if probe is None:
+            metrics: Iterable[bytes] = self._metrics(environ, start_response)
+            return metrics
+        is_healthy = probe()
+        status = "200 OK" if is_healthy else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain")])
+        return [b"ok\n" if is_healthy else b"unavailable\n"]
 
     def close(self) -> None:
         self._server.shutdown()

@@ -12,7 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+import torch
 
 from pdserve_common.engine_client import EngineState, OutputsCallback
 from pdserve_common.engine_types import (
@@ -99,7 +102,13 @@ class InprocEngineClient:
             wakeup=client.wake,
             take_aborts=client.take_aborts,
         )
-        loaded = await asyncio.get_running_loop().run_in_executor(None, load)
+        # On a thread that ends: OpenMP keeps a team for every thread that has used one, and with
+        # more threads than cores its barriers sleep instead of spin, some 15 us each.
+        loader = ThreadPoolExecutor(1, "load")
+        try:
+            loaded = await asyncio.get_running_loop().run_in_executor(loader, load)
+        finally:
+            loader.shutdown(wait=False)
         client.start(loaded, on_step)
         return client
 
@@ -263,6 +272,8 @@ class InprocEngineClient:
     # -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # OpenMP's number of threads is each thread's own; torch sets this one's when asked.
+        torch.get_num_threads()
         try:
             self._loop_until_stopped()
         except BaseException as error:

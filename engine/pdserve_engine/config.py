@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdserve_common.config import opt
+from pdserve_common.cores import parse_cores
 
 Device = Literal["cpu", "cuda"]
 Transport = Literal["any", "shm", "tcp", "rdma"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
+LoadQuantization = Literal["int8", "int4"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -46,6 +48,11 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )
+    quantization: LoadQuantization | None = opt(
+        None,
+        "Round weights to integers while they are loaded: int8, a scale for each output, or int4, "
+        "one for each 32 weights; on CPU. Unset: as the checkpoint says.",
+    )
     model_impl: ModelImpl = opt(
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."
     )
@@ -53,7 +60,10 @@ class EngineConfig:
     engine_process: Literal["auto", "inproc", "subprocess"] = opt(
         "auto", "Run the engine in the worker's process or in its own; auto: its own on CUDA."
     )
-    num_threads: int = opt(0, "Compute threads on CPU; 0: all cores.")
+    cpu_cores: str | None = opt(
+        None, "Cores to stay on, like 0-3,8, a compute thread on each; unset: any."
+    )
+    num_threads: int = opt(0, "Compute threads on CPU; 0: one for each core.")
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
     )
@@ -126,9 +136,18 @@ class EngineConfig:
             raise ValueError(f"kv_watermark is {self.kv_watermark}, must be 0 to below 1")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}, must be at least 0")
+        if self.cores and self.num_threads > len(self.cores):
+            raise ValueError(
+                f"num_threads is {self.num_threads}, cpu_cores has {len(self.cores)} cores"
+            )
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores of `cpu_cores`, none if it is unset."""
+        return () if self.cpu_cores is None else parse_cores(self.cpu_cores)
 
     @property
     def has_engine_process(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
 from pdserve_engine.kv_groups import KVGroupLayers, group_layers
 from pdserve_engine.models.config import ModelConfig
+from pdserve_kernels import select
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -29,15 +30,20 @@ class KVCacheSpec:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    # How a [block_size, head_dim] tile lies in memory: what the kernels say by `kv_tile_format`.
+    tile_format: str = "row_major"
 
     @classmethod
-    def from_model(cls, config: ModelConfig, *, block_size: int) -> "KVCacheSpec":
+    def from_model(
+        cls, config: ModelConfig, *, block_size: int, device: torch.device
+    ) -> "KVCacheSpec":
         return cls(
             groups=group_layers(config.attention_windows),
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
             dtype=config.dtype,
+            tile_format=select(device).kv_tile_format(config.dtype, block_size, config.head_dim),
         )
 
     @property
@@ -82,6 +88,7 @@ class KVCacheSpec:
             groups=tuple(groups),
             block_size=self.block_size,
             block_bytes=self.block_bytes,
+            tile_format=self.tile_format,
         )
 
 

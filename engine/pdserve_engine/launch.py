@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Union
 
 from prometheus_client import CollectorRegistry
 
+from pdserve_common.cores import confine_process
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_engine.config import EngineConfig, Role
@@ -27,6 +28,8 @@ async def launch_engine(
 
     Raises ValueError, OSError or a PdserveError if it cannot be loaded.
     """
+    if config.cores:
+        confine_process(config.cores)  # before OpenMP counts them, and for an engine process too
     if config.has_engine_process:
         return await SubprocessEngineClient.load(
             config, role=role, engine_id=engine_id, registry=registry, log_level=log_level

@@ -2,6 +2,7 @@
 scheduler.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -42,6 +43,9 @@ from pdserve_engine.numerics import numerics_id
 from pdserve_engine.plugins import load_general_plugins, load_logits_processors
 from pdserve_engine.profiler import StepProfiler
 from pdserve_engine.sleep import SleepingMemory
+from pdserve_kernels import name_of, select
+from pdserve_kernels.cpu.isa import KernelsUnavailable
+from pdserve_kernels.cpu.library import pin_threads
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +138,11 @@ class _ModelSource:
             dtype=config.dtype,
             max_model_len=config.max_model_len,
             model_impl=config.model_impl,
+            quantization=config.quantization,
         )
-        self.spec = KVCacheSpec.from_model(self.config, block_size=config.block_size)
+        self.spec = KVCacheSpec.from_model(
+            self.config, block_size=config.block_size, device=self.device
+        )
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -280,8 +287,12 @@ class _StepCounter:
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    if num_threads := config.num_threads or len(config.cores):
+        torch.set_num_threads(num_threads)
+    if config.cores and config.device == "cpu":
+        # Without compiled kernels nothing can place the threads: they share the process's cores.
+        with contextlib.suppress(KernelsUnavailable):
+            pin_threads(config.cores)
     return torch.device(config.device)
 
 
@@ -338,4 +349,5 @@ def _describe(
         numerics_id=numerics_id(config, model, source.device),
         version=VERSION,
         logits_processors=tuple(sorted(source.logits_processors)),
+        kernels=name_of(select(source.device)),
     )

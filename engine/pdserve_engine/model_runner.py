@@ -20,7 +20,7 @@ from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.models.base import Model
 from pdserve_engine.sampling.logprobs import compute_logprobs
 from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
-from pdserve_engine.sampling.state import NO_LOGPROBS, SamplingState
+from pdserve_engine.sampling.state import NO_LOGPROBS, SampledTokens, SamplingState
 from pdserve_kernels.metadata import AttentionMetadata
 
 # Prompts that ask for logprobs have the logits of so many rows in memory at a time, and so many
@@ -184,13 +184,9 @@ class ModelRunner:
     ) -> ModelRunnerOutput:
         if len(step.logits_rows) < len(hidden_states):
             hidden_states = hidden_states[step.logits_rows]
-        logits = self.model.compute_logits(hidden_states)
-        num_nans = _count_nans(logits)
-        batch, rows = self._batch, step.rows[step.sampled]
-        sampled = batch.sampling.sample(
-            logits, rows, batch.num_output_tokens(rows), batch.output_token_ids
-        )
-        batch.append_tokens(rows, sampled.token_ids)
+        rows = step.rows[step.sampled]
+        sampled = self._choose(hidden_states, rows)
+        self._batch.append_tokens(rows, sampled.token_ids)
 
         sampled_token_ids: list[tuple[int, ...]] = [()] * len(step.request_ids)
         for index, token in zip(step.sampled.tolist(), sampled.token_ids.tolist(), strict=True):
@@ -202,7 +198,20 @@ class ModelRunner:
             logprobs={request_ids[i]: lists for i, lists in sampled.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             errors={request_ids[i]: message for i, message in sampled.errors.items()},
-            num_nans_in_logits={request_ids[i]: count for i, count in num_nans.items()},
+            num_nans_in_logits={
+                request_ids[i]: int(sampled.num_nans[i]) for i in np.flatnonzero(sampled.num_nans)
+            },
+        )
+
+    def _choose(self, hidden_states: torch.Tensor, rows: Rows) -> SampledTokens:
+        """Return the next token of each of `rows`, whose hidden states [n, hidden_size] are."""
+        batch = self._batch
+        if batch.sampling.is_greedy(rows):
+            best = self.model.choose_greedily(hidden_states)
+            return SampledTokens(best.token_ids.cpu().numpy(), {}, {}, best.num_nans.cpu().numpy())
+        logits = self.model.compute_logits(hidden_states)
+        return batch.sampling.sample(
+            logits, rows, batch.num_output_tokens(rows), batch.output_token_ids
         )
 
     def _prompt_logprobs(
@@ -246,11 +255,3 @@ class ModelRunner:
 
 def _is_chunk(scheduled: tuple[str, int]) -> bool:
     return scheduled[1] > 1
-
-
-def _count_nans(logits: torch.Tensor) -> dict[int, int]:
-    """Return the number of NaN of each row that has any."""
-    # One NaN makes a row's maximum NaN.
-    if not bool(logits.amax(-1).isnan().any()):
-        return {}
-    return {i: count for i, count in enumerate(logits.isnan().sum(-1).tolist()) if count}

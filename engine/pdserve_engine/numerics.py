@@ -2,12 +2,14 @@
 
 import hashlib
 import platform
+from types import ModuleType
 
 import torch
 
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.base import Model
+from pdserve_kernels import name_of, select
 
 # Which of a processor's extensions matrix multiplications are chosen by.
 _ISA_PREFIXES = ("sse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
@@ -21,19 +23,34 @@ def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str
 
     Digested are: our version, which fixes the kernels and their tiles; torch's, which fixes the
     libraries under it; the processor's or GPU's model and instruction set, by which those choose
-    their code; compute threads, dtype, block size, and whose code the model is. It errs on the
-    safe side: workers whose ids differ may still agree. Weights are left to the compatibility
-    hash.
+    their code; our kernel set and the instruction set it is compiled for; dtype, quantization at
+    load time, block size, whose code the model is, and compute threads where bits depend on them.
+    It errs on the safe side: workers whose ids differ may still agree. Weights are left to the
+    compatibility hash.
     """
+    kernels = select(device)
     parts = (
         VERSION,
         torch.__version__,
         *_machine(device),
+        name_of(kernels),
         type(model).__name__,
         model.config.dtype_name,
+        config.quantization,
         config.block_size,
+        *_threads(kernels, config, model),
     )
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _threads(kernels: ModuleType, config: EngineConfig, model: Model) -> tuple[int, ...]:
+    """How many there are, unless the model is all ours and none of its kernels cares."""
+    shape = model.config
+    if model.is_row_independent and kernels.is_thread_independent(
+        shape.dtype, config.block_size, shape.head_dim
+    ):
+        return ()
+    return (torch.get_num_threads(),)
 
 
 def _machine(device: torch.device) -> tuple[object, ...]:
@@ -41,7 +58,7 @@ def _machine(device: torch.device) -> tuple[object, ...]:
         name = torch.cuda.get_device_name(device)
         return device.type, torch.version.cuda, name, torch.cuda.get_device_capability(device)
     isa = torch.backends.cpu.get_cpu_capability()
-    return device.type, platform.machine(), isa, *_processor(), torch.get_num_threads()
+    return device.type, platform.machine(), isa, *_processor()
 
 
 def _processor() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Kernels as plain functions; `select` picks the set that runs on a device.
 
-Every set (`reference`, `triton`) has the same functions with the same contracts, documented in
-`pdserve_kernels.reference`.
+Every set (`reference`, `cpu`, `triton`) has the same functions with the same contracts, documented
+in `pdserve_kernels.reference`.
 """
 
 from types import ModuleType
@@ -10,11 +10,28 @@ import torch
 
 
 def select(device: torch.device) -> ModuleType:
-    """Return the kernel set for `device`: Triton on CUDA, torch reference elsewhere."""
+    """Return the kernel set for `device`: Triton on CUDA, C++ on a CPU that has it, else torch.
+
+    The first call compiles the C++, if that was not done before; a log line says why it cannot.
+    """
     if device.type == "cuda":
         from pdserve_kernels import triton
 
         return triton
-    from pdserve_kernels import reference
+    from pdserve_kernels import cpu, reference
+    from pdserve_kernels.cpu.isa import KernelsUnavailable
+    from pdserve_kernels.cpu.library import library
 
-    return reference
+    try:
+        library()
+    except KernelsUnavailable:
+        return reference
+    return cpu
+
+
+def name_of(kernels: ModuleType) -> str:
+    """Return what a set from `select` is called: triton, reference, cpu/avx512bf16 or cpu/avx2."""
+    from pdserve_kernels.cpu.isa import cpu_isa
+
+    name = kernels.__name__.removeprefix("pdserve_kernels.")
+    return f"{name}/{cpu_isa()}" if name == "cpu" else name

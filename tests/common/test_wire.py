@@ -160,6 +160,7 @@ INFO = types.EngineInfo(
     numerics_id="n",
     version="v",
     logits_processors=("x", "y"),
+    kernels="cpu/avx2",
 )
 
 

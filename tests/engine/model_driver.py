@@ -20,6 +20,7 @@ from pdserve_engine.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.model_runner import ModelRunner
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
+from pdserve_kernels.reference import argmax
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -50,7 +51,7 @@ class Driver:
     def __init__(self, model_dir: Path, *, num_blocks: int = 512, **config: Any) -> None:
         self.config = ModelConfig.from_dir(model_dir, **config)
         model = load_model(model_dir, self.config, device=CPU)
-        spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE)
+        spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=CPU)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
@@ -169,8 +170,22 @@ def record_logits(driver: Driver) -> list[torch.Tensor]:
     compute_logits = model.compute_logits
 
     def record(hidden_rows: torch.Tensor) -> torch.Tensor:
-        seen.append(compute_logits(hidden_rows))
-        return seen[-1]
+        seen.append(compute_logits(hidden_rows).float())
+        return seen[-1].clone()
 
     model.compute_logits = record
+    model.choose_greedily = lambda hidden_rows: argmax(record(hidden_rows))
     return seen
+
+
+def row_major(cache: KVCache, block_ids: Sequence[int]) -> torch.Tensor:
+    """Copy some blocks of a pool, each tile of them as [block_size, head_dim]."""
+    blocks = cache.tensor[list(block_ids)]
+    if cache.spec.tile_format == "row_major":
+        return blocks
+    assert cache.spec.tile_format == "vnni16"
+    *outer, block_size, head_dim = blocks.select(3, 0).shape
+    keys = blocks[:, :, :, 0].reshape(*outer, block_size // 16, head_dim // 2, 16, 2)
+    values = blocks[:, :, :, 1].reshape(*outer, block_size // 2, head_dim, 2)
+    tiles = keys.transpose(-3, -2), values.transpose(-2, -1)
+    return torch.stack([tile.reshape(*outer, block_size, head_dim) for tile in tiles], 3)

@@ -3,18 +3,34 @@ test_engine_client_contract.py.
 """
 
 import asyncio
+import ctypes
 import dataclasses
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
+from pdserve_common.cores import usable_cores
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.launch import launch_engine
+
+
+@pytest.fixture
+def all_cores() -> Iterator[frozenset[int]]:
+    """The cores of this process, all of which it has again afterwards."""
+    cores = usable_cores()
+    num_threads = torch.get_num_threads()
+    yield cores
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+    torch.set_num_threads(num_threads)
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
@@ -57,3 +73,41 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     assert "a step has taken more than 0.1 s" in (engine.problem() or "")
     await until(lambda: any(o.finished for m in messages for o in m.outputs))
     await engine.close()
+
+
+async def test_an_engine_stays_on_its_cores_with_a_thread_for_each(
+    make_model: Callable[..., Path], all_cores: frozenset[int]
+) -> None:
+    core = max(all_cores)
+    config = EngineConfig(
+        model=str(make_model()),
+        cpu_cores=str(core),
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        engine_process="inproc",
+    )
+    engine: Any = await launch_engine(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+    names = [thread.name for thread in threading.enumerate()]
+    assert "engine" in names
+    assert not [name for name in names if name.startswith("load")], "keeps a team of its own"
+    seen: list[tuple[int, set[int]]] = []
+    engine._post(
+        lambda: seen.append((ctypes.CDLL(None).omp_get_max_threads(), os.sched_getaffinity(0)))
+    )
+    await until(lambda: seen)
+    assert seen == [(1, {core})]
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_threads", "message"),
+    [
+        ("0-", 0, "cpu_cores is '0-', must be a list of cores like 0-3,8"),
+        ("0-1", 3, "num_threads is 3, cpu_cores has 2 cores"),
+    ],
+)
+def test_cores_that_make_no_sense_are_refused(cores: str, num_threads: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(cpu_cores=cores, num_threads=num_threads)

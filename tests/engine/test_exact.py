@@ -17,10 +17,13 @@ from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_kernels import name_of, select
 
 pytestmark = pytest.mark.slow
 
 MAX_MODEL_LEN = 192
+BLOCK_SIZE = 16
+SMALL_BLOCK_SIZE = 4
 NUM_BLOCKS = 96
 VOCAB_SIZE = 512
 NUM_OUTPUT = 12
@@ -52,14 +55,14 @@ WAYS: dict[str, dict[str, object]] = {
         "max_num_partial_prefills": 4,
     },
     "without prefix cache": {"enable_prefix_caching": False},
-    "preempted": {"block_size": 4, "num_blocks": 48},
+    "preempted": {"block_size": SMALL_BLOCK_SIZE, "num_blocks": 48},
     "preempted, async": {
-        "block_size": 4,
+        "block_size": SMALL_BLOCK_SIZE,
         "num_blocks": 48,
         "async_scheduling": True,
         "enable_prefix_caching": False,
     },
-    "blocks of 4": {"block_size": 4, "num_blocks": 4 * NUM_BLOCKS},
+    "blocks of 32": {"block_size": 32, "num_blocks": NUM_BLOCKS // 2},
 }
 
 
@@ -151,34 +154,66 @@ def start(
 
 
 @pytest.fixture(scope="module")
-def alone(start: Callable[..., Runner]) -> dict[str, list[int]]:
-    """Every request on its own, on an engine that has forgotten the ones before."""
-    runner = start(enable_prefix_caching=False)
-    tokens: dict[str, list[int]] = {}
-    for name, prompt, params in requests():
-        runner.add(name, prompt, params)
-        tokens |= runner.run()
-    runner.close()
-    assert all(len(ids) == NUM_OUTPUT for ids in tokens.values())
-    assert tokens["70-greedy"] != tokens["70-sampled"] != tokens["70-penalized"]
-    return tokens
+def alone(start: Callable[..., Runner]) -> Callable[[int], dict[str, list[int]]]:
+    """Every request on its own, on an engine that has forgotten the ones before, with blocks of a
+    size: small ones have other kernels.
+    """
+
+    @functools.cache
+    def run(block_size: int) -> dict[str, list[int]]:
+        runner = start(
+            enable_prefix_caching=False,
+            block_size=block_size,
+            num_blocks=NUM_BLOCKS * BLOCK_SIZE // block_size,
+        )
+        tokens: dict[str, list[int]] = {}
+        for name, prompt, params in requests():
+            runner.add(name, prompt, params)
+            tokens |= runner.run()
+        runner.close()
+        assert all(len(ids) == NUM_OUTPUT for ids in tokens.values())
+        assert tokens["70-greedy"] != tokens["70-sampled"] != tokens["70-penalized"]
+        return tokens
+
+    return run
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_bit_identical(
-    way: str, start: Callable[..., Runner], alone: dict[str, list[int]]
+    way: str, start: Callable[..., Runner], alone: Callable[[int], dict[str, list[int]]]
 ) -> None:
+    is_tight = "preempted" in way
+    expected = alone(SMALL_BLOCK_SIZE if is_tight else BLOCK_SIZE)
     runner = start(**WAYS[way])
     for name, prompt, params in requests():
         runner.add(name, prompt, params)
-    assert runner.run() == alone
+    assert runner.run() == expected
     # Again, in other company; prompts are cached now, where there is a cache.
     for name, prompt, params in reversed(list(requests())):
         runner.add(name, prompt, params)
-    assert runner.run() == alone
-    is_tight = "preempted" in way
+    assert runner.run() == expected
     assert (runner.core.scheduler.num_preemptions > 0) == is_tight
     runner.close()
+
+
+@pytest.mark.skipif(
+    not name_of(select(torch.device("cpu"))).startswith("cpu/"), reason="needs compiled kernels"
+)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_tokens_of_bf16_do_not_depend_on_the_number_of_threads(
+    num_threads: int, dtype: str, start: Callable[..., Runner], alone: Callable[..., object]
+) -> None:
+    if dtype != "bfloat16":
+        pytest.skip("fp32 has no kernels of its own")
+    expected, before = alone(BLOCK_SIZE), torch.get_num_threads()
+    try:
+        runner = start(num_threads=num_threads)
+        for name, prompt, params in requests():
+            runner.add(name, prompt, params)
+        assert runner.run() == expected
+        runner.close()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", PARAMS)

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class Engine:
     def __init__(self, model_dir: Path, *, num_blocks: int, async_scheduling: bool) -> None:
         config = ModelConfig.from_dir(model_dir)
-        spec = KVCacheSpec.from_model(config, block_size=BLOCK_SIZE)
+        spec = KVCacheSpec.from_model(config, block_size=BLOCK_SIZE, device=CPU)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)

@@ -12,6 +12,7 @@ from pdserve_common.kv_types import KVGroup, KVGroupKind
 from pdserve_engine.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv_groups import group_layers
 from pdserve_engine.models.config import ModelConfig
+from pdserve_kernels import select
 
 SPEC = KVCacheSpec(
     groups=group_layers([None] * 3),
@@ -70,11 +71,24 @@ def test_the_budget_is_cut_into_whole_blocks() -> None:
 
 def test_the_layout_tells_a_peer_what_a_block_holds(make_model: Callable[..., Path]) -> None:
     config = ModelConfig.from_dir(make_model())
-    spec = KVCacheSpec.from_model(config, block_size=16)
+    spec = KVCacheSpec.from_model(config, block_size=16, device=torch.device("cpu"))
     assert spec.block_bytes == 16 * config.kv_bytes_per_token
     layout = spec.layout()
     assert layout.block_bytes == spec.block_bytes
     assert layout.groups == (KVGroup(id=0, layers=(0, 1, 2), kind=KVGroupKind.FULL),)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layout_has_the_tile_format_of_the_kernels(
+    make_model: Callable[..., Path], dtype: str
+) -> None:
+    device = torch.device("cpu")
+    config = ModelConfig.from_dir(make_model(), dtype=dtype)
+    kernels = select(device)
+    for block_size in (8, 16):
+        spec = KVCacheSpec.from_model(config, block_size=block_size, device=device)
+        expected = kernels.kv_tile_format(config.dtype, block_size, config.head_dim)
+        assert spec.layout().tile_format == expected
 
 
 def test_a_block_of_a_hybrid_model_has_room_for_one_groups_layers() -> None:

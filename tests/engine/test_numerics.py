@@ -9,22 +9,25 @@ import torch
 from pdserve_engine import numerics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.numerics import numerics_id
+from pdserve_kernels import name_of, select
 
 CPU = torch.device("cpu")
 
 
 class Native:
-    config = types.SimpleNamespace(dtype_name="float32")
+    is_row_independent = True
+
+    def __init__(self, dtype: torch.dtype = torch.float32, head_dim: int = 64) -> None:
+        name = str(dtype).removeprefix("torch.")
+        self.config = types.SimpleNamespace(dtype=dtype, dtype_name=name, head_dim=head_dim)
 
 
 class Transformers(Native):
-    pass
+    is_row_independent = False
 
 
 def in_bfloat16() -> Native:
-    model = Native()
-    model.config = types.SimpleNamespace(dtype_name="bfloat16")
-    return model
+    return Native(torch.bfloat16)
 
 
 def id_of(model: Callable[[], Native] = Native, **fields: object) -> str:
@@ -48,11 +51,30 @@ def test_kernels_dtype_and_code_change_it() -> None:
     assert len({id_of(), id_of(block_size=32), id_of(Transformers), id_of(in_bfloat16)}) == 4
 
 
-def test_the_number_of_threads_changes_it() -> None:
-    torch.set_num_threads(1)
-    one = id_of()
-    torch.set_num_threads(2)
-    assert id_of() != one
+def ids_by_threads(model: Callable[[], Native], **fields: object) -> set[str]:
+    ids = set()
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        ids.add(id_of(model, **fields))
+    return ids
+
+
+def test_the_number_of_threads_changes_it_where_bits_depend_on_it() -> None:
+    assert len(ids_by_threads(Native)) == 2
+    assert len(ids_by_threads(lambda: Transformers(torch.bfloat16))) == 2
+    # Without packed tiles attention is the reference's.
+    assert len(ids_by_threads(in_bfloat16, block_size=8)) == 2
+
+
+@pytest.mark.skipif(not name_of(select(CPU)).startswith("cpu/"), reason="needs compiled kernels")
+def test_a_p_and_a_d_of_different_threads_agree_in_bf16() -> None:
+    assert len(ids_by_threads(in_bfloat16)) == 1
+
+
+def test_the_kernels_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = id_of(in_bfloat16)
+    monkeypatch.setattr(numerics, "name_of", lambda _: "others")
+    assert id_of(in_bfloat16) != before
 
 
 @pytest.mark.parametrize(

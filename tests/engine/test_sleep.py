@@ -28,7 +28,7 @@ def load(folder: Path, device: torch.device) -> object:
 
 
 def make_pool(folder: Path, device: torch.device, num_bytes: int) -> KVCache:
-    spec = KVCacheSpec.from_model(ModelConfig.from_dir(folder), block_size=16)
+    spec = KVCacheSpec.from_model(ModelConfig.from_dir(folder), block_size=16, device=device)
     return KVCache(spec, num_blocks=spec.num_blocks_for_budget(num_bytes), device=device)
 
 

@@ -38,7 +38,7 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
         "prefill queue",
         "waiting for D's blocks",
         "first to second token (first ITL)",
-        "release acknowledged",
+        "waiting for P's word",
         "into D's batch",
         "first decode step",
         "GB/s over",

@@ -1,12 +1,16 @@
 """Batches over a paged cache whose every unused slot is NaN, and a dense answer for them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from pdserve_kernels.metadata import AttentionMetadata
+
+sys.path.append(str(Path(__file__).parent))  # test modules import sampling_batches
 
 BLOCK_SIZE = 16
 NUM_LAYERS = 2
@@ -80,26 +84,27 @@ def _make_batch(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 64,
+    block_size: int = BLOCK_SIZE,
     window: int | None = None,
     softcap: float = 0.0,
 ) -> Batch:
     torch.manual_seed(0)
-    num_blocks = sum(-(-length // BLOCK_SIZE) for length in seq_lens) + 5
+    num_blocks = sum(-(-length // block_size) for length in seq_lens) + 5
     # Block 0, which block tables are padded with, belongs to nobody and stays NaN.
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
-    shape = (num_blocks, num_kv_heads, NUM_LAYERS, 2, BLOCK_SIZE, head_dim)
+    shape = (num_blocks, num_kv_heads, NUM_LAYERS, 2, block_size, head_dim)
     kv_cache = torch.full(shape, float("nan"), dtype=dtype)
-    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // BLOCK_SIZE) + 2, dtype=torch.int32)
+    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // block_size) + 2, dtype=torch.int32)
     slots: list[int] = []
     for request, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        blocks = [free.pop() for _ in range(-(-seq_len // BLOCK_SIZE))]
+        blocks = [free.pop() for _ in range(-(-seq_len // block_size))]
         table[request, : len(blocks)] = torch.tensor(blocks)
         for index, block in enumerate(blocks):
-            used = min(BLOCK_SIZE, seq_len - index * BLOCK_SIZE)
+            used = min(block_size, seq_len - index * block_size)
             content = torch.randn(num_kv_heads, NUM_LAYERS, 2, used, head_dim)
             kv_cache[block, :, :, :, :used] = content.to(dtype)
         slots += [
-            blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            blocks[position // block_size] * block_size + position % block_size
             for position in range(seq_len - query_len, seq_len)
         ]
     metadata = AttentionMetadata(
@@ -119,12 +124,12 @@ def _make_batch(
 def _dense_attention(batch: Batch) -> torch.Tensor:
     """The same answer in fp64, one request after another, with whole K, V and scores."""
     query, kv_cache, metadata = batch.query.double(), batch.kv_cache, batch.metadata
-    group_size = query.shape[1] // kv_cache.shape[1]
+    group_size, block_size = query.shape[1] // kv_cache.shape[1], kv_cache.shape[4]
     outputs = []
     row = 0
     for request, seq_len in enumerate(metadata.seq_lens_host):
         query_len = metadata.query_lens_host[request]
-        blocks = metadata.block_table[request, : -(-seq_len // BLOCK_SIZE)].long()
+        blocks = metadata.block_table[request, : -(-seq_len // block_size)].long()
         key, value = (
             kv_cache[blocks, :, LAYER, which]
             .transpose(0, 1)

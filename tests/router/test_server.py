@@ -137,7 +137,7 @@ async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
     try:
         url = f"http://127.0.0.1:{server.metrics_port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-        assert 'pdserve_build_info{model="tiny",role="router"' in text
+        assert 'pdserve_build_info{kernels="",model="tiny",role="router"' in text
         assert 'pdserve_workers{role="decode",state="ready"} 0.0' in text
     finally:
         await server.stop(0)

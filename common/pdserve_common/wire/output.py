@@ -306,6 +306,7 @@ _INFO_FIELDS = (
     "numerics_id",
     "version",
     "logits_processors",
+    "kernels",
 )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.sampling_batch import Argmax
 
 
 class Model(Protocol):
@@ -40,5 +41,9 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return fp32 logits [n, vocab_size] of the n hidden rows given."""
+        """Return logits [n, vocab_size] of the n hidden rows, in fp32 or the model's dtype."""
+        ...
+
+    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
+        """Return the argmax of the n rows' logits, which need not be in memory for that."""
         ...

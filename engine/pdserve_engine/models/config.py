@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from pdserve_engine.config import ModelImpl
+from pdserve_engine.config import LoadQuantization, ModelImpl
+from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.rope import RopeConfig, read_rope
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class ModelConfig:
     max_model_len: int
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -82,19 +84,21 @@ class ModelConfig:
         dtype: str = "auto",
         max_model_len: int | None = None,
         model_impl: ModelImpl = "auto",
+        quantization: LoadQuantization | None = None,
     ) -> "ModelConfig":
         """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
 
         dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
         model's own limit and may only lower it. "auto" runs a model natively (the result is a
-        LlamaConfig) where that is possible, else on the transformers backend.
+        LlamaConfig) where that is possible, else on the transformers backend, which has no
+        quantization. quantization is for checkpoints that have none.
         """
         if model_impl not in get_args(ModelImpl):
             choices = ", ".join(get_args(ModelImpl))
             raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
         raw = _read_json(Path(model_dir) / "config.json")
-        _refuse_quantization(raw)
-        facts = {
+        facts: dict[str, Any] = {
+            "quantization": _read_quantization(raw, quantization),
             "dtype": _read_dtype(raw, dtype),
             "eos_token_ids": _read_eos_token_ids(Path(model_dir), raw),
         }
@@ -110,6 +114,11 @@ class ModelConfig:
                 return native
         else:
             reason = "model_impl is transformers"
+        if facts["quantization"] is not None:
+            raise ModelError(
+                f"quantization is {facts['quantization'].method}, which only our own code runs "
+                f"(not run natively: {reason})"
+            )
         # Takes seconds to import, and most models need none of it.
         from pdserve_engine.models.transformers_config import read_transformers_config
 
@@ -200,10 +209,13 @@ def _read_architecture(raw: Mapping[str, Any]) -> str:
     raise NativeUnsupportedError(f"architectures is {names}, native are {', '.join(FAMILIES)}")
 
 
-def _refuse_quantization(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"quantization_config has quant_method {method}, supported is none")
+def _read_quantization(
+    raw: Mapping[str, Any], requested: LoadQuantization | None
+) -> Quantization | None:
+    try:
+        return read_quantization(raw, requested)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def _require_int(raw: Mapping[str, Any], field: str) -> int:

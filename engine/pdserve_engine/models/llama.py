@@ -9,9 +9,13 @@ from torch.nn import functional as F
 from pdserve_engine.kv_groups import group_layers, slots_of
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint
+from pdserve_engine.models.quantized_weights import read_projection, stored_shapes
 from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_kernels import select
+from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.quantization import QuantizedWeight
+from pdserve_kernels.sampling_batch import Argmax
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -89,24 +93,12 @@ def _layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-class _Layer(NamedTuple):
-    """The weights of one decoder layer; projections are packed for the kernel set."""
-
-    input_norm: torch.Tensor
-    qkv: Any
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    attention_output: Any
-    post_attention_norm: torch.Tensor
-    gate_up: Any
-    down: Any
-
-
 class LlamaModel:
     """The family behind the interface of `models.base.Model`."""
 
     def __init__(self, config: LlamaConfig, checkpoint: Checkpoint, device: torch.device) -> None:
-        checkpoint.check(weight_shapes(config), optional=(LM_HEAD,))
+        expected = stored_shapes(weight_shapes(config), checkpoint.names, config.quantization)
+        checkpoint.check(expected, optional=(LM_HEAD,))
         self.config = config
         self.device = device
         self._checkpoint = checkpoint
@@ -114,24 +106,8 @@ class LlamaModel:
         self.is_row_independent = self._kernels.is_row_independent(config.dtype)
         # The largest come first: while one is packed, memory holds it twice.
         self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
-        if not config.tie_word_embeddings:
-            head = self._read(LM_HEAD)
-        else:  # on the CPU packing a mapped table would pull all of it into memory
-            head = self._read(EMBEDDING) if device.type == "cpu" else self._embedding
-        self._lm_head = self._kernels.pack_linear(head, None)
-        del head
-        spec = _LayerSpec.of(config)
-        self._layers = [self._read_layer(spec, layer) for layer in range(config.num_layers)]
-        self._final_norm = self._read(FINAL_NORM)
-        self._cos_sin_cache = build_cos_sin_cache(
-            config.rope,
-            head_dim=config.head_dim,
-            max_positions=config.max_model_len,
-            dtype=torch.float32,
-        ).to(device)
-        self._slots = slots_of(group_layers(config.attention_windows))
-        self._scale = config.head_dim**-0.5
-        self._qkv_heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
+        self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
+        self._decoder = self._kernels.pack_decoder(self._read_decoder())
 
     @torch.inference_mode()
     def forward(
@@ -142,75 +118,86 @@ class LlamaModel:
         metadata: tuple[AttentionMetadata, ...],
     ) -> torch.Tensor:
         """See `models.base.Model`."""
-        kernels, eps = self._kernels, self.config.rms_norm_eps
-        residual = F.embedding(token_ids, self._embedding)
-        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, layer in enumerate(self._layers):
-            x = self._attend(index, layer, x, positions, kv_cache, metadata)
-            x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            gate_up = kernels.linear(x, layer.gate_up)
-            x = kernels.linear(kernels.silu_and_mul(gate_up), layer.down)
-            x, residual = kernels.fused_add_rms_norm(x, residual, self._norm_after(index), eps)
-        hidden_states: torch.Tensor = x
+        embedded = F.embedding(token_ids, self._embedding)
+        hidden_states: torch.Tensor = self._kernels.run_decoder(
+            embedded, self._decoder, positions, kv_cache, metadata
+        )
         return hidden_states
 
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
-        logits: torch.Tensor = self._kernels.linear(hidden_rows, self._lm_head).float()
+        logits: torch.Tensor = self._kernels.linear(hidden_rows, self._lm_head)
         return logits
 
-    def _attend(
-        self,
-        index: int,
-        layer: _Layer,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-    ) -> Any:
-        kernels, eps = self._kernels, self.config.rms_norm_eps
-        heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, self.config.head_dim)
-        query, key, value = torch.split_with_sizes(heads, self._qkv_heads, dim=1)
-        if layer.q_norm is not None:
-            query = kernels.rms_norm(query, layer.q_norm, eps)
-            key = kernels.rms_norm(key, layer.k_norm, eps)
-        kernels.rotary_embedding(positions, query, key, self._cos_sin_cache)
-        group, slot = self._slots[index]
-        kernels.reshape_and_cache(key, value, kv_cache, slot, metadata[group].slot_mapping)
-        attended = kernels.paged_attention(
-            query,
-            kv_cache,
-            slot,
-            metadata[group],
-            self._scale,
-            window=self.config.attention_windows[index],
-        )
-        return kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)
-
-    def _norm_after(self, index: int) -> torch.Tensor:
-        is_last = index + 1 == len(self._layers)
-        return self._final_norm if is_last else self._layers[index + 1].input_norm
+    @torch.inference_mode()
+    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
+        """See `models.base.Model`."""
+        best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head)
+        return best
 
     def _read(self, *names: str) -> torch.Tensor:
         return self._checkpoint.read(*names, dtype=self.config.dtype, device=self.device)
 
-    def _read_layer(self, spec: _LayerSpec, layer: int) -> _Layer:
+    def _read_decoder(self) -> Decoder:
+        config, spec = self.config, _LayerSpec.of(self.config)
+        places = slots_of(group_layers(config.attention_windows))
+        return Decoder(
+            layers=tuple(
+                self._read_layer(spec, layer, *place) for layer, place in enumerate(places)
+            ),
+            final_norm=self._read(FINAL_NORM),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            cos_sin_cache=build_cos_sin_cache(
+                config.rope,
+                head_dim=config.head_dim,
+                max_positions=config.max_model_len,
+                dtype=torch.float32,
+            ).to(self.device),
+        )
+
+    def _read_layer(self, spec: _LayerSpec, layer: int, group: int, slot: int) -> DecoderLayer:
         prefix = _layer_prefix(layer)
         norms = {name: self._read(f"{prefix}{name}.weight") for name in spec.norms}
-        return _Layer(
+        return DecoderLayer(
             input_norm=norms["input_layernorm"],
             qkv=self._pack(prefix, spec.qkv),
             q_norm=norms.get("self_attn.q_norm"),
             k_norm=norms.get("self_attn.k_norm"),
             attention_output=self._pack(prefix, spec.attention_output),
             post_attention_norm=norms["post_attention_layernorm"],
-            gate_up=self._pack(prefix, spec.gate_up),
+            gate_up=self._pack(prefix, spec.gate_up, num_parts=2),
             down=self._pack(prefix, spec.down),
+            group=group,
+            slot=slot,
+            window=self.config.attention_windows[layer],
         )
 
-    def _pack(self, prefix: str, projection: _Projection) -> Any:
+    def _read_lm_head(self) -> torch.Tensor | QuantizedWeight:
+        config, device = self.config, self.device
+        if config.tie_word_embeddings and device.type != "cpu":
+            return self._embedding  # on the CPU packing the map would pull all of it into memory
+        return read_projection(
+            self._checkpoint,
+            [(EMBEDDING if config.tie_word_embeddings else LM_HEAD).removesuffix(".weight")],
+            config.quantization and config.quantization.of_lm_head,
+            shape=(config.vocab_size, config.hidden_size),
+            dtype=config.dtype,
+            device=device,
+        )
+
+    def _pack(self, prefix: str, projection: _Projection, *, num_parts: int = 1) -> Any:
         names = [prefix + name for name, _ in projection.parts]
-        weight = self._read(*(f"{name}.weight" for name in names))
+        weight = read_projection(
+            self._checkpoint,
+            names,
+            self.config.quantization,
+            shape=(sum(rows for _, rows in projection.parts), projection.in_features),
+            dtype=self.config.dtype,
+            device=self.device,
+        )
         bias = self._read(*(f"{name}.bias" for name in names)) if projection.has_bias else None
-        return self._kernels.pack_linear(weight, bias)
+        return self._kernels.pack_linear(weight, bias, num_parts=num_parts)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pdserve_engine.models.base import Model
-from pdserve_engine.models.config import LlamaConfig, ModelConfig
+from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.loader import (
     Checkpoint,
@@ -28,6 +28,11 @@ def load_model(
 
     Without `progress` a bar is drawn where stderr is a terminal, lines are logged elsewhere.
     """
+    if config.quantization is not None and device.type != "cpu":
+        raise ModelError(
+            f"quantization is {config.quantization.method}, device is {device.type}: kernels for "
+            "integer weights exist for cpu only"
+        )
     checkpoint = Checkpoint(model_dir, progress=progress or show_progress())
     with large_tensors_mapped_apart():
         return _model_class(config)(config, checkpoint, device)

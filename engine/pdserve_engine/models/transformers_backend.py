@@ -22,6 +22,7 @@ from pdserve_engine.models.loader import Checkpoint, name_some
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
 from pdserve_kernels import select
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.sampling_batch import Argmax
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,14 @@ class TransformersModel:
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`. Whatever transformers does to logits is done: caps, scales."""
         output = self._head(inputs_embeds=hidden_rows[None], use_cache=False)
-        logits: torch.Tensor = output.logits[0].float()
+        logits: torch.Tensor = output.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
+        """See `models.base.Model`."""
+        best: Argmax = self._kernels.argmax(self.compute_logits(hidden_rows))
+        return best
 
     def _probe(self) -> None:
         """Run two tokens; raise ModelError unless each layer attends once, as the config says."""

@@ -11,7 +11,7 @@ from operator import add
 import torch
 
 from pdserve_common.engine_types import LogprobsLists
-from pdserve_engine.sampling.elementwise import FIXED_POINT_ONE, exp_to_fixed_point
+from pdserve_kernels.exact_math import FIXED_POINT_ONE, exp_to_fixed_point
 
 # Logits looked at in one piece, which takes some 30 bytes for each. On the CPU it should stay in a
 # core's cache; on other devices fewer and larger pieces are better.
@@ -24,16 +24,20 @@ MAGNITUDE_MASK = 0x7FFFFFFF
 
 
 def compute_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> LogprobsLists:
-    """Return log_softmax of fp32 logits [n, vocab_size] for the chosen [n] int64 and top tokens.
+    """Return log_softmax of logits [n, vocab_size] for the chosen [n] int64 and the top tokens.
 
     There are n positions of 1 + num_top entries each. A rank is 1 + the number of tokens that are
-    more likely. Logprobs of a row with NaN are NaN. Waits for the device.
+    more likely. All is computed in fp32. Logprobs of a row with NaN are NaN. Waits for the device.
     """
     is_cpu = logits.device.type == "cpu"
     max_logits = MAX_LOGITS_AT_ONCE_ON_CPU if is_cpu else MAX_LOGITS_AT_ONCE
     step = max(1, max_logits // logits.shape[1])
     pieces = (
-        _compute(logits[start : start + step], chosen[start : start + step].unsqueeze(1), num_top)
+        _compute(
+            logits[start : start + step].float(),
+            chosen[start : start + step].unsqueeze(1),
+            num_top,
+        )
         for start in range(0, len(logits), step)
     )
     return reduce(add, pieces)

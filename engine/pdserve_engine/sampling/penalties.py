@@ -100,6 +100,9 @@ class Penalties:
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[where] = values - reductions
 
+    def are_asked_for(self, rows: Rows) -> bool:
+        return bool(self._is_asked[rows].any())
+
     def _asking(self, rows: Rows) -> list[int]:
         """Return the indexes of those rows that have penalties."""
         indexes: list[int] = np.flatnonzero(self._is_asked[rows]).tolist()

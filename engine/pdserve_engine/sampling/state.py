@@ -18,7 +18,8 @@ from pdserve_engine.sampling.processors import (
     LogitsProcessorFactory,
 )
 from pdserve_engine.sampling.rules import TokenRules
-from pdserve_engine.sampling.sampler import SamplingBatch, sample
+from pdserve_kernels import select
+from pdserve_kernels.sampling_batch import SamplingBatch
 
 Rows = npt.NDArray[np.int64]
 
@@ -37,6 +38,8 @@ class SampledTokens(NamedTuple):
     logprobs: dict[int, LogprobsLists]
     # Why a row could not be sampled; its token is a dummy.
     errors: dict[int, str]
+    # [n] int64: NaN in each row's logits, before any parameter.
+    num_nans: Rows
 
 
 class SamplingState:
@@ -56,6 +59,7 @@ class SamplingState:
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._kernels = select(device)
         self._logits_processors = logits_processors
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -65,6 +69,7 @@ class SamplingState:
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._wants_logits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, TokenRules] = {}
         self._penalties = Penalties(max_num_seqs=max_num_seqs, device=device)
 
@@ -81,6 +86,12 @@ class SamplingState:
         self.num_prompt_logprobs[row] = _count_or_none(params.prompt_logprobs)
         self._penalties.add(row, params, request.all_token_ids, request.num_prompt_tokens)
         self._has_rules[row] = TokenRules.are_asked_for(params)
+        self._wants_logits[row] = (
+            params.temperature != 0.0
+            or params.logprobs is not None
+            or self._has_rules[row]
+            or self._penalties.are_asked_for(np.array([row]))
+        )
         if self._has_rules[row]:
             self._rules[row] = self._make_rules(params, request.eos_token_id)
 
@@ -90,6 +101,10 @@ class SamplingState:
         self._has_rules[row] = False
         self._rules.pop(row, None)
 
+    def is_greedy(self, rows: Rows) -> bool:
+        """Do all these rows want the best token, and nothing else of their logits?"""
+        return not self._wants_logits[rows].any()
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -97,16 +112,19 @@ class SamplingState:
         positions: Rows,
         output_token_ids: Callable[[int], Rows],
     ) -> SampledTokens:
-        """Choose a token for each of `rows` from fp32 logits [n, vocab_size], which are changed.
+        """Choose a token for each of `rows` from logits [n, vocab_size], which are changed.
 
         `positions` are the rows' numbers of output tokens, `output_token_ids` returns a row's.
         Logprobs are of the logits given, before any parameter. Waits for the device.
         """
+        num_nans = self._kernels.count_nans(logits).cpu().numpy()
         asked = np.flatnonzero(self._num_logprobs[rows] != NO_LOGPROBS)
         raw_logits = logits[self._to_device(asked)] if len(asked) else None
+        if self._has_rules[rows].any() or self._penalties.are_asked_for(rows):
+            logits = logits.float()
         errors = self._apply_rules(logits, rows, output_token_ids)
         self._penalties.apply(logits, rows)
-        token_ids = sample(logits, self._describe(rows, positions)).cpu().numpy()
+        token_ids = self._kernels.sample(logits, self._describe(rows, positions)).cpu().numpy()
         token_ids[list(errors)] = DUMMY_TOKEN_ID
         self._penalties.count(rows, token_ids)
         logprobs: dict[int, LogprobsLists] = {}
@@ -114,7 +132,7 @@ class SamplingState:
             logprobs = self._logprobs(raw_logits, rows, asked, token_ids)
         for index in errors:
             logprobs.pop(index, None)
-        return SampledTokens(token_ids, logprobs, errors)
+        return SampledTokens(token_ids, logprobs, errors, num_nans)
 
     def _describe(self, rows: Rows, positions: Rows) -> SamplingBatch:
         return SamplingBatch(

@@ -3,6 +3,15 @@
 import torch
 
 
+def kv_tile_format(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """Return "row_major": how a [block_size, head_dim] tile of keys or values lies in the cache.
+
+    Workers may exchange blocks only if it is equal.
+    """
+    del dtype, block_size, head_dim
+    return "row_major"
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,

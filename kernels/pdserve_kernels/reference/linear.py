@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.reference.layers import silu_and_mul
+from pdserve_kernels.reference.quantization import QuantizedWeight
+
 # Row count that oneDNN is told to pack for: decode batches are small and bound by weight reads.
 PACK_FOR_ROWS = 8
 # oneDNN sums fewer rows in another order when in_features > 1024, so that a row's bits would depend
@@ -24,13 +27,18 @@ class LinearWeight:
     is_packed: bool
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+def pack_linear(
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None, *, num_parts: int = 1
+) -> LinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
 
-    A bf16 or fp32 weight on CPU is copied into oneDNN's layout and not kept; drop yours to free its
-    memory.
+    A gate and an up projection in one weight, one after the other, are two parts, which some sets
+    keep apart: `linear_silu_mul` wants that. A bf16 or fp32 weight on CPU is copied into oneDNN's
+    layout and not kept; drop yours to free its memory. Integers are dequantized here: they save
+    nothing in this set, and their product is that of the weight rounded to its dtype.
     """
-    weight = weight.detach()
+    del num_parts
+    weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.detach()
     is_packed = _can_pack(weight)
     return LinearWeight(
         weight=torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_ROWS)
@@ -54,6 +62,14 @@ def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
         padded[:num_rows] = x.reshape(num_rows, packed.in_features)
         return _linear(padded, packed)[:num_rows].reshape(*x.shape[:-1], packed.out_features)
     return _linear(x, packed)
+
+
+def linear_silu_mul(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x [T, in_features] -> silu(gate) * up, where linear(x, packed) = [gate | up].
+
+    The weight has two parts. gate, up and silu are rounded to x's dtype.
+    """
+    return silu_and_mul(linear(x, packed))
 
 
 def _linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
@@ -81,6 +97,14 @@ def is_row_independent(dtype: torch.dtype) -> bool:
     For one number of threads, and as measured by tests/kernels/test_row_independence.py.
     """
     return _can_pack(torch.empty(0, dtype=dtype))
+
+
+def is_thread_independent(dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
+    """Whether the bits of a decoder in `dtype`, with KV in such blocks, are the same for any number
+    of CPU threads. Never here: MKL and oneDNN cut sums by threads.
+    """
+    del dtype, block_size, head_dim
+    return False
 
 
 def _has_fast_gemm(dtype: torch.dtype) -> bool:

@@ -5,7 +5,8 @@ two replicas must compute the same.
 """
 
 from pdserve_kernels.triton.attention import paged_attention
-from pdserve_kernels.triton.cache import reshape_and_cache
+from pdserve_kernels.triton.cache import kv_tile_format, reshape_and_cache
+from pdserve_kernels.triton.decoder import pack_decoder, run_decoder
 from pdserve_kernels.triton.layers import (
     fused_add_rms_norm,
     rms_norm,
@@ -15,19 +16,31 @@ from pdserve_kernels.triton.layers import (
 from pdserve_kernels.triton.linear import (
     LinearWeight,
     is_row_independent,
+    is_thread_independent,
     linear,
+    linear_silu_mul,
     pack_linear,
 )
+from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample
 
 __all__ = [
     "LinearWeight",
+    "argmax",
+    "count_nans",
     "fused_add_rms_norm",
     "is_row_independent",
+    "is_thread_independent",
+    "kv_tile_format",
     "linear",
+    "linear_argmax",
+    "linear_silu_mul",
+    "pack_decoder",
     "pack_linear",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
+    "run_decoder",
+    "sample",
     "silu_and_mul",
 ]

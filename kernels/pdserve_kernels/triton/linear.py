@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.triton.layers import silu_and_mul
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearWeight:
@@ -16,8 +18,11 @@ class LinearWeight:
     in_features: int
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+def pack_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, num_parts: int = 1
+) -> LinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features]; shares their memory."""
+    del num_parts
     return LinearWeight(
         weight=weight.detach(),
         bias=None if bias is None else bias.detach(),
@@ -31,7 +36,18 @@ def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     return F.linear(x, packed.weight, packed.bias)
 
 
+def linear_silu_mul(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x [T, in_features] -> silu(gate) * up; see the reference."""
+    return silu_and_mul(linear(x, packed))
+
+
 def is_row_independent(dtype: torch.dtype) -> bool:
     """False: cuBLAS picks its kernel by the number of rows."""
     del dtype
     return False
+
+
+def is_thread_independent(dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
+    """True: no kernel runs on CPU threads."""
+    del dtype, block_size, head_dim
+    return True

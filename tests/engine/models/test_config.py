@@ -208,7 +208,7 @@ def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., P
         ({"vocab_size": None}, "vocab_size is None"),
         ({"num_key_value_heads": 5}, "num_key_value_heads is 5"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, supported is silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is bitsandbytes"),
         ({"torch_dtype": "float64"}, "float64, supported are bfloat16, float32"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is yarn"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),

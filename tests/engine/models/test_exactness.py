@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from model_driver import BLOCK_SIZE, Driver, make_prompt, record_logits
+from model_driver import BLOCK_SIZE, Driver, make_prompt, record_logits, row_major
 
 # in_features of 1100 and more: below, fewer kernels sum in an order of their own.
 SHAPE = {"hidden_size": 128, "intermediate_size": 1100, "head_dim": 32, "num_hidden_layers": 2}
@@ -54,7 +54,7 @@ def kv_of(driver, request):
     num_tokens = request.num_computed_tokens
     assert len(request.block_ids[0]) == -(-num_tokens // BLOCK_SIZE)
     return [
-        driver.cache.tensor[table].permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
+        row_major(driver.cache, table).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :num_tokens]
         for table in request.block_ids
     ]
 

@@ -40,12 +40,14 @@ def peak_bytes():
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
-folder, dtype, model_impl = sys.argv[1:]
+folder, dtype, quantization, model_impl = sys.argv[1:]
 cpu = torch.device("cpu")
 kernels = select(cpu)
 small = torch.ones(64, 64, dtype=torch.bfloat16)
 kernels.linear(small, kernels.pack_linear(small))
-config = ModelConfig.from_dir(folder, dtype=dtype, model_impl=model_impl)
+config = ModelConfig.from_dir(
+    folder, dtype=dtype, model_impl=model_impl, quantization=quantization or None
+)
 before = peak_bytes()
 model = load_model(folder, config, device=cpu)
 print(before, peak_bytes())
@@ -59,6 +61,7 @@ print(before, peak_bytes())
         ("LlamaForCausalLM", DENSE, "bfloat16", "bfloat16", "native"),
         ("LlamaForCausalLM", DENSE, "float32", "bfloat16", "native"),
         ("LlamaForCausalLM", TIED, "bfloat16", "bfloat16", "native"),
+        ("LlamaForCausalLM", DENSE, "bfloat16", "int8", "native"),
         ("LlamaForCausalLM", DENSE, "bfloat16", "bfloat16", "transformers"),
         ("MixtralForCausalLM", EXPERTS, "bfloat16", "bfloat16", "transformers"),
     ],
@@ -72,12 +75,13 @@ def test_the_peak_is_hardly_more_than_the_weights(
     model_impl: str,
 ) -> None:
     folder = make_model(architecture, dtype=stored, shard_size="80MB", **shape)
-    command = [sys.executable, "-c", LOAD, str(folder), served, model_impl]
+    dtype, quantization = ("bfloat16", served) if served == "int8" else (served, "")
+    command = [sys.executable, "-c", LOAD, str(folder), dtype, quantization, model_impl]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     before, after = map(int, result.stdout.split())
-    weights = count_weights(folder) * {"bfloat16": 2, "float32": 4}[served]
-    assert weights > 180 << 20, "too small to tell"
+    weights = count_weights(folder) * {"int8": 1, "bfloat16": 2, "float32": 4}[served]
+    assert weights > 90 << 20, "too small to tell"
     assert after - before < LIMIT * weights
 
 

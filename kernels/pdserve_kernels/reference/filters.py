@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_engine.sampling.elementwise import exp_to_fixed_point
+from pdserve_kernels.exact_math import exp_to_fixed_point
 
 FIRST_WIDTH = 256
 WIDENING = 16

@@ -7,8 +7,8 @@ worker and after any restart.
 import torch
 from torch import Tensor
 
-from pdserve_engine.sampling.elementwise import by_row, log_
-from pdserve_engine.sampling.philox import Words4, philox4x32, split_seed
+from pdserve_kernels.exact_math import log, log_of_complement
+from pdserve_kernels.reference.philox import Words4, philox4x32, split_seed
 
 WORDS_PER_COUNTER = 4
 # On the CPU so many counters are drawn at once that their words stay in a core's cache.
@@ -20,26 +20,22 @@ LARGEST_UNIFORM = 1.0 - 2.0**-24
 def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int) -> Tensor:
     """Return fp32 noise [n, vocab_size] for n requests; the tensors are [n] int64 on one device."""
     counters = torch.arange(-(-vocab_size // WORDS_PER_COUNTER), device=seeds.device).unsqueeze(0)
-    # Vocab id 4 c + w is word w of counter c.
-    shape = (len(seeds), counters.shape[1], WORDS_PER_COUNTER)
-    bits = torch.empty(shape, device=seeds.device)
-    rows_at_once = len(seeds)
+    rows_at_once = max(1, len(seeds))
     if seeds.device.type == "cpu":
         rows_at_once = max(1, COUNTERS_IN_CACHE // counters.shape[1])
-    for start in range(0, len(seeds), rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        words = _draw(seeds[rows], positions[rows], counters)
-        for index, word in enumerate(words):
-            bits[rows, :, index] = word
-    return _to_gumbel(bits.flatten(1)[:, :vocab_size])
+    pieces = zip(
+        torch.split(seeds, rows_at_once), torch.split(positions, rows_at_once), strict=True
+    )
+    # Vocab id 4 c + w is word w of counter c.
+    noise = [_to_gumbel(torch.stack(_draw(*piece, counters), dim=-1)) for piece in pieces]
+    return torch.cat(noise).flatten(1)[:, :vocab_size]
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, *, vocab_ids: Tensor) -> Tensor:
     """Return the noise of some vocab ids only: [n, k] for vocab_ids [n, k]."""
     words = _draw(seeds, positions, vocab_ids // WORDS_PER_COUNTER)
     word_index = (vocab_ids % WORDS_PER_COUNTER).unsqueeze(-1)
-    bits = torch.stack(words, dim=-1).gather(-1, word_index).squeeze(-1)
-    return _to_gumbel(bits.float())
+    return _to_gumbel(torch.stack(words, dim=-1).gather(-1, word_index).squeeze(-1))
 
 
 def _draw(seeds: Tensor, positions: Tensor, counters: Tensor) -> Words4:
@@ -51,5 +47,5 @@ def _draw(seeds: Tensor, positions: Tensor, counters: Tensor) -> Words4:
 def _to_gumbel(bits: Tensor) -> Tensor:
     # u is (bits + 1/2) / 2^32; -log(1 - u) rather than -log(u) because floats are densest near 0,
     # where the large noise that makes unlikely tokens win comes from.
-    minus_uniform = bits.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-LARGEST_UNIFORM)
-    return by_row(minus_uniform, Tensor.log1p_, Tensor.neg_, log_, Tensor.neg_)
+    uniform = bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
+    return log(log_of_complement(uniform).neg_()).neg_()

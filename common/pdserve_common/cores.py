@@ -1,0 +1,94 @@
+"""Processor cores: lists like "0-3,8", what this machine has, and how services share it."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable
+from itertools import groupby
+from pathlib import Path
+
+SYSTEM = Path("/sys/devices/system")
+# More than any kernel is built for; keeps "0-999999999" from filling the memory.
+MAX_CORE = 8191
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Return the cores of a list like "0-3,8", ascending. Raises ValueError if it is not one."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"cpu_cores is {text!r}, must be a list of cores like 0-3,8")
+        begin, end = int(first), int(last or first)
+        if not begin <= end <= MAX_CORE:
+            raise ValueError(
+                f"cpu_cores is {text!r}: {part.strip()} must ascend and end at most at {MAX_CORE}"
+            )
+        cores.update(range(begin, end + 1))
+    return tuple(sorted(cores))
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """The list that `parse_cores` reads, as short as possible."""
+    runs = groupby(enumerate(sorted(cores)), key=lambda item: item[1] - item[0])
+    return ",".join(_format_run([core for _, core in run]) for _, run in runs)
+
+
+def usable_cores() -> frozenset[int]:
+    """Return the cores that this process may run on; all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def confine_process(cores: Collection[int]) -> None:
+    """Let all threads of this process, now and later, run on `cores` only.
+
+    Raises ValueError for cores that this process may not use, or if the system has no such call.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("cpu_cores is set, this system does not let processes choose their cores")
+    if unknown := set(cores) - usable_cores():
+        raise ValueError(
+            f"cpu_cores has {format_cores(unknown)}, must be among {format_cores(usable_cores())}"
+        )
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def share_cores(
+    cores: Collection[int], num_shares: int, *, min_size: int = 1, system: Path = SYSTEM
+) -> list[tuple[int, ...]] | None:
+    """Split cores into equal shares, each within one NUMA node; None if one would be too small.
+
+    Of a core's hardware threads only the first counts: two would share its vector units. What is
+    left over belongs to no share.
+    """
+    nodes = _physical_cores_by_node(cores, system)
+    for size in range(max(map(len, nodes), default=0), min_size - 1, -1):
+        shares = [node[i : i + size] for node in nodes for i in range(0, len(node), size)]
+        shares = [share for share in shares if len(share) == size]
+        if len(shares) >= num_shares:
+            return shares[:num_shares]
+    return None
+
+
+def _physical_cores_by_node(cores: Collection[int], system: Path) -> list[tuple[int, ...]]:
+    """Return the first hardware thread of each core, by node; all as one node if nothing tells."""
+    first = {min(_siblings(core, system) & set(cores)) for core in cores}
+    lists = sorted(
+        system.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
+    )
+    texts = (path.read_text().strip() for path in lists)  # empty for a node of memory alone
+    nodes = [tuple(sorted(first & set(parse_cores(text)))) for text in texts if text]
+    return [node for node in nodes if node] or [tuple(sorted(first))]
+
+
+def _siblings(core: int, system: Path) -> set[int]:
+    """The hardware threads of a core, itself included."""
+    path = system / f"cpu/cpu{core}/topology/thread_siblings_list"
+    return {core, *parse_cores(path.read_text().strip())} if path.exists() else {core}
+
+
+def _format_run(run: list[int]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"

@@ -1,0 +1,184 @@
+"""Reading projections as integers: those of quantized checkpoints, or dense ones, rounded.
+
+Formats differ in how they pack integers into int32. All store unsigned ones; ours are signed, and
+so are our zero points: half of the range is taken off both.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pdserve_engine.models.config import ModelError
+from pdserve_engine.models.loader import Checkpoint
+from pdserve_engine.models.quantization import Quantization
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, stack
+
+WEIGHT = ".weight"
+# Which 4 bits of an int32, lowest first, hold its 8 outputs in turn.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+# What a checkpoint stores for one weight, by the last part of its name.
+Tensors = Mapping[str, torch.Tensor]
+
+
+class _Integers(NamedTuple):
+    """Unsigned integers [n, k], scales [n, groups], and unsigned zero points [n, groups]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+
+def stored_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    names: frozenset[str],
+    quantization: Quantization | None,
+) -> dict[str, tuple[int, ...]]:
+    """Return the weights a checkpoint with these names must have, given those of a dense one."""
+    if quantization is None or quantization.method == "load":
+        return dict(expected)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected.items():
+        if name in names or len(shape) != 2:
+            shapes[name] = shape
+        else:
+            stem = name.removesuffix(WEIGHT)
+            parts = _shapes_of(quantization, *shape)
+            shapes |= {f"{stem}.{part}": part_shape for part, part_shape in parts.items()}
+    return shapes
+
+
+def read_projection(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    quantization: Quantization | None,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor | QuantizedWeight:
+    """Return some weights, named without `.weight`, stacked by rows, for activations of `dtype`.
+
+    Integers if the checkpoint has them or they are to be made at load time. Raises ModelError if
+    some of the weights are quantized and others are not, or for integers that do not fit `shape`.
+    """
+    dense_names = [name + WEIGHT for name in names if name + WEIGHT in checkpoint.names]
+    if quantization is None or len(dense_names) == len(names):
+        weight = checkpoint.read(*dense_names, dtype=dtype, device=device)
+        if quantization is None or quantization.method != "load":
+            return weight
+        return quantize(weight, bits=quantization.bits, group_size=quantization.group_size)
+    if dense_names:
+        raise ModelError(f"of {', '.join(names)}, which are one product, only some are quantized")
+    weights = [_read_integers(checkpoint, name, quantization, dtype) for name in names]
+    stacked = stack(weights)
+    if stacked.shape != shape:
+        raise ModelError(
+            f"{', '.join(names)}: shape is {tuple(stacked.shape)}, the config asks {shape}"
+        )
+    return stacked
+
+
+def _read_integers(
+    checkpoint: Checkpoint, name: str, quantization: Quantization, dtype: torch.dtype
+) -> QuantizedWeight:
+    parts = [stored for stored in checkpoint.names if stored.rpartition(".")[0] == name]
+    tensors = {
+        stored.rpartition(".")[2]: checkpoint.read_as_stored(stored)
+        for stored in parts
+        if not stored.endswith(".bias")
+    }
+    try:
+        integers = _DECODERS[quantization.method](tensors, quantization)
+        return _signed(integers, quantization, dtype)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from error
+
+
+def _signed(integers: _Integers, quantization: Quantization, dtype: torch.dtype) -> QuantizedWeight:
+    bits, columns = quantization.bits, integers.values.shape[1]
+    zeros = None if integers.zeros is None else _less_half(integers.zeros, bits).contiguous()
+    if zeros is not None and not zeros.any():
+        zeros = None
+    scales = integers.scales.contiguous()
+    return QuantizedWeight(
+        values=_less_half(integers.values, bits),
+        scales=scales if scales.dtype == torch.bfloat16 else scales.float(),
+        zeros=zeros,
+        bits=bits,
+        group_size=quantization.group_size or columns,
+        dtype=dtype,
+    )
+
+
+def _less_half(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
+    return (unsigned - (1 << (bits - 1))).view(torch.int8)  # uint8 wraps around as int8 reads it
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [r, c] -> uint8 [r, c * 32 / bits]: the integers in each int32, lowest bits first."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"packed integers are {packed.dtype}, must be int32")
+    octets = packed.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+
+def _shapes_of(quantization: Quantization, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    per_int32 = 32 // quantization.bits
+    groups = -(-columns // (quantization.group_size or columns))
+    packed_rows, packed_columns = -(-rows // per_int32), -(-columns // per_int32)
+    if quantization.method == "compressed-tensors":
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight_packed": (rows, packed_columns),
+            "weight_scale": (rows, groups),
+            "weight_shape": (2,),
+        }
+        return shapes | (
+            {"weight_zero_point": (packed_rows, groups)} if quantization.has_zeros else {}
+        )
+    shapes = {"scales": (groups, rows), "qzeros": (groups, packed_rows)}
+    if quantization.method == "awq":
+        return shapes | {"qweight": (columns, packed_rows)}
+    return shapes | {"qweight": (packed_columns, rows), "g_idx": (columns,)}
+
+
+def _decode_compressed_tensors(tensors: Tensors, quantization: Quantization) -> _Integers:
+    rows, columns = tensors["weight_shape"].tolist()
+    if rows != len(tensors["weight_packed"]):
+        raise ValueError(f"weight_shape has {rows} rows, there are {len(tensors['weight_packed'])}")
+    zeros = None
+    if quantization.has_zeros:
+        zeros = _unpack(tensors["weight_zero_point"].T, quantization.bits)[:, :rows].T
+    values = _unpack(tensors["weight_packed"], quantization.bits)[:, :columns]
+    return _Integers(values, tensors["weight_scale"], zeros)
+
+
+def _decode_awq(tensors: Tensors, quantization: Quantization) -> _Integers:
+    values, zeros = (_unpack_awq(tensors[name]) for name in ("qweight", "qzeros"))
+    return _Integers(values.T.contiguous(), tensors["scales"].T, zeros.T)
+
+
+def _unpack_awq(packed: torch.Tensor) -> torch.Tensor:
+    shuffled = _unpack(packed, 4)
+    return shuffled.view(len(packed), -1, 8)[:, :, AWQ_ORDER].flatten(1)
+
+
+def _decode_gptq(tensors: Tensors, quantization: Quantization) -> _Integers:
+    values = _unpack(tensors["qweight"].T, quantization.bits)
+    columns = values.shape[1]
+    size = quantization.group_size or columns
+    if not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // size):
+        raise ValueError("g_idx scatters a group's inputs over the row, which is not supported")
+    stored = _unpack(tensors["qzeros"], quantization.bits)
+    zeros = (stored + quantization.zero_offset) & ((1 << quantization.bits) - 1)
+    return _Integers(values, tensors["scales"].T, zeros.T)
+
+
+_DECODERS: Mapping[str, Callable[[Tensors, Quantization], _Integers]] = {
+    "compressed-tensors": _decode_compressed_tensors,
+    "awq": _decode_awq,
+    "gptq": _decode_gptq,
+}

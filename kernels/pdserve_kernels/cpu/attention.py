@@ -1,0 +1,111 @@
+"""Paged attention over packed tiles, decodes and prefill chunks by the same arithmetic."""
+
+import ctypes
+
+import torch
+
+from pdserve_kernels import reference
+from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
+from pdserve_kernels.cpu.library import library
+from pdserve_kernels.metadata import AttentionMetadata
+
+
+class Batch(ctypes.Structure):
+    """`Batch` of csrc/paged_kv.h. The metadata's tensors must outlive it."""
+
+    _fields_ = (
+        ("num_reqs", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("slot_mapping", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata, num_tokens: int) -> "Batch":
+        """Describe a step of `num_tokens` rows, padding included.
+
+        Raises ValueError if rows are missing, a request has more query tokens than positions, or
+        the block table has no entries for a request's last block's column... 
+        """
+        _validate_batch(metadata, num_tokens)
+        return cls(
+            metadata.num_reqs,
+            num_tokens,
+            metadata.query_start_loc.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            metadata.block_table.data_ptr(),
+            metadata.block_table.stride(0),
+            metadata.slot_mapping.data_ptr(),
+        )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """See the reference. Tiles are in the format of `kv_tile_format`.
+
+    With packed tiles probabilities are rounded to bf16 before both the product with V and their
+    sum, and a row's bits depend neither on the batch and its chunking nor on the number of threads.
+    """
+    if not has_packed_tiles(kv_cache):
+        return reference.paged_attention(
+            query, kv_cache, layer, metadata, scale, window=window, softcap=softcap
+        )
+    _validate(query, kv_cache, layer, window, softcap)
+    if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
+        query = query.contiguous()
+    num_tokens, num_heads, _ = query.shape
+    kv, batch = PagedKV.of(kv_cache), Batch.of(metadata, num_tokens)
+    out, scratch = query.new_empty(query.shape), _new_scratch(num_heads, kv, batch)
+    library().pds_paged_attention(
+        query.data_ptr(),
+        query.stride(0),
+        num_heads,
+        ctypes.byref(kv),
+        layer,
+        ctypes.byref(batch),
+        scale,
+        window or 0,
+        softcap,
+        out.data_ptr(),
+        scratch.data_ptr(),
+    )
+    return out
+
+
+def _new_scratch(num_heads: int, kv: PagedKV, batch: Batch) -> torch.Tensor:
+    size = ctypes.c_int64()
+    library().pds_attention_scratch_size(
+        num_heads, ctypes.byref(kv), ctypes.byref(batch), ctypes.byref(size)
+    )
+    return torch.empty(size.value, dtype=torch.float32)
+
+
+def _validate_batch(metadata: AttentionMetadata, num_tokens: int) -> None:
+    pass
+
+
+def _validate(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, window: int | None, softcap: float
+) -> None:
+    _, num_kv_heads, num_layers, _, _, head_dim = kv_cache.shape
+    if query.shape[1] % num_kv_heads or query.shape[2] != head_dim:
+        raise ValueError(
+            f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
+        )
+    if query.dtype != kv_cache.dtype:
+        raise ValueError(f"query is {query.dtype}, kv_cache {kv_cache.dtype}")
+    if not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be in [0, {num_layers}), got {layer}")
+    if (window is not None and window < 1) or softcap < 0:
+        raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")

@@ -1,0 +1,149 @@
+#include "decoder.h"
+
+#include "attention.h"
+
+namespace pds {
+namespace {
+
+// With so few rows every thread norms all of them for itself: a barrier would take longer.
+constexpr int64_t MAX_ROWS_NORMED_BY_ALL = 4;
+
+// Hands out pieces of the workspace; from 0 on it only adds up their sizes.
+struct Carver {
+  uintptr_t next;
+
+  template <typename T>
+  T* take(int64_t count) {
+    uintptr_t piece = next;
+    next += (static_cast<uintptr_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+};
+
+struct Workspace {
+  // [num_tokens, hidden_size], one after another for each thread that norms by itself.
+  bf16* residuals;
+  bf16* normed;
+  bf16* qkv;        // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+  bf16* attended;   // [num_tokens, num_heads * head_dim]
+  bf16* activated;  // [num_tokens, intermediate_size]
+  bf16* projected;  // [num_tokens, hidden_size]
+  float* attention;
+
+  Workspace(Carver& carver, const Decoder& decoder, const Step& step, int64_t num_threads) {
+    const int64_t m = step.num_tokens, num_kv_heads = step.kv.num_kv_heads;
+    const int64_t head_dim = step.kv.head_dim, hidden = m * decoder.hidden_size;
+    const int64_t copies = m <= MAX_ROWS_NORMED_BY_ALL ? num_threads : 1;
+    residuals = carver.take<bf16>(copies * hidden);
+    normed = carver.take<bf16>(copies * hidden);
+    qkv = carver.take<bf16>(m * (decoder.num_heads + 2 * num_kv_heads) * head_dim);
+    attended = carver.take<bf16>(m * decoder.num_heads * head_dim);
+    activated = carver.take<bf16>(m * decoder.intermediate_size);
+    projected = carver.take<bf16>(hidden);
+    int64_t floats = 0;
+    for (int64_t group = 0; group < step.num_groups; ++group)
+      floats = std::max(floats, attention_scratch_size(num_threads, decoder.num_heads, step.kv,
+                                                       step.batches[group]));
+    attention = carver.take<float>(floats);
+  }
+};
+
+// The tokens' states on their way through the layers, as one thread has them.
+struct States {
+  // Alone, if this thread norms all rows for itself.
+  Team normers;
+  int64_t num_tokens, hidden_size;
+  float eps;
+  bf16* residual;
+  bf16* normed;
+
+  States(const Team& team, const Decoder& decoder, const Step& step, const Workspace& workspace)
+      : normers(team), num_tokens(step.num_tokens), hidden_size(decoder.hidden_size),
+        eps(decoder.eps), residual(workspace.residuals), normed(workspace.normed) {
+    if (num_tokens > MAX_ROWS_NORMED_BY_ALL) return;
+    normers = Team{0, 1};
+    residual += team.rank * num_tokens * hidden_size;
+    normed += team.rank * num_tokens * hidden_size;
+  }
+
+  void start(const Team& team, const bf16* hidden_states, const bf16* norm) const {
+    Range rows = normers.share(num_tokens);
+    std::copy(hidden_states + rows.begin * hidden_size, hidden_states + rows.end * hidden_size,
+              residual + rows.begin * hidden_size);
+    Rows all{num_tokens, 1, hidden_size, 0, hidden_size};
+    rms_norm(normers, residual, all, norm, eps, normed);
+    if (normers.size > 1) team.barrier();
+  }
+
+  // After a barrier, and with one behind it where another thread's rows are read.
+  void add(const Team& team, const bf16* x, const bf16* norm) const {
+    add_rms_norm(normers, x, residual, num_tokens, hidden_size, norm, eps, normed);
+    if (normers.size > 1) team.barrier();
+  }
+};
+
+void attend(const Team& team, const Decoder& decoder, const DecoderLayer& layer, const Step& step,
+            const Workspace& workspace) {
+  const Batch& batch = step.batches[layer.group];
+  const QkvHeads heads{decoder.num_heads, layer.q_norm, layer.k_norm, decoder.eps};
+  qk_norm_rope_cache(team, workspace.qkv, step.num_tokens, heads, decoder.rotary, step.positions,
+                     step.kv, layer.slot, batch.slot_mapping);
+  team.barrier();
+  int64_t width = (decoder.num_heads + 2 * step.kv.num_kv_heads) * step.kv.head_dim;
+  paged_attention(team, workspace.qkv, width, decoder.num_heads, step.kv, layer.slot, batch,
+                  decoder.scale, layer.window, 0.0f, workspace.attended, workspace.attention);
+  team.barrier();
+}
+
+}  // namespace
+
+int64_t decoder_workspace_size(const Decoder& decoder, const Step& step, int64_t num_threads) {
+  Carver carver{0};
+  Workspace(carver, decoder, step, num_threads);
+  return static_cast<int64_t>(carver.next);
+}
+
+void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
+                 const bf16* hidden_states, bf16* out, void* workspace_memory) {
+  Carver carver{reinterpret_cast<uintptr_t>(workspace_memory)};
+  const Workspace workspace(carver, decoder, step, team.size);
+  const States states(team, decoder, step, workspace);
+  const int64_t m = step.num_tokens;
+  states.start(team, hidden_states, decoder.layers[0].input_norm);
+  for (int64_t index = 0; index < decoder.num_layers; ++index) {
+    const DecoderLayer& layer = decoder.layers[index];
+    const bool is_last = index + 1 == decoder.num_layers;
+    linear(team, states.normed, m, layer.qkv, workspace.qkv);
+    team.barrier();
+    attend(team, decoder, layer, step, workspace);
+    linear(team, workspace.attended, m, layer.attention_output, workspace.projected);
+    team.barrier();
+    states.add(team, workspace.projected, layer.post_attention_norm);
+    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated);
+    team.barrier();
+    linear(team, workspace.activated, m, layer.down, workspace.projected);
+    team.barrier();
+    states.add(team, workspace.projected,
+               is_last ? decoder.final_norm : decoder.layers[index + 1].input_norm);
+  }
+  Range rows = team.share(m);
+  std::copy(states.normed + rows.begin * decoder.hidden_size,
+            states.normed + rows.end * decoder.hidden_size, out + rows.begin * decoder.hidden_size);
+}
+
+}  // namespace pds
+
+extern "C" {
+
+void pds_decoder_workspace_size(const pds::Decoder* decoder, const pds::Step* step, int64_t* size) {
+  *size = pds::decoder_workspace_size(*decoder, *step, omp_get_max_threads());
+}
+
+void pds_run_decoder(const pds::Decoder* decoder, const pds::Step* step,
+                     const pds::bf16* hidden_states, pds::bf16* out, void* workspace) {
+  pds::run_team([&](const pds::Team& team) {
+    pds::run_decoder(team, *decoder, *step, hidden_states, out, workspace);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,48 @@
+// All layers of a model for one step, in one parallel region.
+#pragma once
+
+#include "layers.h"
+#include "linear.h"
+#include "paged_kv.h"
+#include "team.h"
+
+namespace pds {
+
+struct DecoderLayer {
+  const bf16* input_norm;  // [hidden_size]
+  PackedLinear qkv;
+  const bf16* q_norm;  // [head_dim], or null
+  const bf16* k_norm;
+  PackedLinear attention_output;
+  const bf16* post_attention_norm;
+  PackedLinear gate_up;  // in two parts
+  PackedLinear down;
+  // Which of the step's batches it reads, the slot of its KV in a block, and its window (0: none).
+  int64_t group, slot, window;
+};
+
+struct Decoder {
+  const DecoderLayer* layers;
+  int64_t num_layers;
+  const bf16* final_norm;
+  int64_t hidden_size, intermediate_size, num_heads;
+  float eps, scale;
+  Rotary rotary;
+};
+
+struct Step {
+  PagedKV kv;
+  const Batch* batches;  // one for each KV group
+  int64_t num_groups, num_tokens;
+  const int64_t* positions;  // [num_tokens]
+};
+
+// How many bytes of workspace a step needs with so many threads.
+int64_t decoder_workspace_size(const Decoder& decoder, const Step& step, int64_t num_threads);
+
+// Adds each layer's attention and MLP to hidden_states [num_tokens, hidden_size] and writes their norm
+// to out. The workspace is aligned to 64 bytes.
+void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
+                 const bf16* hidden_states, bf16* out, void* workspace);
+
+}  // namespace pds

@@ -1,0 +1,17 @@
+// A panel of small integers with a scale for each group of inputs: weight-only quantization.
+//
+// integer - zero is exact in bf16, so the sum of a group is a chain of `dot_pairs` over ascending k as
+// for bf16 weights; sums are multiplied by their scales and added in fp32, groups ascending. A row's
+// bits depend on nothing else. Every tile of rows turns the integers into bf16 for itself: that runs
+// beside the products, while bf16 written to memory would have to be read again.
+#pragma once
+
+#include "packed_linear.h"
+
+namespace pds {
+
+// sums [rows][PANEL] = x [rows, k] @ panel^T for a weight of 4 or 8 bits.
+void multiply_int_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
+                        float* sums);
+
+}  // namespace pds

@@ -1,0 +1,206 @@
+"""All layers of a model in one call, which releases the GIL once and starts threads once."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pdserve_kernels import cpu
+from pdserve_kernels.cpu.attention import Batch
+from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
+from pdserve_kernels.cpu.layers import as_contiguous_int64
+from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear
+from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
+from pdserve_kernels.metadata import AttentionMetadata
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Layer(ctypes.Structure):
+    """`DecoderLayer` of csrc/decoder.h."""
+
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("qkv", PackedLinear),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("attention_output", PackedLinear),
+        ("post_attention_norm", _POINTER),
+        ("gate_up", PackedLinear),
+        ("down", PackedLinear),
+        ("group", _INT),
+        ("slot", _INT),
+        ("window", _INT),
+    )
+
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> "_Layer":
+        return cls(
+            layer.input_norm.data_ptr(),
+            PackedLinear.of(layer.qkv),
+            _address(layer.q_norm),
+            _address(layer.k_norm),
+            PackedLinear.of(layer.attention_output),
+            layer.post_attention_norm.data_ptr(),
+            PackedLinear.of(layer.gate_up),
+            PackedLinear.of(layer.down),
+            layer.group,
+            layer.slot,
+            layer.window or 0,
+        )
+
+
+class _Decoder(ctypes.Structure):
+    """`Decoder` of csrc/decoder.h."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("num_layers", _INT),
+        ("final_norm", _POINTER),
+        ("hidden_size", _INT),
+        ("intermediate_size", _INT),
+        ("num_heads", _INT),
+        ("eps", _FLOAT),
+        ("scale", _FLOAT),
+        ("cos_sin", _POINTER),
+        ("rot_dim", _INT),
+    )
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "_Decoder":
+        layers = (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
+        return cls(
+            layers,
+            len(layers),
+            decoder.final_norm.data_ptr(),
+            len(decoder.final_norm),
+            decoder.layers[0].down.in_features,
+            decoder.num_heads,
+            decoder.rms_norm_eps,
+            decoder.scale,
+            decoder.cos_sin_cache.data_ptr(),
+            decoder.cos_sin_cache.shape[1],
+        )
+
+
+class _Step(ctypes.Structure):
+    """`Step` of csrc/decoder.h."""
+
+    _fields_ = (
+        ("kv", PagedKV),
+        ("batches", ctypes.POINTER(Batch)),
+        ("num_groups", _INT),
+        ("num_tokens", _INT),
+        ("positions", _POINTER),
+    )
+
+
+@dataclass(slots=True)
+class PackedDecoder:
+    """A decoder, how the C++ sees it (None: it cannot run it as a whole), and what steps work in.
+
+    The workspace grows to what the largest step needed. One thread at a time may use it.
+    """
+
+    decoder: Decoder
+    native: _Decoder | None
+    workspace: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+
+def pack_decoder(decoder: Decoder) -> PackedDecoder:
+    """Prepare a decoder for `run_decoder`; it keeps pointing to the same weights."""
+    return PackedDecoder(decoder, _Decoder.of(decoder) if _is_fusible(decoder) else None)
+
+
+def run_decoder(
+    hidden_states: torch.Tensor,
+    packed: PackedDecoder,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Sequence[AttentionMetadata],
+) -> torch.Tensor:
+    """See the reference's contract. Bits are those of this set's functions one by one."""
+    native = packed.native
+    if native is None or not has_packed_tiles(kv_cache):
+        return run_layer_by_layer(cpu, packed.decoder, hidden_states, positions, kv_cache, metadata)
+    _check(packed.decoder, hidden_states, positions, kv_cache, metadata)
+    hidden_states, positions = hidden_states.contiguous(), as_contiguous_int64(positions)
+    num_tokens = len(hidden_states)
+    batches = (Batch * len(metadata))(*(Batch.of(group, num_tokens) for group in metadata))
+    step = _Step(PagedKV.of(kv_cache), batches, len(batches), num_tokens, positions.data_ptr())
+    output = torch.empty_like(hidden_states)
+    kernels, size = library(), _INT()
+    kernels.pds_decoder_workspace_size(ctypes.byref(native), ctypes.byref(step), ctypes.byref(size))
+    if size.value > len(packed.workspace):
+        packed.workspace = empty_on_huge_pages(size.value, torch.uint8)
+    kernels.pds_run_decoder(
+        ctypes.byref(native),
+        ctypes.byref(step),
+        hidden_states.data_ptr(),
+        output.data_ptr(),
+        packed.workspace.data_ptr(),
+    )
+    return output
+
+
+def _is_fusible(decoder: Decoder) -> bool:
+    """Whether every weight is in bf16 and of a kind that the C++ knows."""
+    linears = (
+        weight
+        for layer in decoder.layers
+        for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+    )
+    angles = decoder.cos_sin_cache
+    return (
+        all(isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears)
+        and all(norm.dtype == torch.bfloat16 and norm.is_contiguous() for norm in _norms(decoder))
+        and angles.dtype == torch.float32
+        and angles.is_contiguous()
+    )
+
+
+def _norms(decoder: Decoder) -> Iterable[torch.Tensor]:
+    yield decoder.final_norm
+    for layer in decoder.layers:
+        yield from (layer.input_norm, layer.post_attention_norm)
+        yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+
+
+def _check(
+    decoder: Decoder,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Sequence[AttentionMetadata],
+) -> None:
+    """Raise ValueError for what would have the C++ read or write elsewhere."""
+    num_groups = 1 + max(layer.group for layer in decoder.layers)
+    if len(metadata) != num_groups:
+        raise ValueError(f"metadata is of {len(metadata)} KV groups, the decoder has {num_groups}")
+    num_tokens = len(hidden_states)
+    shapes = {
+        "hidden_states": (hidden_states.shape, (num_tokens, len(decoder.final_norm))),
+        "positions": (positions.shape, (num_tokens,)),
+        "a block's heads": (kv_cache.shape[1:2], (decoder.num_kv_heads,)),
+        "a block's head_dim": (kv_cache.shape[5:], (decoder.head_dim,)),
+    } | {
+        f"slot_mapping of group {index}": (group.slot_mapping.shape, (num_tokens,))
+        for index, group in enumerate(metadata)
+    }
+    for name, (shape, expected) in shapes.items():
+        if tuple(shape) != expected:
+            raise ValueError(f"{name}: shape is {tuple(shape)}, must be {expected}")
+    if hidden_states.dtype != torch.bfloat16:
+        raise ValueError(f"hidden_states is {hidden_states.dtype}, must be bfloat16")
+    longest = max(group.max_seq_len for group in metadata)
+    if longest > len(decoder.cos_sin_cache):
+        raise ValueError(
+            f"a request has {longest} tokens, positions go to {len(decoder.cos_sin_cache)}"
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

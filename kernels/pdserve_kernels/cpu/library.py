@@ -1,0 +1,120 @@
+"""The compiled kernels as ctypes functions. A call releases the GIL while it runs.
+
+Pointers are passed as integers (`Tensor.data_ptr()`); shapes, strides and dtypes are checked by the
+Python functions around each call, the C++ trusts them.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
+
+logger = logging.getLogger(__name__)
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+# The arguments of each function, in order; all return nothing.
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "pds_pin_threads": (POINTER, INT),
+    "pds_pack_linear": (POINTER, INT, INT, INT, INT, POINTER),
+    "pds_linear": (POINTER, INT, POINTER, POINTER),
+    "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
+    "pds_argmax": (POINTER, *(INT,) * 4, POINTER),
+    "pds_count_nans": (POINTER, *(INT,) * 4, POINTER),
+    "pds_sample": (POINTER, *(INT,) * 4, *(POINTER,) * 8),
+    "pds_linear_argmax": (POINTER, INT, POINTER, POINTER, POINTER),
+    "pds_rms_norm": (POINTER, *(INT,) * 5, POINTER, FLOAT, POINTER),
+    "pds_add_rms_norm": (POINTER, POINTER, INT, INT, POINTER, FLOAT, POINTER),
+    "pds_silu_and_mul": (POINTER, INT, INT, INT, POINTER),
+    "pds_rotary_embedding": (POINTER, INT, POINTER, POINTER, *(INT,) * 4),
+    "pds_attention_scratch_size": (INT, *(POINTER,) * 3),
+    "pds_paged_attention": (
+        POINTER,
+        INT,
+        INT,
+        POINTER,
+        INT,
+        POINTER,
+        FLOAT,
+        INT,
+        FLOAT,
+        POINTER,
+        POINTER,
+    ),
+    "pds_decoder_workspace_size": (POINTER, POINTER, POINTER),
+    "pds_run_decoder": (POINTER,) * 5,
+    "pds_reshape_and_cache": (POINTER, INT, INT, POINTER, *(INT,) * 3, POINTER, INT, POINTER),
+}
+
+
+def library() -> ctypes.CDLL:
+    """Return the kernels for this machine, compiled at the first call if they have to be.
+
+    Raises KernelsUnavailable, always if once; the first time also logs why, as a warning.
+    """
+    loaded = _load_once()
+    if isinstance(loaded, str):
+        raise KernelsUnavailable(loaded)
+    # OpenMP keeps a number of threads for each thread that calls it; this tells it torch's.
+    torch.get_num_threads()
+    return loaded
+
+
+def pin_threads(cores: Sequence[int]) -> None:
+    """Have the compute thread of each rank but 0, the caller's own, run on cores[rank] from now on.
+
+    Raises KernelsUnavailable. No kernel may be running.
+    """
+    ranked = (ctypes.c_int32 * len(cores))(*cores)
+    library().pds_pin_threads(ctypes.addressof(ranked), len(cores))
+
+
+@cache
+def load_library(isa: str) -> ctypes.CDLL:
+    """Return the kernels for an instruction set. Raises KernelsUnavailable."""
+    from pdserve_kernels.cpu.build import build  # here, so that it can be run with `python -m`
+
+    try:
+        path = build(isa)
+        # The kernels' OpenMP calls are resolved by this: the runtime whose threads torch uses.
+        ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelsUnavailable(str(error)) from error
+    for name, argtypes in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = argtypes, None
+    return loaded
+
+
+@cache
+def _load_once() -> ctypes.CDLL | str:
+    """Return the library, or why there is none."""
+    try:
+        isa = cpu_isa()
+        if isa is None:
+            raise KernelsUnavailable("no kernels for this processor, or told to use none")
+        return load_library(isa)
+    except KernelsUnavailable as error:
+        logger.warning(
+            "the CPU runs on reference kernels, which are several times slower: %s", error
+        )
+        return str(error)
+
+
+def _openmp_runtime() -> str:
+    """Return the file of the OpenMP runtime that torch has loaded. Raises OSError."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
+    runtimes = [p for p in paths if Path(p).name.startswith(("libgomp", "libiomp", "libomp"))]
+    own = [p for p in runtimes if p.startswith(os.path.dirname(torch.__file__))]
+    candidates = own or runtimes
+    if len(candidates) != 1:
+        raise OSError(f"torch's OpenMP runtime is not clear: {', '.join(runtimes) or 'none'}")
+    return candidates[0]

@@ -1,0 +1,178 @@
+"""Dense layers in bf16, with weights packed once into panels that a thread streams in order."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pdserve_kernels import reference
+from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.linear_int import PANEL, IntegerPanels, pack_integers
+from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.reference.quantization import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearWeight:
+    """A weight [out_features, in_features] for bf16 rows, as csrc/packed_linear.h describes it.
+
+    panels: [num_parts * ceil(out_features / num_parts / 64), ceil(in_features / 2), 64, 2], zeros
+    where the weight has nothing; or integers. bias: contiguous bf16 [out_features] or None.
+    """
+
+    panels: torch.Tensor | IntegerPanels
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    num_parts: int
+
+
+class PackedLinear(ctypes.Structure):
+    """The struct of this name of csrc/packed_linear.h. It points into the weight's tensors."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("num_parts", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("group_size", ctypes.c_int64),
+        ("has_fp32_scales", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, weight: LinearWeight) -> "PackedLinear":
+        n, k = weight.out_features, weight.in_features + weight.in_features % 2
+        shape = (_address(weight.bias), n, k, weight.num_parts)
+        panels = weight.panels
+        if isinstance(panels, torch.Tensor):
+            return cls(panels.data_ptr(), *shape, bits=16)
+        return cls(
+            panels.values.data_ptr(),
+            *shape,
+            panels.bits,
+            panels.scales.data_ptr(),
+            _address(panels.zeros),
+            panels.group_size,
+            int(panels.scales.dtype == torch.float32),
+        )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+# What `pack_linear` returns for dtypes that have no C++ kernel.
+AnyLinearWeight = LinearWeight | reference.LinearWeight
+
+
+def pack_linear(
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    num_parts: int = 1,
+) -> AnyLinearWeight:
+    """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
+
+    A weight is copied and not kept; drop yours to free its memory. A gate and an up projection
+    in one weight are two parts: `linear_silu_mul` wants that. Other dtypes go to the reference.
+    """
+    if weight.dtype != torch.bfloat16:
+        return reference.pack_linear(weight, bias)
+    _check_weight(weight, bias, num_parts)
+    return LinearWeight(
+        panels=pack_integers(weight, num_parts=num_parts)
+        if isinstance(weight, QuantizedWeight)
+        else _pack_bf16(weight.detach(), num_parts),
+        bias=None if bias is None else bias.detach().contiguous(),
+        out_features=weight.shape[0],
+        in_features=weight.shape[1],
+        num_parts=num_parts,
+    )
+
+
+def linear(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
+    """x [..., in_features] @ weight^T + bias -> [..., out_features], in x's dtype; fp32 sums.
+
+    A bf16 row's bits depend neither on the number of rows nor on the number of threads.
+    """
+    if isinstance(packed, reference.LinearWeight):
+        return reference.linear(x, packed)
+    x = rows_for(x, packed)
+    out = x.new_empty(*x.shape[:-1], packed.out_features)
+    library().pds_linear(*kernel_arguments(x, packed), out.data_ptr())
+    return out
+
+
+def linear_silu_mul(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
+    """silu(gate) * up, where linear(x, packed) = [gate | up] -> [..., out_features / 2].
+
+    The same bits as `linear` and then `silu_and_mul`, in one pass. Raises ValueError unless the
+    weight was packed in two parts.
+    """
+    if isinstance(packed, reference.LinearWeight):
+        gate_up = reference.linear(x, packed)
+        activated = reference.silu_and_mul(gate_up.reshape(-1, packed.out_features))
+        return activated.reshape(*x.shape[:-1], packed.out_features // 2)
+    if packed.num_parts != 2:
+        raise ValueError(f"the weight has {packed.num_parts} parts; gate and up are 2")
+    x = rows_for(x, packed)
+    out = x.new_empty(*x.shape[:-1], packed.out_features // 2)
+    library().pds_linear_silu_mul(*kernel_arguments(x, packed), out.data_ptr())
+    return out
+
+
+def is_row_independent(dtype: torch.dtype) -> bool:
+    """Whether a row of `dtype` gets the same bits in any batch: bf16 does, by construction."""
+    return dtype == torch.bfloat16 or reference.is_row_independent(dtype)
+
+
+def _pack_bf16(weight: torch.Tensor, num_parts: int) -> torch.Tensor:
+    out_features, in_features = weight.shape
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    shape = (num_parts * -(-out_features // num_parts // PANEL), -(-in_features // 2), PANEL, 2)
+    panels = empty_on_huge_pages(torch.Size(shape).numel(), weight.dtype).view(shape)
+    library().pds_pack_linear(
+        weight.data_ptr(), weight.stride(0), out_features, in_features, num_parts, panels.data_ptr()
+    )
+    return panels
+
+
+def kernel_arguments(x: torch.Tensor, packed: LinearWeight) -> tuple[Any, ...]:
+    """Return what the kernels take first: x, as `rows_for` gives it, and the weight."""
+    num_rows = x.numel() // max(1, x.shape[-1])
+    return x.data_ptr(), num_rows, ctypes.byref(PackedLinear.of(packed))
+
+
+def rows_for(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x with rows that follow each other, and an odd number of features padded with a zero."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        raise TypeError(f"x is {x.dtype} on {x.device}; the weight is torch.bfloat16 on cpu")
+    if x.shape[-1] != packed.in_features:
+        raise ValueError(f"x has {x.shape[-1]} features; the weight takes {packed.in_features}")
+    if packed.in_features % 2:
+        x = F.pad(x, (0, 1))
+    return x.contiguous()
+
+
+def _check_weight(
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, num_parts: int
+) -> None:
+    if weight.device.type != "cpu" or len(weight.shape) != 2 or 0 in weight.shape:
+        raise ValueError(
+            f"weight is {list(weight.shape)} on {weight.device}; "
+            "it must be [out_features, in_features] on cpu, neither 0"
+        )
+    if num_parts < 1 or weight.shape[0] % num_parts:
+        raise ValueError(f"num_parts is {num_parts}; it must divide {weight.shape[0]} outputs")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias is {bias.dtype} {list(bias.shape)}; "
+            f"it must be {weight.dtype} [{weight.shape[0]}]"
+        )

@@ -1,0 +1,88 @@
+"""Choosing tokens in C++: the same tokens as the reference, in any batch and with any threads."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.linear import (
+    AnyLinearWeight,
+    LinearWeight,
+    kernel_arguments,
+    linear,
+    rows_for,
+)
+from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def argmax(logits: torch.Tensor) -> Argmax:
+    """See the reference."""
+    logits = _readable(logits)
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    library().pds_argmax(*_describe(logits), token_ids.data_ptr())
+    return Argmax(token_ids, count_nans(logits))
+
+
+def count_nans(logits: torch.Tensor) -> torch.Tensor:
+    """See the reference."""
+    logits = _readable(logits)
+    counts = torch.empty(len(logits), dtype=torch.int64)
+    library().pds_count_nans(*_describe(logits), counts.data_ptr())
+    return counts
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """See the reference."""
+    logits = _readable(logits)
+    arrays = (
+        _column(batch.temperature, np.float32, len(logits)),
+        _column(batch.divisors(), np.float32, len(logits)),
+        _column(batch.top_k, np.int64, len(logits)),
+        _column(batch.top_p, np.float64, len(logits)),
+        _column(batch.log_min_p(), np.float32, len(logits)),
+        _column(batch.seeds, np.int64, len(logits)),
+        _column(batch.positions, np.int64, len(logits)),
+    )
+    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    pointers = (array.ctypes.data for array in arrays)
+    library().pds_sample(*_describe(logits), *pointers, token_ids.data_ptr())
+    return token_ids
+
+
+def linear_argmax(x: torch.Tensor, packed: AnyLinearWeight) -> Argmax:
+    """argmax(linear(x, packed)) for x [n, in_features], without the logits ever being in memory."""
+    if not isinstance(packed, LinearWeight) or packed.num_parts != 1:
+        return argmax(linear(x, packed))
+    token_ids, num_nans = torch.empty(2, len(x), dtype=torch.int64)
+    x = rows_for(x, packed)
+    library().pds_linear_argmax(
+        *kernel_arguments(x, packed), token_ids.data_ptr(), num_nans.data_ptr()
+    )
+    return Argmax(token_ids, num_nans)
+
+
+def _readable(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits as the kernels read them: fp32 or bf16, each row in one piece."""
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.device.type != "cpu":
+        raise ValueError(
+            f"logits are {list(logits.shape)} on {logits.device}; "
+            "they must be [n, vocab_size] on cpu, with a vocabulary"
+        )
+    if logits.dtype not in KERNEL_DTYPES:
+        logits = logits.float()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _describe(logits: torch.Tensor) -> tuple[int, ...]:
+    is_bf16 = logits.dtype == torch.bfloat16
+    return logits.data_ptr(), int(is_bf16), *logits.shape, logits.stride(0)
+
+
+def _column(
+    array: npt.NDArray[np.generic], dtype: type[np.generic], num_rows: int
+) -> npt.NDArray[np.generic]:
+    if array.shape != (num_rows,):
+        raise ValueError(f"a column of the batch is {array.shape}; there are {num_rows} rows")
+    return np.ascontiguousarray(array, dtype=dtype)

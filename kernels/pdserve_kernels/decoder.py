@@ -1,0 +1,101 @@
+"""A stack of decoder layers: what it is made of, and how a kernel set computes it by functions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pdserve_kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """One layer's weights, linears packed by the kernel set that runs it, and where its KV is."""
+
+    # Norms are [hidden_size] in the model's dtype; those of heads [head_dim], or None if there are
+    # none.
+    input_norm: torch.Tensor
+    qkv: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    attention_output: Any
+    post_attention_norm: torch.Tensor
+    # In two parts.
+    gate_up: Any
+    down: Any
+    # The KV group, by which the step's metadata is chosen, the layer's slot within a block, and how
+    # many positions a token sees (None: all).
+    group: int
+    slot: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """Layers one after another and the norm behind them, with what all of them share."""
+
+    layers: tuple[DecoderLayer, ...]
+    final_norm: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    # [max_position, head_dim] fp32: cosines, then sines.
+    cos_sin_cache: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return float(self.head_dim**-0.5)
+
+
+def run_layer_by_layer(
+    kernels: ModuleType,
+    decoder: Decoder,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Sequence[AttentionMetadata],
+) -> torch.Tensor:
+    """Compute `run_decoder` of a kernel set with the set's own functions."""
+    eps = decoder.rms_norm_eps
+    residual, norms = hidden_states, _norms_after(decoder)
+    x: torch.Tensor = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
+    for layer, next_norm in zip(decoder.layers, norms, strict=True):
+        x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
+        x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
+        x = kernels.linear(kernels.linear_silu_mul(x, layer.gate_up), layer.down)
+        x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
+    return x
+
+
+def _norms_after(decoder: Decoder) -> Iterator[torch.Tensor]:
+    """For each layer the norm between it and what comes next."""
+    yield from (layer.input_norm for layer in decoder.layers[1:])
+    yield decoder.final_norm
+
+
+def _attend(
+    kernels: ModuleType,
+    decoder: Decoder,
+    layer: DecoderLayer,
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, decoder.head_dim)
+    num_heads = (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads)
+    query, key, value = torch.split_with_sizes(heads, num_heads, dim=1)
+    if layer.q_norm is not None:
+        query = kernels.rms_norm(query, layer.q_norm, decoder.rms_norm_eps)
+        key = kernels.rms_norm(key, layer.k_norm, decoder.rms_norm_eps)
+    kernels.rotary_embedding(positions, query, key, decoder.cos_sin_cache)
+    kernels.reshape_and_cache(key, value, kv_cache, layer.slot, metadata.slot_mapping)
+    attended = kernels.paged_attention(
+        query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
+    )
+    output: torch.Tensor = kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)
+    return output

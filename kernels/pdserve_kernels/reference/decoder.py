@@ -1,0 +1,33 @@
+"""The decoder as a sequence of this set's functions."""
+
+from collections.abc import Sequence
+
+import torch
+
+from pdserve_kernels import reference
+from pdserve_kernels.decoder import Decoder, run_layer_by_layer
+from pdserve_kernels.metadata import AttentionMetadata
+
+
+def pack_decoder(decoder: Decoder) -> Decoder:
+    """Prepare a decoder for `run_decoder`; it keeps pointing to the same weights."""
+    return decoder
+
+
+def run_decoder(
+    hidden_states: torch.Tensor,
+    packed: Decoder,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Sequence[AttentionMetadata],
+) -> torch.Tensor:
+    """Write the tokens' KV into the cache and return the normed states behind the last layer.
+
+    hidden_states [num_tokens, hidden_size] are the embedded tokens, positions int64 [num_tokens];
+    kv_cache is [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim] with tiles in the
+    set's format; metadata has one entry per KV group. Layers are pre-norm with a gated MLP, as
+    Llama's (Touvron et al. 2023, arXiv:2302.13971): x += attention(norm(x)); x += mlp(norm(x)).
+    Returns a new tensor of hidden_states' shape and dtype; the functions of the set say what else
+    they demand.
+    """
+    return run_layer_by_layer(reference, packed, hidden_states, positions, kv_cache, metadata)

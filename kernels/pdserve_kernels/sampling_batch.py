@@ -1,0 +1,56 @@
+"""What the sampling kernels are told and return."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# Smaller ones are as good as greedy, and could overflow the scaled logits.
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """How to choose the next token of n requests. All arrays are [n], on the host."""
+
+    temperature: npt.NDArray[np.float32]  # 0 is greedy
+    top_k: npt.NDArray[np.int64]  # 0 is no limit
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.int64]
+    # Index of the token among the request's output tokens.
+    positions: npt.NDArray[np.int64]
+
+    def divisors(self) -> npt.NDArray[np.float32]:
+        """Return what a random row's logits are divided by."""
+        divisors: npt.NDArray[np.float32] = np.maximum(
+            self.temperature, np.float32(MIN_TEMPERATURE)
+        )
+        return divisors
+
+    def log_min_p(self) -> npt.NDArray[np.float32]:
+        """Return how far below its row's highest a scaled logit may lie; -inf is no limit."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.min_p.astype(np.float64)).astype(np.float32)
+
+    def select(self, rows: npt.NDArray[np.int64]) -> "SamplingBatch":
+        """Return what these rows ask for."""
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
+            positions=self.positions[rows],
+        )
+
+
+class Argmax(NamedTuple):
+    """The best token of each of n rows, the lowest id among equals, and the row's health."""
+
+    # [n] int64 on the logits' device; any valid id for a row with NaN.
+    token_ids: torch.Tensor
+    # [n] int64 on the logits' device.
+    num_nans: torch.Tensor

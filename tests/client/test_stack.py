@@ -1,0 +1,84 @@
+"""Which cores a stack gives its services."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve_client import stack as stacks
+from pdserve_client.config import StackConfig
+from pdserve_client.stack import Stack, StackError
+from pdserve_common.cores import share_cores
+
+MakeStack = Callable[..., Stack]
+
+ANY_PORTS = dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0)
+
+
+@pytest.fixture
+def make_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStack:
+    """make_stack(**settings) -> a stack, not started, on a machine of four cores."""
+    monkeypatch.setattr(stacks, "usable_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(stacks, "share_cores", functools.partial(share_cores, system=tmp_path))
+    (tmp_path / "config.json").touch()
+
+    def make(**settings: object) -> Stack:
+        return Stack(
+            StackConfig(model=str(tmp_path), log_dir=str(tmp_path), **ANY_PORTS, **settings)  # type: ignore[arg-type]
+        )
+
+    return make
+
+
+def placements(stack: Stack) -> list[list[str]]:
+    names = ("--cpu-cores", "--num-threads")
+    return [[flag for flag in worker.flags if flag.startswith(names)] for worker in stack.workers]
+
+
+def test_prefill_and_decode_share_no_core(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    assert placements(stack) == [
+        ["--cpu-cores=0-1", "--num-threads=2"],
+        ["--cpu-cores=2-3", "--num-threads=2"],
+    ]
+    assert stack.placement == "prefill-0 on 0-1, decode-0 on 2-3"
+
+
+def test_services_keep_to_the_cores_a_stack_is_given(make_stack: MakeStack) -> None:
+    stack = make_stack(cpu_cores="1-3", num_threads=1)
+    assert placements(stack) == [
+        ["--cpu-cores=1", "--num-threads=1"],
+        ["--cpu-cores=2", "--num-threads=1"],
+    ]
+
+
+def test_too_few_cores_are_shared_and_the_output_says_so(make_stack: MakeStack) -> None:
+    stack = make_stack(decode=4)
+    assert placements(stack) == [["--num-threads=1"]] * 5
+    assert stack.placement == "all share 0-3, too few for 5 services to have their own"
+
+
+def test_more_threads_than_cores_share_them_too(make_stack: MakeStack) -> None:
+    assert placements(make_stack(num_threads=3)) == [["--num-threads=3"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cpu_cores": "3-5"}, "cpu_cores has 4-5, must be among 0-3"),
+        ({"cpu_cores": "3"}, "cpu_cores is 3, too few for 2 services of 1 cores each"),
+        ({"cpu_cores": "0-3", "num_threads": 3}, "too few for 2 services of 3 cores each"),
+    ],
+)
+def test_cores_that_cannot_be_had_are_refused(
+    make_stack: MakeStack, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(StackError, match=message):
+        make_stack(**settings)
+
+
+def test_a_gpus_stack_has_no_cores_of_its_own(make_stack: MakeStack) -> None:
+    assert make_stack(device="cuda").placement is None
+    with pytest.raises(ValueError, match="cpu_cores is set, device is cuda, must be cpu"):
+        make_stack(device="cuda", cpu_cores="0-3")

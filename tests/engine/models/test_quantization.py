@@ -1,0 +1,396 @@
+"""Quantized models: the formats they are stored in, and what rounding at load time costs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from model_driver import CPU, Driver, make_prompt, record_logits
+from safetensors.torch import load_file, save_file
+
+from pdserve_engine.kv_cache import KVCacheSpec
+from pdserve_engine.kv_transfer.compatibility import compatibility_hash
+from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.quantization import Quantization, read_quantization
+from pdserve_engine.models.registry import load_model
+from pdserve_kernels.reference.quantization import QuantizedWeight
+
+TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
+TEXTS = 24
+NUM_TOKENS = 24
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+                "actorder": None,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+
+
+def compressed(**weights: object) -> dict[str, Any]:
+    """COMPRESSED with other fields of its weights."""
+    changed = json.loads(json.dumps(COMPRESSED))
+    changed["config_groups"]["group_0"]["weights"] |= weights
+    return changed  # type: ignore[no-any-return]
+
+
+# Packing by hand, a number at a time.
+
+
+def pack(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
+    """[r, c] -> int32 [r, ceil(c * bits / 32)], the first number in the lowest bits."""
+    per_word = 32 // bits
+    words = [
+        [
+            sum(number << (bits * place) for place, number in enumerate(row[start:][:per_word]))
+            for start in range(0, len(row), per_word)
+        ]
+        for row in unsigned.tolist()
+    ]
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+def shuffled_for_awq(unsigned: torch.Tensor) -> torch.Tensor:
+    """Of each 8 columns first the even ones, then the odd ones."""
+    eights = unsigned.unflatten(1, (-1, 8))
+    return torch.cat((eights[:, :, ::2], eights[:, :, 1::2]), 2).flatten(1)
+
+
+class Integers(NamedTuple):
+    """Unsigned values [n, k] and zeros [n, groups] with scales [n, groups]."""
+
+    values: torch.Tensor
+    zeros: torch.Tensor
+    scales: torch.Tensor
+    bits: int
+    group_size: int
+
+    def dense(self) -> torch.Tensor:
+        group = torch.arange(self.values.shape[1]) // self.group_size
+        return (self.values - self.zeros[:, group]).float() * self.scales.float()[:, group]
+
+
+def store_compressed(weight: Integers) -> dict[str, torch.Tensor]:
+    return {
+        "weight_packed": pack(weight.values, weight.bits),
+        "weight_scale": weight.scales.to(torch.bfloat16),
+        "weight_shape": torch.tensor(weight.values.shape),
+        "weight_zero_point": pack(weight.zeros.T, weight.bits).T,
+    }
+
+
+def store_symmetric(weight: Integers) -> dict[str, torch.Tensor]:
+    tensors = store_compressed(weight)
+    del tensors["weight_zero_point"]
+    return tensors
+
+
+def store_awq(weight: Integers) -> dict[str, torch.Tensor]:
+    return {
+        "qweight": pack(shuffled_for_awq(weight.values.T), 4),
+        "qzeros": pack(shuffled_for_awq(weight.zeros.T), 4),
+        "scales": weight.scales.T.half(),
+    }
+
+
+def store_gptq(weight: Integers, *, less: int = 1) -> dict[str, torch.Tensor]:
+    stored = (weight.zeros - less) % (1 << weight.bits)
+    return {
+        "qweight": pack(weight.values, weight.bits).T,
+        "qzeros": pack(stored.T, weight.bits),
+        "scales": weight.scales.T.half(),
+        "g_idx": (torch.arange(weight.values.shape[1]) // weight.group_size).int(),
+    }
+
+
+def store_gptq_v2(weight: Integers) -> dict[str, torch.Tensor]:
+    return store_gptq(weight, less=0)
+
+
+class Stored(NamedTuple):
+    """A quantized checkpoint, and the same weights as a dense one."""
+
+    folder: Path
+    dense: Path
+
+
+FORMATS = [
+    pytest.param(COMPRESSED, store_symmetric, False, id="W4A16"),
+    pytest.param(compressed(symmetric=False), store_compressed, True, id="W4A16 asymmetric"),
+    pytest.param(compressed(num_bits=8), store_symmetric, False, id="W8A16"),
+    pytest.param(
+        compressed(num_bits=8, strategy="channel", group_size=None, symmetric=False),
+        store_compressed,
+        True,
+        id="W8A16 by channel, asymmetric",
+    ),
+    pytest.param(AWQ, store_awq, True, id="AWQ"),
+    pytest.param(GPTQ, store_gptq, True, id="GPTQ"),
+    pytest.param(GPTQ | {"bits": 8, "group_size": -1}, store_gptq, True, id="GPTQ of 8 bits"),
+    pytest.param(GPTQ | {"checkpoint_format": "gptq_v2"}, store_gptq_v2, True, id="GPTQ v2"),
+]
+
+
+@pytest.fixture
+def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Stored]:
+    """make_stored(quantization_config, store, has_zeros) of a Qwen2: q, k and v have biases."""
+    source = make_model("Qwen2ForCausalLM", num_hidden_layers=1)
+
+    def make(
+        quantization: dict[str, Any],
+        store: Callable[[Integers], dict[str, torch.Tensor]],
+        has_zeros: bool,
+    ) -> Stored:
+        torch.manual_seed(0)
+        known = read_quantization({"quantization_config": quantization}, None)
+        assert known is not None
+        dense = load_file(source / "model.safetensors")
+        stored = {}
+        for name, tensor in dense.items():
+            if not name.endswith("_proj.weight"):
+                stored[name] = tensor
+                continue
+            weight = make_integers(tensor.shape, known, has_zeros)
+            dense[name] = weight.dense()
+            stem = name.removesuffix(".weight")
+            stored |= {f"{stem}.{part}": t.contiguous() for part, t in store(weight).items()}
+        result = Stored(tmp_path / "quantized", tmp_path / "dense")
+        write(source, result.folder, stored, quantization)
+        write(source, result.dense, dense, None)
+        return result
+
+    return make
+
+
+def make_integers(shape: torch.Size, quantization: Quantization, has_zeros: bool) -> Integers:
+    bits, group_size = quantization.bits, quantization.group_size or shape[1]
+    grid, half = (shape[0], -(-shape[1] // group_size)), 1 << (bits - 1)
+    # Scales that neither fp16 nor bf16 has to round.
+    scales = torch.randint(1, 128, grid) * 2.0**-7 / half
+    zeros = torch.randint(1, 2 * half, grid) if has_zeros else torch.full(grid, half)
+    return Integers(torch.randint(0, 2 * half, shape), zeros, scales, bits, group_size)
+
+
+def write(
+    source: Path, folder: Path, tensors: dict[str, torch.Tensor], quantization: object
+) -> None:
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=quantization)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def logits_of(folder: Path, chunk: int = 10_000, **config: Any) -> torch.Tensor:
+    driver = Driver(folder, **config)
+    seen = record_logits(driver)
+    driver.add("it", make_prompt(40))
+    driver.run("it", num_tokens=3, chunk=chunk)
+    driver.cache.close()
+    return torch.cat(seen[-3:])
+
+
+@pytest.mark.parametrize(("quantization", "store", "has_zeros"), FORMATS)
+def test_a_quantized_checkpoint_is_the_dense_one_it_stands_for(
+    make_stored: Callable[..., Stored],
+    quantization: dict[str, Any],
+    store: Callable[[Integers], dict[str, torch.Tensor]],
+    has_zeros: bool,
+) -> None:
+    stored = make_stored(quantization, store, has_zeros)
+    expected = logits_of(stored.dense, dtype="float32")
+    assert torch.equal(logits_of(stored.folder, dtype="float32"), expected)
+    in_bf16 = logits_of(stored.folder, dtype="bfloat16")
+    assert (in_bf16 - expected)[0].std() < 0.05 * expected[0].std()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_request_gets_the_same_bits_whole_and_in_chunks(
+    make_model: Callable[..., Path], quantization: str
+) -> None:
+    folder, settings = make_model(), {"dtype": "bfloat16", "quantization": quantization}
+    assert torch.equal(logits_of(folder, **settings), logits_of(folder, chunk=7, **settings))
+
+
+def next_tokens(driver: Driver, texts: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities [len(texts), vocab_size] of what follows each text."""
+    seen = record_logits(driver)
+    for index, text in enumerate(texts):
+        driver.add(f"{index}", text)
+        driver.step({f"{index}": len(text)})
+        driver.finish(f"{index}")
+    return torch.cat(seen).log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def written() -> list[list[int]]:
+    """What the dense tiny model writes, cut off at several places: texts that it knows well."""
+    driver = Driver(TINY)
+    texts = []
+    for seed in range(TEXTS):
+        request = driver.add(f"{seed}", make_prompt(3, seed=seed))
+        driver.run(f"{seed}", num_tokens=NUM_TOKENS)
+        texts += [request.token_ids[:length] for length in (8, 15, 22)]
+        driver.finish(f"{seed}")
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("quantization", "largest_divergence", "least_agreement"),
+    [("int8", 0.001, 0.97), ("int4", 0.05, 0.85)],
+)
+def test_rounding_hardly_changes_what_the_model_says(
+    written: list[list[int]],
+    quantization: Any,
+    largest_divergence: float,
+    least_agreement: float,
+) -> None:
+    dense = next_tokens(Driver(TINY), written)
+    rounded = next_tokens(Driver(TINY, quantization=quantization), written)
+    divergence = (dense.exp() * (dense - rounded)).sum(-1).mean().item()
+    agreement = (dense.argmax(-1) == rounded.argmax(-1)).float().mean().item()
+    assert 0 < divergence < largest_divergence
+    assert agreement >= least_agreement
+
+
+def test_peers_of_another_quantization_refuse_each_other(make_model: Callable[..., Path]) -> None:
+    folder = make_model()
+    hashes = set()
+    for quantization in (None, "int8", "int4"):
+        config = ModelConfig.from_dir(folder, quantization=quantization)  # type: ignore[arg-type]
+        layout = KVCacheSpec.from_model(config, block_size=16, device=CPU).layout()
+        hashes.add(compatibility_hash(folder, config, layout))
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "fp8"}, "quant_method is fp8, supported are compressed-tensors, awq,"),
+        (COMPRESSED | {"format": "int-quantized"}, "config.format is int-quantized, supported is"),
+        (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse"}}, "sparsity_config is"),
+        (COMPRESSED | {"config_groups": {}}, "config_groups is {}, supported is one group"),
+        (compressed(num_bits=3), r"group_0\.weights\.num_bits is 3, supported is 4, 8"),
+        (compressed(type="float"), r"weights\.type is float"),
+        (compressed(strategy="tensor"), r"weights\.strategy is tensor"),
+        (compressed(actorder="group"), r"weights\.actorder is group"),
+        (compressed(group_size=33), r"weights\.group_size is 33, must be -1 or even"),
+        (AWQ | {"version": "gemv"}, "version is gemv"),
+        (AWQ | {"bits": 8}, "bits is 8, supported is 4"),
+        (AWQ | {"zero_point": False}, "zero_point is False"),
+        (GPTQ | {"desc_act": True}, "desc_act is True, supported is False"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is marlin"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic is"),
+        ({"quant_method": "gptq", "bits": 4}, "quantization_config has no group_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_checkpoint_asks_beyond_that_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_quantization({"quantization_config": changes}, None)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
+    with pytest.raises(ValueError, match="quantization is int8, but the checkpoint is quantized"):
+        read_quantization({"quantization_config": AWQ}, "int8")
+
+
+def test_only_native_models_on_a_cpu_are_quantized(make_model: Callable[..., Path]) -> None:
+    with pytest.raises(ModelError, match=r"only our own code runs .* architectures"):
+        ModelConfig.from_dir(make_model("Olmo2ForCausalLM"), quantization="int8")
+    folder = make_model()
+    config = ModelConfig.from_dir(folder, quantization="int8")
+    with pytest.raises(ModelError, match=r"device is cuda: .* for cpu only"):
+        load_model(folder, config, device=torch.device("cuda"))
+
+
+def test_scattered_groups_and_half_quantized_products_are_refused(
+    make_stored: Callable[..., Stored],
+) -> None:
+    folder = make_stored(GPTQ, store_gptq, True).folder
+    stem = "model.layers.0.self_attn.v_proj"
+
+    def load() -> None:
+        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+
+    change_tensors(folder, lambda tensors: tensors[f"{stem}.g_idx"].copy_(torch.arange(64) % 2))
+    with pytest.raises(ModelError, match=rf"{stem}: g_idx scatters"):
+        load()
+    change_tensors(folder, lambda tensors: tensors.pop(f"{stem}.scales"))
+    with pytest.raises(ModelError, match=rf"lacks 1 weights: {stem}\.scales"):
+        load()
+
+    def make_dense(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("qweight", "qzeros", "g_idx"):
+            del tensors[f"{stem}.{part}"]
+        tensors[f"{stem}.weight"] = torch.zeros(32, 64)
+
+    change_tensors(folder, make_dense)
+    with pytest.raises(ModelError, match="which are one product, only some are quantized"):
+        load()
+
+
+def test_integers_of_another_shape_than_the_config_asks_are_refused(
+    make_stored: Callable[..., Stored],
+) -> None:
+    folder = make_stored(COMPRESSED, store_symmetric, False).folder
+    name = "model.layers.0.self_attn.o_proj.weight_shape"
+    change_tensors(folder, lambda tensors: tensors[name].copy_(torch.tensor([64, 63])))
+    with pytest.raises(
+        ModelError, match=r"o_proj: shape is \(64, 63\), the config asks \(64, 64\)"
+    ):
+        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+
+
+def test_weights_are_integers_on_their_way_to_the_kernels(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lm_head is int8 in both, the embedding and norms stay as they are."""
+    from pdserve_kernels import select
+
+    kernels, packed = select(CPU), []
+    pack_linear = kernels.pack_linear
+
+    def record(weight: torch.Tensor | QuantizedWeight, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(weight, QuantizedWeight)
+        packed.append((weight.bits, weight.group_size))
+        return pack_linear(weight, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "pack_linear", record)
+    folder = make_model(num_hidden_layers=1)
+    load_model(folder, ModelConfig.from_dir(folder, quantization="int4"), device=CPU)
+    assert packed == [(8, 64)] + [(4, 32)] * 4

@@ -1,0 +1,228 @@
+"""How the C++ kernels are found, compiled, chosen, and refused."""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve_kernels import name_of, select
+from pdserve_kernels.cpu import build as building
+from pdserve_kernels.cpu import isa as isas
+from pdserve_kernels.cpu import library as loading
+from pdserve_kernels.cpu.build import build, compile_library
+from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_kernels = pytest.mark.skipif(
+    name_of(select(torch.device("cpu"))) == "reference", reason="needs compiled kernels"
+)
+ISA = next(iter(isas.supported_isas()), "avx2")
+KERNEL = """
+#include <cstdint>
+extern "C" void touch(int32_t* values, int64_t index) { values[index] += 1; }
+"""
+OVERFLOW = """
+import ctypes, sys
+values = (ctypes.c_int32 * 8)()
+ctypes.CDLL(sys.argv[1]).touch(values, ctypes.c_int64(int(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def small_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One kernel in place of ours, and an empty cache."""
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "touch.cpp").write_text(KERNEL)
+    monkeypatch.setattr(building, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(building.PREBUILT_VARIABLE, raising=False)
+    return sources
+
+
+@pytest.fixture
+def no_compiler(small_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(small_kernel))
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_anew_when_a_source_changes(small_kernel: Path) -> None:
+    first = build(ISA)
+    written = first.stat().st_mtime_ns
+    assert build(ISA) == first
+    assert first.stat().st_mtime_ns == written
+    (small_kernel / "touch.cpp").write_text(KERNEL + "// changed\n")
+    assert build(ISA) != first
+
+
+@needs_compiler
+def test_those_who_come_together_compile_once(
+    small_kernel: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Threads here: the lock belongs to the open file, whoever has opened it."""
+    caplog.set_level(logging.INFO)
+    with ThreadPoolExecutor(3) as pool:
+        libraries = set(pool.map(build, [ISA] * 3))
+    assert len(libraries) == 1
+    assert caplog.text.count("compiled ") == 1
+
+
+def test_a_prebuilt_library_needs_no_compiler(
+    no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt = tmp_path / building._library_name(ISA)
+    prebuilt.touch()
+    monkeypatch.setenv(building.PREBUILT_VARIABLE, str(tmp_path))
+    assert build(ISA) == prebuilt
+
+
+def test_without_a_compiler_the_error_says_what_to_install(no_compiler: None) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"install g\+\+ 11 or newer"):
+        build(ISA)
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_in_the_error(small_kernel: Path, tmp_path: Path) -> None:
+    (small_kernel / "touch.cpp").write_text("int x = no_such_name;\n")
+    with pytest.raises(KernelsUnavailable, match="no_such_name"):
+        compile_library(ISA, tmp_path)
+    assert list(tmp_path.glob("*.so")) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("cache", ["/proc/nowhere", "relative"])
+def test_without_a_cache_it_compiles_into_a_private_folder(
+    cache: str, small_kernel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    library = build(ISA)
+    assert library.is_file()
+    assert library.parent.stat().st_mode & 0o077 == 0
+    shutil.rmtree(library.parent)
+
+
+@needs_compiler
+@pytest.mark.parametrize("index", [3, 8])
+def test_the_sanitizers_stop_a_kernel_that_overflows(
+    index: int, small_kernel: Path, tmp_path: Path
+) -> None:
+    library = compile_library(ISA, tmp_path, flags=building.SANITIZER_FLAGS)
+    preload = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
+    result = subprocess.run(
+        # Without pymalloc every array is a heap block of its own, as tensors are.
+        [sys.executable, "-c", OVERFLOW, str(library), str(index)],
+        env={**environment, "PYTHONMALLOC": "malloc"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode != 0) == (index >= 8)
+    assert ("heap-buffer-overflow" in result.stderr) == (index >= 8)
+
+
+@pytest.mark.skipif("asan" not in os.environ.get("LD_PRELOAD", ""), reason="not sanitized")
+def test_under_sanitizers_the_sanitized_kernels_are_tested() -> None:
+    library = Path(loading.library()._name)
+    assert library.parent == Path(os.environ[building.PREBUILT_VARIABLE])
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "expected"),
+    [
+        ("x86_64", isas._CPU_FLAGS["avx512bf16"] | isas._CPU_FLAGS["avx2"], "avx512bf16"),
+        ("x86_64", {"avx2", "fma", "avx512f"}, "avx2"),
+        ("x86_64", {"sse4_2"}, None),
+        ("aarch64", {"bf16"}, None),
+    ],
+)
+def test_the_best_instruction_set_is_chosen(
+    machine: str, flags: set[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(isas.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(isas.platform, "machine", lambda: machine)
+    monkeypatch.setattr(isas, "_processor_flags", lambda: flags)
+    assert cpu_isa() == expected
+
+
+def test_an_instruction_set_can_be_asked_for_if_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isas, "supported_isas", lambda: ("avx2",))
+    monkeypatch.setenv(isas.ISA_VARIABLE, "avx2")
+    assert cpu_isa() == "avx2"
+    monkeypatch.setenv(isas.ISA_VARIABLE, "reference")
+    assert cpu_isa() is None
+    monkeypatch.setenv(isas.ISA_VARIABLE, "avx512bf16")
+    with pytest.raises(ValueError, match="is avx512bf16, this processor has avx2"):
+        cpu_isa()
+    monkeypatch.setenv(isas.ISA_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="'sse9', must be one of avx512bf16, avx2, reference"):
+        cpu_isa()
+
+
+@pytest.mark.skipif(not isas.supported_isas(), reason="needs a processor with AVX2")
+def test_without_a_compiler_the_reference_kernels_run_and_one_line_says_why(
+    no_compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("load_library", "_load_once"):
+        monkeypatch.setattr(loading, name, cache(getattr(loading, name).__wrapped__))
+    names = [name_of(select(torch.device("cpu"))) for _ in range(2)]
+    assert names == ["reference", "reference"]
+    assert caplog.text.count("install g++ 11 or newer") == 1
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_the_kernels_run_on_torchs_threads_each_on_its_core(two_threads: None) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    tids_before = set(os.listdir("/proc/self/task"))
+    added = []
+
+    def pin() -> None:
+        torch.get_num_threads()
+        loading.pin_threads([cores[0], cores[-1]])
+        mine = {str(threading.get_native_id()), *tids_before}
+        tids = set(os.listdir("/proc/self/task")) - mine
+        added.extend(os.sched_getaffinity(int(tid)) for tid in tids)
+        loading.pin_threads([])
+
+    # On a thread of its own, whose team ends with it.
+    thread = threading.Thread(target=pin)
+    thread.start()
+    thread.join()
+    assert added == [{cores[-1]}]
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
+@needs_kernels
+def test_there_is_one_openmp_runtime() -> None:
+    loading.library()
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert len([f for f in files if re.match(r"lib(g|i)?omp\d?[.-]", Path(f).name)]) == 1
+
+
+def test_ctypes_is_told_about_every_exported_kernel() -> None:
+    """A function without a signature would be called with 32-bit integers."""
+    sources = "\n".join(path.read_text() for path in building.SOURCES.glob("*.cpp"))
+    exported = re.findall(r"^(?:extern \"C\" )?\w+ (pds_\w+)\(", sources, re.MULTILINE)
+    assert sorted(exported) == sorted(loading.SIGNATURES)

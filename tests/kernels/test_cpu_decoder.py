@@ -1,0 +1,294 @@
+"""All layers in one call: the bits of the set's functions one by one, in any batch."""
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pdserve_kernels import cpu, reference
+from pdserve_kernels.cpu import library as loading
+from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
+from pdserve_kernels.cpu.library import load_library
+from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
+from pdserve_kernels.metadata import AttentionMetadata
+
+BLOCKS_PER_REQUEST = 40
+NUM_REQUESTS = 4
+LENGTH = 90
+
+
+class Shape(NamedTuple):
+    hidden: int = 96
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 160
+    has_bias: bool = False
+    has_qk_norm: bool = True
+    windows: tuple[int | None, ...] = (None, None)
+
+
+SHAPES = [
+    pytest.param(Shape(), id="q and k norms"),
+    pytest.param(Shape(has_bias=True, has_qk_norm=False, num_heads=6, intermediate=72), id="bias"),
+    pytest.param(Shape(head_dim=80, hidden=100, num_kv_heads=4), id="odd sizes"),
+    pytest.param(Shape(windows=(None, 20, 20, None)), id="windows in two groups"),
+    pytest.param(Shape(hidden=520, num_heads=8, num_kv_heads=1, head_dim=64), id="mqa"),
+]
+
+
+class Chunk(NamedTuple):
+    """Positions [start, end) of a request."""
+
+    request: int
+    start: int
+    end: int
+
+
+class Model:
+    """Random layers, and the prompts of a few requests as embedded tokens."""
+
+    def __init__(self, shape: Shape, kernels=cpu, dtype=torch.bfloat16) -> None:
+        self.shape, self._dtype, self._kernels = shape, dtype, kernels
+        self._generator = torch.Generator().manual_seed(0)
+        inverse = 10000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        angles = torch.outer(torch.arange(200.0), inverse)
+        layers = [self._layer(layer, window) for layer, window in enumerate(shape.windows)]
+        self.decoder = Decoder(
+            layers=tuple(layers),
+            final_norm=self._norm(shape.hidden),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            rms_norm_eps=1e-6,
+            cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1),
+        )
+        self.embedded = [self._random(LENGTH, shape.hidden) for _ in range(NUM_REQUESTS)]
+
+    def _layer(self, layer: int, window: int | None) -> DecoderLayer:
+        shape = self.shape
+        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        return DecoderLayer(
+            input_norm=self._norm(shape.hidden),
+            qkv=self._linear(heads, shape.hidden),
+            q_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
+            k_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
+            attention_output=self._linear(shape.hidden, shape.num_heads * shape.head_dim),
+            post_attention_norm=self._norm(shape.hidden),
+            gate_up=self._linear(2 * shape.intermediate, shape.hidden, num_parts=2),
+            down=self._linear(shape.hidden, shape.intermediate),
+            group=0 if window is None else 1,
+            slot=shape.windows[:layer].count(window),
+            window=window,
+        )
+
+    def _linear(self, rows: int, columns: int, **options: int):
+        weight = (self._random(rows, columns) * columns**-0.5).to(torch.bfloat16)
+        bias = self._random(rows) if self.shape.has_bias else None
+        return self._kernels.pack_linear(weight.to(self._dtype), bias, **options)
+
+    def _norm(self, size: int) -> torch.Tensor:
+        return (1 + 0.1 * self._random(size)).to(torch.bfloat16).to(self._dtype)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        """The same numbers in every dtype."""
+        random = torch.randn(shape, generator=self._generator)
+        return random.to(torch.bfloat16).to(self._dtype)
+
+    def new_cache(self, block_size: int = 16) -> torch.Tensor:
+        """Blocks of NaN, each with room for the layers of one group."""
+        shape = self.shape
+        num_groups = len(set(shape.windows))
+        slots = max(shape.windows.count(window) for window in set(shape.windows))
+        num_blocks = NUM_REQUESTS * BLOCKS_PER_REQUEST * num_groups
+        size = (num_blocks, shape.num_kv_heads, slots, 2, block_size, shape.head_dim)
+        return torch.full(size, torch.nan, dtype=self._dtype)
+
+    def step(self, chunks: Sequence[Chunk], block_size: int = 16):
+        """The hidden states, positions and metadata of a step, decodes first."""
+        positions = torch.cat([torch.arange(c.start, c.end) for c in chunks])
+        hidden_states = torch.cat([self.embedded[c.request][c.start : c.end] for c in chunks])
+        groups = range(len(set(self.shape.windows)))
+        return hidden_states, positions, tuple(describe(chunks, g, block_size) for g in groups)
+
+
+def describe(chunks: Iterable[Chunk], group: int, block_size: int) -> AttentionMetadata:
+    chunks = list(chunks)
+    lengths = [c.end - c.start for c in chunks]
+    order = torch.randperm(
+        NUM_REQUESTS * BLOCKS_PER_REQUEST, generator=torch.Generator().manual_seed(group)
+    )
+    tables = (order + group * len(order)).view(NUM_REQUESTS, -1)
+    slots = [
+        tables[c.request][positions // block_size] * block_size + positions % block_size
+        for c in chunks
+        for positions in [torch.arange(c.start, c.end)]
+    ]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor([c.end for c in chunks], dtype=torch.int32),
+        block_table=tables[[c.request for c in chunks]].to(torch.int32),
+        slot_mapping=torch.cat(slots),
+        query_lens_host=tuple(lengths),
+        seq_lens_host=tuple(c.end for c in chunks),
+        num_decodes=lengths.count(1),
+    )
+
+
+def with_padding(metadata: AttentionMetadata, num: int) -> AttentionMetadata:
+    slots = torch.cat((metadata.slot_mapping, torch.full((num,), -1)))
+    return dataclasses.replace(metadata, slot_mapping=slots)
+
+
+@pytest.fixture(params=supported_isas(), autouse=True)
+def _isa(request, monkeypatch):
+    try:
+        kernels = load_library(request.param)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(loading, "_load_once", lambda: kernels)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+WHOLE = [Chunk(0, 0, LENGTH)]
+MIXED = [Chunk(2, 0, 1), Chunk(1, 0, 1), Chunk(0, 0, 33), Chunk(3, 0, 16)]
+FEW = [Chunk(0, 0, 1), Chunk(3, 0, 3)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_threads):
+    model = Model(shape)
+    packed = cpu.pack_decoder(model.decoder)
+    assert packed.native is not None
+    for chunks in (WHOLE, MIXED, FEW):
+        hidden_states, positions, metadata = model.step(chunks)
+        before, caches = hidden_states.clone(), [model.new_cache(), model.new_cache()]
+        torch.set_num_threads(1)
+        composed = run_layer_by_layer(
+            cpu, model.decoder, hidden_states, positions, caches[0], metadata
+        )
+        torch.set_num_threads(num_threads)
+        fused = cpu.run_decoder(hidden_states, packed, positions, caches[1], metadata)
+        assert fused.isfinite().all()
+        assert torch.equal(fused, composed)
+        assert torch.equal(*(cache.nan_to_num() for cache in caches))
+        assert torch.equal(hidden_states, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_request_has_its_bits_in_any_batch_and_chunks(shape):
+    model = Model(shape)
+    packed = cpu.pack_decoder(model.decoder)
+    hidden_states, positions, metadata = model.step(WHOLE)
+    whole = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata)
+    cache, generator = model.new_cache(), random.Random(0)
+    done, parts = [0] * NUM_REQUESTS, []
+    while done[0] < LENGTH:
+        sizes = [generator.choice([1, 1, 3, 17, 40]) for _ in done]
+        chunks = [
+            Chunk(request, start, min(LENGTH, start + size))
+            for request, (start, size) in enumerate(zip(done, sizes, strict=True))
+            if start < LENGTH and (request == 0 or generator.random() < 0.7)
+        ]
+        chunks.sort(key=lambda c: c.end - c.start > 1)
+        hidden_states, positions, metadata = model.step(chunks)
+        output = cpu.run_decoder(hidden_states, packed, positions, cache, metadata)
+        lengths = [c.end - c.start for c in chunks]
+        for chunk, rows in zip(chunks, output.split(lengths), strict=True):
+            done[chunk.request] = chunk.end
+            if chunk.request == 0:
+                parts.append(rows)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_as_near_to_fp32_as_the_reference_in_bf16(shape):
+    outputs = []
+    for kernels, dtype in (
+        (cpu, torch.bfloat16),
+        (reference, torch.bfloat16),
+        (reference, torch.float32),
+    ):
+        model = Model(shape, kernels, dtype)
+        hidden_states, positions, metadata = model.step(WHOLE)
+        packed, cache = kernels.pack_decoder(model.decoder), model.new_cache()
+        outputs.append(kernels.run_decoder(hidden_states, packed, positions, cache, metadata))
+    *outputs, expected = outputs
+    our_error, their_error = ((output - expected).square().mean().sqrt() for output in outputs)
+    assert our_error < 1.2 * their_error
+    assert our_error < 0.05 * expected.square().mean().sqrt()
+
+
+def test_padding_rows_are_computed_apart_and_not_written():
+    model = Model(Shape())
+    packed = cpu.pack_decoder(model.decoder)
+    hidden_states, positions, (metadata,) = model.step(MIXED)
+    plain = cpu.run_decoder(
+        hidden_states, packed, positions, cache := model.new_cache(), [metadata]
+    )
+    padded_cache = model.new_cache()
+    padded = cpu.run_decoder(
+        torch.cat((hidden_states, hidden_states[:5])),
+        packed,
+        torch.cat((positions, positions[:5])),
+        padded_cache,
+        [with_padding(metadata, 5)],
+    )
+    assert torch.equal(padded[:-5], plain)
+    assert torch.equal(cache.nan_to_num(), padded_cache.nan_to_num())
+
+
+def test_caches_in_other_formats_and_weights_in_other_dtypes_run_layer_by_layer():
+    model = Model(Shape())
+    packed = cpu.pack_decoder(model.decoder)
+    hidden_states, positions, metadata = model.step(MIXED, block_size=8)
+    small_blocks = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(8), metadata)
+    expected = run_layer_by_layer(
+        cpu, model.decoder, hidden_states, positions, model.new_cache(8), metadata
+    )
+    assert torch.equal(small_blocks, expected)
+    in_fp32 = Model(Shape(), dtype=torch.float32)
+    packed = cpu.pack_decoder(in_fp32.decoder)
+    assert packed.native is None
+    hidden_states, positions, metadata = in_fp32.step(MIXED)
+    output = cpu.run_decoder(hidden_states, packed, positions, in_fp32.new_cache(), metadata)
+    assert output.dtype == torch.float32
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read():
+    model = Model(Shape())
+    packed, cache = cpu.pack_decoder(model.decoder), model.new_cache()
+    hidden_states, positions, metadata = model.step(MIXED)
+    cases = {
+        "positions": (hidden_states, positions[1:], cache, metadata),
+        "hidden_states": (hidden_states[:, 1:], positions, cache, metadata),
+        "hidden_states is": (hidden_states.float(), positions, cache, metadata),
+        "a block's heads": (hidden_states, positions, cache[:, :1], metadata),
+        "slot_mapping of group 0": (
+            hidden_states,
+            positions,
+            cache,
+            [with_padding(metadata[0], 1)],
+        ),
+        "2 KV groups": (hidden_states, positions, cache, metadata * 2),
+        "a request has 201": (
+            hidden_states,
+            positions,
+            cache,
+            [dataclasses.replace(metadata[0], seq_lens_host=(201, 1, 1, 1))],
+        ),
+    }
+    for message, (states, at, kv_cache, groups) in cases.items():
+        with pytest.raises(ValueError, match=message):
+            cpu.run_decoder(states, packed, at, kv_cache, groups)
+    assert cache.isnan().all()

@@ -1,0 +1,144 @@
+"""The C++ linear of integer weights: close to fp64, and each row by itself."""
+
+import importlib
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pdserve_kernels import cpu, name_of, reference, select
+from pdserve_kernels.cpu.isa import supported_isas
+from pdserve_kernels.cpu.library import load_library
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
+
+linear_module = importlib.import_module("pdserve_kernels.cpu.linear")
+sampling_module = importlib.import_module("pdserve_kernels.cpu.sampling")
+
+ROW_COUNTS = [*range(1, 14), 64, 129, 193]
+# bits, group_size, dtype of scales, has zeros
+KINDS = [
+    pytest.param((8, None, torch.float32, False), id="int8"),
+    pytest.param((8, 64, torch.bfloat16, True), id="int8 asymmetric"),
+    pytest.param((4, 32, torch.bfloat16, False), id="int4 by 32"),
+    pytest.param((4, 128, torch.float32, False), id="int4 by 128"),
+    pytest.param((4, 128, torch.bfloat16, True), id="int4 asymmetric"),
+    pytest.param((4, 6, torch.float32, True), id="int4 by 6"),
+]
+
+pytestmark = pytest.mark.skipif(
+    name_of(select(torch.device("cpu"))) == "reference", reason="needs compiled kernels"
+)
+
+
+@pytest.fixture(params=supported_isas(), autouse=True)
+def _isa(request, monkeypatch):
+    loaded = load_library(request.param)
+    monkeypatch.setattr(linear_module, "library", lambda: loaded)
+    monkeypatch.setattr(sampling_module, "library", lambda: loaded)
+
+
+def make_weight(rows, columns, bits, group_size, scale_dtype, has_zeros):
+    """All integers of the range are there, also those that rounding never makes."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    group_size = group_size or columns + columns % 2
+    grid = (rows, -(-columns // group_size))
+    return QuantizedWeight(
+        values=torch.randint(low, high, (rows, columns), dtype=torch.int8),
+        scales=(torch.rand(grid) / high).to(scale_dtype),
+        zeros=torch.randint(low, high, grid, dtype=torch.int8) if has_zeros else None,
+        bits=bits,
+        group_size=group_size,
+        dtype=torch.bfloat16,
+    )
+
+
+def exact(weight):
+    """The weight in fp64, entry by entry."""
+    group = torch.arange(weight.shape[1]) // weight.group_size
+    zeros = 0 if weight.zeros is None else weight.zeros.double()[:, group]
+    return (weight.values.double() - zeros) * weight.scales.double()[:, group]
+
+
+def bf16(*shape):
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def assert_near(actual, x, weight, bias=None):
+    """Within a rounding to bf16 and what the sums in fp32 lose."""
+    expected = F.linear(x.double(), weight, None if bias is None else bias.double())
+    size_of_terms = F.linear(x.double().abs(), weight.abs())
+    excess = (
+        (actual.double() - expected).abs() - 2.0**-8 * expected.abs() - 2.0**-20 * size_of_terms
+    )
+    assert (excess <= 0).all(), excess.max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_shape(kind, seed):
+    torch.manual_seed(seed)
+    choose = random.Random(f"{seed}").choice
+    rows = choose([0, 1, 2, 6, 7, 13, 64, 193])
+    in_features = choose([1, 2, 33, 64, 300, 1023, 1024, 2111])
+    out_features = choose([1, 16, 63, 64, 65, 100, 320])
+    weight, x = make_weight(out_features, in_features, *kind), bf16(rows, in_features)
+    bias = bf16(out_features) * 30 if seed % 2 else None
+    assert_near(cpu.linear(x, cpu.pack_linear(weight, bias)), x, exact(weight), bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gets_the_same_bits_in_any_batch_with_any_threads(kind):
+    torch.manual_seed(0)
+    packed = cpu.pack_linear(make_weight(200, 300, *kind), bf16(200))
+    x = bf16(ROW_COUNTS[-1], 300)
+    together = cpu.linear(x, packed)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in ROW_COUNTS:
+                assert torch.equal(cpu.linear(x[:count], packed), together[:count]), count
+                assert torch.equal(cpu.linear(x[-count:], packed), together[-count:]), count
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", [64, 100])
+def test_gate_and_up_in_one_pass_are_what_they_are_one_by_one(kind, part):
+    torch.manual_seed(0)
+    weight, bias, x = make_weight(2 * part, 96, *kind), bf16(2 * part), bf16(9, 96)
+    packed = cpu.pack_linear(weight, bias, num_parts=2)
+    gate_up = cpu.linear(x, packed)
+    assert torch.equal(gate_up, cpu.linear(x, cpu.pack_linear(weight, bias)))
+    assert torch.equal(cpu.linear_silu_mul(x, packed), cpu.silu_and_mul(gate_up))
+
+
+def test_greedy_tokens_are_chosen_from_an_integer_lm_head():
+    torch.manual_seed(0)
+    packed = cpu.pack_linear(quantize(bf16(1000, 64), bits=8, group_size=None))
+    x = bf16(5, 64)
+    assert torch.equal(cpu.linear_argmax(x, packed).token_ids, cpu.linear(x, packed).argmax(-1))
+
+
+@pytest.mark.parametrize(("bits", "bytes_per_weight"), [(8, 1.0), (4, 0.5)])
+def test_integers_take_no_more_memory_than_their_bits(bits, bytes_per_weight):
+    packed = cpu.pack_linear(quantize(bf16(1024, 512), bits=bits, group_size=32)).panels
+    assert packed.values.nbytes == 1024 * 512 * bytes_per_weight
+    assert packed.scales.nbytes == 1024 * 512 / 32 * packed.scales.itemsize
+
+
+def test_in_fp32_the_dequantized_weight_is_used():
+    torch.manual_seed(0)
+    weight, x = quantize(torch.randn(40, 64), bits=4, group_size=32), torch.randn(3, 64)
+    packed = cpu.pack_linear(weight)
+    assert isinstance(packed, reference.LinearWeight)
+    torch.testing.assert_close(cpu.linear(x, packed), F.linear(x, weight.dequantize()))
+
+
+def test_a_bias_of_another_dtype_or_size_is_refused():
+    weight = quantize(bf16(40, 64), bits=8, group_size=None)
+    for bias in (torch.zeros(40), bf16(39)):
+        with pytest.raises(ValueError, match="bias is"):
+            cpu.pack_linear(weight, bias)
