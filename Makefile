@@ -11,10 +11,13 @@ PEERS_INSTALLED := $(PEERS)/.installed
 IN_PARALLEL := -n 2 --dist loadfile
 SANITIZED := .bench/sanitized-kernels
 CRDS := .crds/node_modules
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# cpu or cuda.
+VARIANT ?= cpu
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-gpu test-sanitized crds soak bench bench-handoff bench-peers protos chart lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized crds soak bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -35,12 +38,16 @@ run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
 up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
-test: $(INSTALLED) ## Run all tests but the soak
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
+test: $(INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
 	$(BIN)/python -m pytest -m 'not soak' tests/integration tests/faults
 
 test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak' $(IN_PARALLEL)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live' $(IN_PARALLEL)
+
+test-live: $(INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
+	sh tests/live/install.sh
+	$(BIN)/python -m pytest -m live tests/live
 
 test-gpu: $(INSTALLED) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
@@ -61,7 +68,6 @@ soak: $(INSTALLED) ## Test the fault tools, then run SOAK_SCHEDULES=200 random s
 	SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py -k random
 
 bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md
-	$(BIN)/python benchmarks/bench_engine.py
 	$(BIN)/python benchmarks/bench_router.py
 
 bench-handoff: $(INSTALLED) ## Run the handoff's benchmarks
@@ -77,12 +83,25 @@ $(PEERS_INSTALLED): benchmarks/peers/install.sh
 bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Run our pair of services against vLLM's
 	$(BIN)/python benchmarks/bench_pair.py
 
+bench-cpu: $(INSTALLED) $(PEERS_INSTALLED) ## Run our engine, vLLM and transformers on the CPU in turns, then our servers and vLLM's
+	$(BIN)/python benchmarks/bench_cpu.py
+	$(BIN)/python benchmarks/bench_cpu.py --served
+
 protos: $(INSTALLED) ## Regenerate the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
 	@rm -f protos/pdserve/v1/engine_core_pb2_grpc.py
 
-chart: $(INSTALLED) ## Bring the chart's schema and README up to date with the code and its values
+images: ## Build the images of routers and workers; VARIANT=cuda for GPUs
+	DOCKER_BUILDKIT=1 docker build $(BUILD_FLAGS) --target router --tag pdserve-router:$(VERSION) .
+	DOCKER_BUILDKIT=1 docker build $(BUILD_FLAGS) --target worker --build-arg VARIANT=$(VARIANT) --tag pdserve-worker:$(VERSION)-$(VARIANT) .
+
+test-images: $(INSTALLED) ## Build images and test them as containers; installs Docker from Debian, takes 10 minutes
+	sh tests/images/install.sh
+	$(BIN)/python -m pytest -m images -rP tests/images
+
+chart: $(INSTALLED) ## Bring the chart's schema, README and dashboards up to date with the code and its values
 	$(BIN)/python tools/update_chart.py
+	$(BIN)/python tools/update_dashboards.py
 
 lint: $(INSTALLED) ## Check style and, where npm is there, the protos
 	$(BIN)/ruff check .

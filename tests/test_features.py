@@ -10,10 +10,10 @@ ROWS = [
     for group, numbers in (
         ("B", range(1, 7)),
         ("C", range(1, 4)),
-        ("D", range(1, 5)),
+        ("D", range(1, 6)),
         ("E", range(1, 6)),
         ("F", range(1, 7)),
-        ("G", (*range(1, 7), *range(10, 13))),
+        ("G", (*range(1, 7), *range(10, 13), 14)),
     )
     for number in numbers
 ]

@@ -33,6 +33,11 @@ OWNED = {
     "router_id",
     "prefill",
     "decode",
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_ca_file",
+    "tls_server_name",
+    "api_keys_file",
 }
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _DOC = "# -- "

@@ -10,9 +10,9 @@ from types import FrameType
 
 import grpc
 
-from pdserve_client.bench import add_address_flag, add_bench_flags, run_bench
+from pdserve_client.bench import add_bench_flags, add_router_flags, run_bench
 from pdserve_client.client import Client, Prompt
-from pdserve_client.config import StackConfig
+from pdserve_client.config import StackConfig, api_key, tls_of
 from pdserve_client.ctl import add_ctl_flags, run_ctl
 from pdserve_client.stack import Stack, StackError
 from pdserve_client.waterfall import format_waterfall
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         return command(args)
-    except (StackError, ValueError) as error:
+    except (StackError, OSError, ValueError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return 1
     except grpc.RpcError as error:
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate_flags(run)
     run.set_defaults(command=_run)
     generate = commands.add_parser("generate", help="send one prompt to a router that is up")
-    add_address_flag(generate)
+    add_router_flags(generate)
     _add_generate_flags(generate)
     generate.set_defaults(command=_generate)
     bench = commands.add_parser("bench", help="load a router that is up and print latencies")
@@ -90,6 +90,8 @@ def _up(args: argparse.Namespace) -> int:
     config = _stack_config(args)
     signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     stack = Stack(config)
+    if stack.placement is not None:
+        print(f"cores    {stack.placement}", flush=True)
     try:
         stack.start()
         _wait_until_ready(stack)
@@ -110,12 +112,12 @@ def _up(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     with Stack(_stack_config(args)) as stack:
         _wait_until_ready(stack)
-        with Client(stack.grpc_address) as client:
+        with Client(stack.grpc_address, tls=stack.tls, api_key=api_key()) as client:
             return _stream(client, args)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    with Client(args.address.split(",")) as client:
+    with Client(args.address.split(","), tls=tls_of(args), api_key=api_key()) as client:
         return _stream(client, args)
 
 
@@ -158,7 +160,8 @@ def _wait_until_ready(stack: Stack) -> None:
 def _print_addresses(stack: Stack) -> None:
     host = stack.config.host
     print(f"gRPC     {stack.grpc_address}")
-    print(f"HTTP     http://{host}:{stack.http_port}/v1")
+    scheme = "http" if stack.tls is None else "https"
+    print(f"HTTP     {scheme}://{host}:{stack.http_port}/v1")
     for process in stack.processes:
         print(f"metrics  http://{host}:{process.metrics_port}/metrics  ({process.name})")
     print("Ctrl-C stops", flush=True)

@@ -12,7 +12,10 @@ import grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
+from pdserve_client.config import api_key, tls_of
+from pdserve_common.config import add_config_flags
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.tls import TlsConfig
 
 PERCENTILES = (50, 90, 99)
 
@@ -41,18 +44,19 @@ class RequestResult:
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
-def add_address_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag of every command that sends requests."""
+def add_router_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that sends requests."""
     parser.add_argument(
         "--address",
         default="127.0.0.1:50051",
         help="the router, or several with commas between (%(default)s)",
     )
+    add_config_flags(parser, TlsConfig)
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `pdserve bench`."""
-    add_address_flag(parser)
+    add_router_flags(parser)
     parser.add_argument("--num-requests", type=int, default=32, help="how many (%(default)s)")
     parser.add_argument(
         "--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once"
@@ -84,7 +88,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> list[RequestResult]:
     rng = random.Random(args.seed)
-    client = AsyncClient(args.address.split(","))
+    client = AsyncClient(args.address.split(","), tls=tls_of(args), api_key=api_key())
     places = asyncio.Semaphore(args.concurrency)
     tasks = []
     try:

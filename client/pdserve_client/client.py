@@ -20,7 +20,8 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.resume import ResumableAnswer
 from pdserve_common.engine_types import SamplingParams
-from pdserve_common.rpc import channel_options
+from pdserve_common.rpc import open_blocking_channel, open_channel
+from pdserve_common.tls import Tls
 from pdserve_common.wire import sampling_params_to_proto
 
 # Text, a chat as mappings with "role" and "content", or token ids.
@@ -51,12 +52,14 @@ def build_request(
 class _Routers:
     """One stub for each router, and which of them is asked first."""
 
-    def __init__(self, channels: Sequence[Any], max_resumes: int) -> None:
+    def __init__(self, channels: Sequence[Any], max_resumes: int, api_key: str | None) -> None:
         if max_resumes < 0:
             raise ValueError(f"max_resumes is {max_resumes}, must be at least 0")
         self._channels = channels
         self._stubs = [pb2_grpc.InferenceServiceStub(channel) for channel in channels]
         self._max_resumes = max_resumes
+        # Of every call: who is calling.
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         # Moves on when a router is lost, so that later calls do not try it first.
         self._router = 0
 
@@ -77,7 +80,7 @@ class _Routers:
     def _send(self, answer: ResumableAnswer) -> Any:
         answer.begin_stream()
         stub = self._stubs[answer.router]
-        return stub.Generate(answer.request, timeout=answer.remaining_s)
+        return stub.Generate(answer.request, timeout=answer.remaining_s, metadata=self._metadata)
 
     def _on_end(self, answer: ResumableAnswer) -> float | None:
         """Return in how many seconds to send the request on; None if this was the end."""
@@ -105,12 +108,16 @@ class Client(_Routers):
     """
 
     def __init__(
-        self, routers: str | Sequence[str], *, max_resumes: int = DEFAULT_MAX_RESUMES
+        self,
+        routers: str | Sequence[str],
+        *,
+        max_resumes: int = DEFAULT_MAX_RESUMES,
+        tls: Tls | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`routers` are host:port. Raises ValueError."""
-        options = channel_options()
-        channels = [grpc.insecure_channel(each, options=options) for each in _addresses(routers)]
-        super().__init__(channels, max_resumes)
+        """`routers` are host:port, in plain text without `tls`. Raises ValueError."""
+        channels = [open_blocking_channel(each, tls) for each in _addresses(routers)]
+        super().__init__(channels, max_resumes, api_key)
 
     def generate(
         self,
@@ -143,7 +150,9 @@ class Client(_Routers):
             time.sleep(delay_s)
 
     def list_models(self, timeout_s: float = 5.0) -> list[pb2.ModelInfo]:
-        return list(self.stub.ListModels(pb2.ListModelsRequest(), timeout=timeout_s).models)
+        request = pb2.ListModelsRequest()
+        response = self.stub.ListModels(request, timeout=timeout_s, metadata=self._metadata)
+        return list(response.models)
 
     def close(self) -> None:
         for channel in self._channels:
@@ -165,12 +174,16 @@ class AsyncClient(_Routers):
     """The same for asyncio; create it inside the running loop."""
 
     def __init__(
-        self, routers: str | Sequence[str], *, max_resumes: int = DEFAULT_MAX_RESUMES
+        self,
+        routers: str | Sequence[str],
+        *,
+        max_resumes: int = DEFAULT_MAX_RESUMES,
+        tls: Tls | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`routers` are host:port. Raises ValueError."""
-        options = channel_options()
-        make = grpc.aio.insecure_channel
-        super().__init__([make(each, options=options) for each in _addresses(routers)], max_resumes)
+        """`routers` are host:port, in plain text without `tls`. Raises ValueError."""
+        channels = [open_channel(each, tls) for each in _addresses(routers)]
+        super().__init__(channels, max_resumes, api_key)
 
     async def generate(
         self,

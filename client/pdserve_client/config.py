@@ -1,13 +1,17 @@
-"""The flags of `pdserve up` and `pdserve run`."""
+"""The flags of `pdserve up` and `pdserve run`, and what all commands share."""
 
+import argparse
+import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.config import opt
+from pdserve_common.config import ENV_PREFIX, build_config, opt
+from pdserve_common.cores import parse_cores
+from pdserve_common.tls import Tls, TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackConfig:
+class StackConfig(TlsConfig):
     """A whole stack on this machine: one router, prefill and decode services, all on loopback."""
 
     model: str = opt(
@@ -19,10 +23,16 @@ class StackConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )
+    quantization: Literal["int8", "int4"] | None = opt(
+        None, "Round weights to integers while they are loaded; on CPU."
+    )
     engine_process: Literal["auto", "inproc", "subprocess"] | None = opt(
         None, "Run engines in their service's process or in their own; auto: their own on CUDA."
     )
-    num_threads: int = opt(0, "Compute threads of each service; 0: the cores shared evenly.")
+    cpu_cores: str | None = opt(
+        None, "Cores that services on CPU share out among themselves, like 0-3,8; unset: all."
+    )
+    num_threads: int = opt(0, "Compute threads of each service; 0: one for each of its cores.")
     max_model_len: int | None = opt(None, "Prompt and output tokens; the model's limit if unset.")
     kv_cache_memory_mib: int | None = opt(
         None, "Size of each service's KV pool in MiB; the service's own choice if unset."
@@ -44,18 +54,39 @@ class StackConfig:
     worker_port: int = opt(
         50061, "gRPC port of the first service, then counting up; 0: any free ones."
     )
+    api_keys_file: str | None = opt(
+        None, "File with one API key a line; requests without one of them are refused."
+    )
     ready_timeout_s: float = opt(300.0, "How long loading may take.")
     drain_timeout_s: float = opt(30.0, "How long running requests may take after Ctrl-C.")
     log_dir: str = opt(".run", "Folder for one log file per process.")
     log_level: str = opt("info", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
+        TlsConfig.__post_init__(self)
+        self.check_mutual()
         if self.decode < 1:
             raise ValueError(f"decode is {self.decode}, must be at least 1")
         if self.prefill < 0:
             raise ValueError(f"prefill is {self.prefill}, must be at least 0")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill must be at least 1")
+        if self.num_threads < 0:
+            raise ValueError(f"num_threads is {self.num_threads}, must be at least 0")
+        if self.cpu_cores is not None:
+            parse_cores(self.cpu_cores)
+            if self.device != "cpu":
+                raise ValueError(f"cpu_cores is set, device is {self.device}, must be cpu")
         for name in ("grpc_port", "http_port", "metrics_port", "worker_port"):
             if not 0 <= getattr(self, name) <= 65000:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65000")
+
+
+def tls_of(args: argparse.Namespace) -> Tls | None:
+    """Return what a command's TLS flags or the environment say. Raises ValueError or OSError."""
+    return build_config(TlsConfig, vars(args), os.environ).load_tls()
+
+
+def api_key() -> str | None:
+    """Return the key that commands show to routers. Not a flag: those can be read by everybody."""
+    return os.environ.get(f"{ENV_PREFIX}API_KEY")

@@ -12,9 +12,12 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_client.config import tls_of
+from pdserve_common.config import add_config_flags
 from pdserve_common.engine_client import MAX_SLEEP_LEVEL, SLEEP_TAGS
 from pdserve_common.engine_types import PauseMode, SchedulerStats
-from pdserve_common.rpc import channel_options
+from pdserve_common.rpc import open_blocking_channel
+from pdserve_common.tls import TlsConfig
 from pdserve_common.wire import engine_info_from_proto, scheduler_stats_from_proto
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -28,7 +31,8 @@ MODE_HELP = (
 
 ADVICE = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "what had begun goes on: `load` shows it, --timeout waits",
-    grpc.StatusCode.UNAVAILABLE: "ADDRESS must be the gRPC host:port of a worker that is up",
+    grpc.StatusCode.UNAVAILABLE: "ADDRESS must be the gRPC host:port of a worker that is up; one "
+    "that speaks TLS wants all three files of --tls-*-file",
     grpc.StatusCode.UNIMPLEMENTED: "ADDRESS must be a worker's, a router has no controls",
 }
 
@@ -45,6 +49,7 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="give the call up after so long (%(default)g)",
     )
+    add_config_flags(parser, TlsConfig)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     pause = _add(verbs, "pause", _pause, "start nothing new; requests that come in wait")
     _add_mode(pause, "wait")
@@ -81,9 +86,11 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ctl(args: argparse.Namespace) -> int:
-    """Carry out the verb; the exit status. Raises grpc.RpcError, or ValueError with advice."""
+    """Carry out the verb; the exit status. Raises grpc.RpcError, ValueError with advice, or OSError
+    for a file that cannot be read.
+    """
     verb: Verb = args.verb
-    with grpc.insecure_channel(args.address, options=channel_options()) as channel:
+    with open_blocking_channel(args.address, tls_of(args)) as channel:
         try:
             verb(channel, args)
         except grpc.RpcError as error:

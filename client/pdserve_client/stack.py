@@ -5,6 +5,7 @@ engine.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -23,6 +24,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
+from pdserve_common.cores import format_cores, parse_cores, share_cores, usable_cores
+from pdserve_common.rpc import open_blocking_channel
+from pdserve_common.tls import Tls, TlsConfig
 
 POLL_S = 0.1
 # Below the range that outgoing connections take their ports from: one that is free now will not be
@@ -81,6 +85,7 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         self.config = config
+        self.tls = config.load_tls()
         self._check_model()
         log_dir = Path(config.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -92,11 +97,14 @@ class Stack:
         metrics_ports = _ports(
             config.host, "metrics_port", config.metrics_port, num_workers + 1, taken
         )
+        self._cores = _share_cores(config)
         names = [f"prefill-{i}" for i in range(config.prefill)]
         names += [f"decode-{i}" for i in range(config.decode)]
         self.workers = [
-            self._worker(name, port, metrics_port, log_dir)
-            for name, port, metrics_port in zip(names, ports, metrics_ports[1:], strict=True)
+            self._worker(name, port, metrics_port, cores, log_dir)
+            for name, port, metrics_port, cores in zip(
+                names, ports, metrics_ports[1:], self._cores, strict=True
+            )
         ]
         self.router = self._router(metrics_ports[0], log_dir)
         self.processes = [*self.workers, self.router]
@@ -104,6 +112,19 @@ class Stack:
     @property
     def grpc_address(self) -> str:
         return f"{self.config.host}:{self.grpc_port}"
+
+    @property
+    def placement(self) -> str | None:
+        """Which cores each service runs on, for people; None if they compute on a GPU."""
+        if self.config.device != "cpu":
+            return None
+        if not all(self._cores):
+            cores = format_cores(usable_cores())
+            return f"all share {cores}, too few for {len(self.workers)} services to have their own"
+        return ", ".join(
+            f"{worker.name} on {format_cores(cores)}"
+            for worker, cores in zip(self.workers, self._cores, strict=True)
+        )
 
     def start(self) -> None:
         """Start all processes at once; they find each other."""
@@ -116,7 +137,7 @@ class Stack:
         waiting = list(self.processes)
         while waiting:
             self.check_alive()
-            waiting = [process for process in waiting if not _is_serving(self._address(process))]
+            waiting = [process for process in waiting if not self._is_serving(process)]
             yield {process.name: process.last_message() for process in waiting}
             if time.monotonic() > deadline:
                 names = ", ".join(process.name for process in waiting)
@@ -168,13 +189,21 @@ class Stack:
                 f"no model at {self.config.model!r}: it has no config.json; pass --model DIR"
             )
 
-    def _address(self, process: ServiceProcess) -> str:
-        return f"{self.config.host}:{process.port}"
+    def _is_serving(self, process: ServiceProcess) -> bool:
+        return _is_serving(f"{self.config.host}:{process.port}", self.tls)
 
-    def _worker(self, name: str, port: int, metrics_port: int, log_dir: Path) -> ServiceProcess:
+    def _worker(
+        self,
+        name: str,
+        port: int,
+        metrics_port: int,
+        cores: tuple[int, ...],
+        log_dir: Path,
+    ) -> ServiceProcess:
         config = self.config
         num_workers = config.prefill + config.decode
-        threads = config.num_threads or max(1, (os.cpu_count() or 1) // num_workers)
+        even_share = max(1, len(usable_cores()) // num_workers)
+        threads = config.num_threads or len(cores) or even_share
         flags = {
             "engine-id": name,
             "host": config.host,
@@ -183,7 +212,9 @@ class Stack:
             "model": config.model,
             "device": config.device,
             "dtype": config.dtype,
+            "quantization": config.quantization,
             "engine-process": config.engine_process,
+            "cpu-cores": format_cores(cores) or None,
             "num-threads": threads,
             "max-model-len": config.max_model_len,
             "kv-cache-memory-mib": config.kv_cache_memory_mib,
@@ -192,6 +223,7 @@ class Stack:
             "require-transport": config.require_transport,
             "drain-timeout-s": config.drain_timeout_s,
             "log-level": config.log_level,
+            **_tls_flags(config),
         }
         role = name.split("-")[0]
         return ServiceProcess(
@@ -218,8 +250,10 @@ class Stack:
             "model": config.model,
             "require-disaggregation": config.require_disaggregation,
             "require-transport": config.require_transport,
+            "api-keys-file": config.api_keys_file,
             "drain-timeout-s": config.drain_timeout_s,
             "log-level": config.log_level,
+            **_tls_flags(config),
         }
         return ServiceProcess(
             "router",
@@ -229,6 +263,35 @@ class Stack:
             _flags(flags),
             log_dir / "router.log",
         )
+
+
+def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
+    """Return each service's own cores; none if there are too few, or they compute on a GPU.
+
+    Raises StackError for cores that are not there, and if those asked for are too few.
+    """
+    num_workers = config.prefill + config.decode
+    if config.device != "cpu":
+        return [()] * num_workers
+    usable = usable_cores()
+    cores = usable if config.cpu_cores is None else frozenset(parse_cores(config.cpu_cores))
+    if missing := cores - usable:
+        raise StackError(
+            f"cpu_cores has {format_cores(missing)}, must be among {format_cores(usable)}"
+        )
+    threads = max(1, config.num_threads)
+    shares = share_cores(cores, num_workers, min_size=threads)
+    if shares is None and config.cpu_cores is not None:
+        raise StackError(
+            f"cpu_cores is {config.cpu_cores}, too few for {num_workers} services of {threads} "
+            "cores each; pass more, or none to let them share"
+        )
+    return shares or [()] * num_workers
+
+
+def _tls_flags(config: TlsConfig) -> dict[str, object]:
+    names = (field.name for field in dataclasses.fields(TlsConfig))
+    return {name.replace("_", "-"): getattr(config, name) for name in names}
 
 
 def _flags(values: dict[str, object]) -> list[str]:
@@ -270,8 +333,8 @@ def _bind_problem(host: str, port: int) -> str | None:
     return None
 
 
-def _is_serving(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
+def _is_serving(address: str, tls: Tls | None) -> bool:
+    with open_blocking_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)

@@ -5,8 +5,9 @@ to statuses.
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -138,12 +139,14 @@ class RpcServer:
     def _bind(self, address: str) -> int:
         try:
             if self._credentials is None:
-                return self.server.add_insecure_port(address)
-            return self.server.add_secure_port(address, self._credentials)
+                port: int = self.server.add_insecure_port(address)
+            else:
+                port = self.server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise OSError(
                 f"cannot listen on {address}: the port is in use or the address is not ours"
             ) from error
+        return port
 
     async def set_serving(self, is_serving: bool) -> None:
         for service in ("", *self._services):
@@ -154,6 +157,13 @@ class RpcServer:
         restarted.
         """
         await self._set(LIVENESS_SERVICE, is_alive)
+
+    def probes(self) -> dict[str, Callable[[], bool]]:
+        """Return for `MetricsServer` what answers the paths of HTTP probes."""
+        return {
+            "/live": partial(self.is_healthy, LIVENESS_SERVICE),
+            "/ready": partial(self.is_healthy, ""),
+        }
 
     def is_healthy(self, service: str) -> bool:
         """Return what the health service says of `service`, from any thread but the event loop's.

@@ -28,7 +28,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
     )
     worker = Worker(engine=engine, has_prefix_caching=config.enable_prefix_caching)
     if isinstance(engine.connector, KVConsumerEndpoint):
-        worker.close = KvLinkPool(engine.connector).close
+        worker.close = KvLinkPool(engine.connector, context.tls).close
     return worker
 
 

@@ -11,7 +11,8 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
-from pdserve_common.rpc import channel_options
+from pdserve_common.rpc import open_channel
+from pdserve_common.tls import Tls
 from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
@@ -70,9 +71,10 @@ class _Outgoing:
 class KvLinkPool:
     """Owns the links of D's connector and sends its heartbeats until `close`."""
 
-    def __init__(self, connector: KVConsumerEndpoint) -> None:
+    def __init__(self, connector: KVConsumerEndpoint, tls: Tls | None = None) -> None:
         """Serve the connector's wishes for links. Must run inside the event loop."""
         self._connector = connector
+        self._tls = tls
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._backoff_s: dict[str, float] = {}
         self._is_closed = False
@@ -115,7 +117,7 @@ class KvLinkPool:
             if before is not None:
                 await asyncio.gather(before, return_exceptions=True)
             await asyncio.sleep(self._backoff_s.get(engine_id, 0.0))
-            async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            async with open_channel(address, self._tls) as channel:
                 call: grpc.aio.StreamStreamCall = kv_grpc.KvTransferServiceStub(channel).KvLink()
                 try:
                     link, outgoing = await asyncio.wait_for(

@@ -69,6 +69,9 @@ spec:
           args:
             - --host=0.0.0.0
             {{- include "pdserve.modelFlags" .root | nindent 12 }}
+            {{- with include "pdserve.tlsFlags" .root | trim }}
+            {{- . | nindent 12 }}
+            {{- end }}
             {{- .flags | nindent 12 }}
             {{- include "pdserve.flags" .pod.config | trim | nindent 12 }}
           env:
@@ -84,19 +87,19 @@ spec:
             {{- .ports | nindent 12 }}
           # A worker answers once its model is loaded and has generated.
           startupProbe:
-            grpc: {port: {{ .grpcPort }}, service: liveness}
+            {{- include "pdserve.probe" (dict "ctx" . "service" "liveness" "path" "/live") | nindent 12 }}
             periodSeconds: 5
             timeoutSeconds: 5
             failureThreshold: {{ div (add .pod.startupTimeoutSeconds 4) 5 }}
           # Not while it is paused, asleep or draining; of a router: not without workers.
           readinessProbe:
-            grpc: {port: {{ .grpcPort }}}
+            {{- include "pdserve.probe" (dict "ctx" . "service" "" "path" "/ready") | nindent 12 }}
             periodSeconds: 5
             timeoutSeconds: 5
             failureThreshold: 2
           # Answered by the loop that watches the engine's steps.
           livenessProbe:
-            grpc: {port: {{ .grpcPort }}, service: liveness}
+            {{- include "pdserve.probe" (dict "ctx" . "service" "liveness" "path" "/live") | nindent 12 }}
             periodSeconds: 10
             timeoutSeconds: 10
             failureThreshold: 6
@@ -117,6 +120,9 @@ spec:
             {{- with include "pdserve.modelMounts" .root | trim }}
             {{- . | nindent 12 }}
             {{- end }}
+            {{- with include "pdserve.tlsMounts" .root | trim }}
+            {{- . | nindent 12 }}
+            {{- end }}
             {{- with .volumeMounts }}
             {{- . | nindent 12 }}
             {{- end }}
@@ -126,6 +132,9 @@ spec:
       volumes:
         - {name: tmp, emptyDir: {}}
         {{- with include "pdserve.modelVolumes" .root | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- with include "pdserve.tlsVolumes" .root | trim }}
         {{- . | nindent 8 }}
         {{- end }}
         {{- with .volumes }}

@@ -38,7 +38,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $parts := list .Values.model .Values.revision -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := include "pdserve.pool" (dict "root" $ "role" $role) | fromYaml -}}
-{{- $parts = append $parts (pick $pool.config "dtype" "block_size") -}}
+{{- $parts = append $parts (pick $pool.config "dtype" "quantization" "block_size") -}}
+{{- end -}}
+{{- if include "pdserve.hasTls" . -}}
+{{- $parts = append $parts "tls" -}}
 {{- end -}}
 {{ toJson $parts | sha256sum | trunc 8 }}
 {{- end }}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve_common.config import opt
+from pdserve_common.tls import TlsConfig
 from pdserve_router.discovery import SOURCES, parse_sources
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.routing import ROUTING_POLICIES
@@ -15,7 +16,7 @@ Transport = Literal["any", "shm", "tcp", "rdma"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(TlsConfig):
     """The public end of pdserve: takes requests over gRPC and OpenAI-compatible HTTP and sends
     each to a prefill and a decode worker.
     """
@@ -33,7 +34,7 @@ class RouterConfig:
     host: str = opt("0.0.0.0", "Address to listen on.")
     grpc_port: int = opt(50051, "Port of the gRPC API; 0 takes a free one.")
     http_port: int = opt(8000, "Port of the OpenAI-compatible API; 0 takes a free one.")
-    metrics_port: int = opt(9090, "Port of /metrics; 0 takes a free one.")
+    metrics_port: int = opt(9090, "Port of /metrics, /live and /ready; 0 takes a free one.")
     router_id: str = opt("router", "Stable name of this router, shown to workers and in logs.")
     routing_policy: str = opt(
         "round_robin", f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}."
@@ -70,10 +71,21 @@ class RouterConfig:
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")
     client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for so long is cut.")
     max_body_bytes: int = opt(8 * 1024 * 1024, "Larger HTTP bodies are refused with 413.")
+    api_keys_file: str | None = opt(
+        None,
+        "File with one API key a line, `key` or `name:key`, read again when it changes; requests "
+        "without one of them are refused. Unset: everybody is served.",
+    )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
 
     def __post_init__(self) -> None:
+        # Not super(): a dataclass with slots is another class than the one that it was made from.
+        TlsConfig.__post_init__(self)
+        if self.tls_ca_file and not self.tls_cert_file:
+            raise ValueError(
+                "tls_ca_file is set, tls_cert_file must be set as well: workers ask routers for one"
+            )
         if not Path(self.model).is_dir() or not self.model:
             raise ValueError(f"model must be a directory with a tokenizer, got {self.model!r}")
         if not self.decode:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -22,8 +23,10 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI application until closed."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
+        """Plain text without `context`. Raises OSError if the port is taken."""
         self._socket = _listen(host, port)
+        self._context = context
         self.port: int = self._socket.getsockname()[1]
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -41,6 +44,8 @@ class HttpServer:
             access_log=False,
             server_header=False,
         )
+        config.load()
+        config.ssl = self._context
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 

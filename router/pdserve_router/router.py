@@ -50,6 +50,8 @@ class Router:
         )
         self._max_num_queued_requests = max_num_queued_requests
         self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
+        # An alert asks for their rate, of which the first sample of a series is no part.
+        metrics.requests.labels(model=model_name, outcome="error")
         # Requests without a token: those not sent yet, and those that were.
         self._num_arriving = 0
         self._waiting: set[LiveRequest] = set()

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import BuildMetrics, MetricsServer, RouterMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_common.version import VERSION
+from pdserve_router.api_keys import ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.config import RouterConfig
 from pdserve_router.http_server import HttpServer
@@ -37,6 +38,12 @@ class RouterServer:
         metrics = RouterMetrics(registry)
         BuildMetrics(registry, role="router", version=VERSION, model=config.model_name)
         self.registry = registry
+        self._tls = config.load_tls()
+        self._api_keys = (
+            ApiKeys(config.api_keys_file, metrics.requests_unauthorized)
+            if config.api_keys_file
+            else None
+        )
         self.pool = WorkerPool(
             prefill=config.prefill,
             decode=config.decode,
@@ -45,6 +52,7 @@ class RouterServer:
             metrics=metrics,
             on_change=self._on_workers_changed,
             timings=timings,
+            tls=self._tls if config.tls_ca_file else None,
         )
         self._tokenizer = Tokenizer(config.model)
         self.router = Router(
@@ -62,7 +70,12 @@ class RouterServer:
             max_redrives=config.max_redrives,
             redrive_wait_s=config.redrive_wait_s,
         )
-        self._rpc = RpcServer(config.host, config.grpc_port)
+        self._rpc = RpcServer(
+            config.host,
+            config.grpc_port,
+            credentials=self._tls.server_credentials(verifies_clients=False) if self._tls else None,
+            interceptors=[GrpcApiKeyGuard(self._api_keys)] if self._api_keys else [],
+        )
         self._http: HttpServer | None = None
         self._metrics_server: MetricsServer | None = None
         self.grpc_port = self.http_port = self.metrics_port = 0
@@ -70,8 +83,11 @@ class RouterServer:
     async def start(self) -> None:
         """Listen and attach to the workers. Raises OSError if a port is taken."""
         config = self.config
-        self._http = HttpServer(config.host, config.http_port)
-        self._metrics_server = MetricsServer(config.host, config.metrics_port, self.registry)
+        context = self._tls.server_context() if self._tls else None
+        self._http = HttpServer(config.host, config.http_port, context)
+        self._metrics_server = MetricsServer(
+            config.host, config.metrics_port, self.registry, probes=self._rpc.probes()
+        )
         service = InferenceService(
             self.router, client_stall_timeout_s=config.client_stall_timeout_s
         )
@@ -84,7 +100,7 @@ class RouterServer:
             max_body_bytes=config.max_body_bytes,
             cut=self._http.cut,
         )
-        self._http.start(app)
+        self._http.start(HttpApiKeyGuard(app, self._api_keys) if self._api_keys else app)
         self.http_port = self._http.port
         self.metrics_port = self._metrics_server.port
         self.pool.start()

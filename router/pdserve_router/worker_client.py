@@ -26,7 +26,8 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError, NoWorkerError
-from pdserve_common.rpc import channel_options
+from pdserve_common.rpc import open_channel
+from pdserve_common.tls import Tls
 from pdserve_router.attach_client import (
     AttachStream,
     LinkLostError,
@@ -81,6 +82,7 @@ class WorkerClient:
         router_epoch: str,
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.role = role
@@ -93,6 +95,7 @@ class WorkerClient:
         self._router_epoch = router_epoch
         self._on_change = on_change
         self._timings = timings or LinkTimings()
+        self._tls = tls
         self._listeners: dict[str, _Listener] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -192,14 +195,14 @@ class WorkerClient:
             self._stream.send(message)
 
     async def _run(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
-            stub = service_grpc.EngineCoreServiceStub(channel)
-            while True:
-                await self._serve_stream(stub)
-                # Jitter: routers that lost the same worker do not return all at once.
-                await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
-                longer = max(self._backoff_s * 2, self._timings.min_backoff_s)
-                self._backoff_s = min(longer, self._timings.max_backoff_s)
+        while True:
+            # A channel for each stream: it takes its certificates when it is made.
+            async with open_channel(self.address, self._tls) as channel:
+                await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
+            # Jitter: routers that lost the same worker do not return all at once.
+            await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
+            longer = max(self._backoff_s * 2, self._timings.min_backoff_s)
+            self._backoff_s = min(longer, self._timings.max_backoff_s)
 
     async def _serve_stream(self, stub: service_grpc.EngineCoreServiceStub) -> None:
         self._stream = AttachStream(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, WorkerRole
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.tls import Tls
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.discovery import Discovery
 from pdserve_router.pairs import SETTLE_S, Pairs
@@ -48,12 +49,14 @@ class WorkerPool:
         metrics: RouterMetrics,
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`prefill` and `decode` are host:port or sources as in `discovery`; `on_change` is called
         when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
         """
         self._router_id = router_id
         self._timings = timings
+        self._tls = tls
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
@@ -209,6 +212,7 @@ class WorkerPool:
             router_epoch=secrets.token_hex(16),
             on_change=self._on_change,
             timings=self._timings,
+            tls=self._tls,
         )
 
     def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:

@@ -1,10 +1,18 @@
 """The health that every server of pdserve tells."""
 
+import asyncio
+import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
+from pdserve_common import rpc
+from pdserve_common.metrics import MetricsServer
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,5 +36,48 @@ async def test_a_server_is_alive_whether_it_is_ready_or_not_until_it_says_otherw
             assert await health(server.port, LIVENESS_SERVICE) == SERVING
         await server.set_alive(False)
         assert await health(server.port, LIVENESS_SERVICE) == NOT_SERVING
+    finally:
+        await server.stop(0)
+
+
+def status_of(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def test_http_probes_say_what_the_health_service_says() -> None:
+    server = RpcServer("127.0.0.1", 0)
+    metrics = MetricsServer("127.0.0.1", 0, CollectorRegistry(), probes=server.probes())
+
+    async def found() -> list[int]:
+        base = f"http://127.0.0.1:{metrics.port}"
+        return [await asyncio.to_thread(status_of, base + path) for path in ("/live", "/ready")]
+
+    try:
+        assert await found() == [503, 503], "it has not started"
+        await server.start([])
+        assert await found() == [200, 503]
+        await server.set_serving(True)
+        assert await found() == [200, 200]
+        await server.set_alive(False)
+        assert await found() == [503, 200]
+    finally:
+        metrics.close()
+        await server.stop(0)
+
+
+async def test_nothing_is_healthy_whose_event_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HEALTH_TIMEOUT_S", 0.05)
+    server = RpcServer("127.0.0.1", 0)
+    await server.start([])
+    try:
+        probe = server.probes()["/live"]
+        assert await asyncio.to_thread(probe)
+        found = asyncio.get_running_loop().run_in_executor(None, probe)
+        time.sleep(0.3)  # noqa: ASYNC251 - what it is about
+        assert not await found
     finally:
         await server.stop(0)

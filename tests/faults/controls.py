@@ -37,6 +37,14 @@ class Controls:
         """Let the next `count` READs of this worker suffer a ReadFault, named by its value."""
         self._command("inject", fault=fault, count=count, delay_s=delay_s)
 
+    def lie(self, *, count: int = 1) -> None:
+        """Let this decode worker repeat P's token wrongly for its next `count` requests."""
+        self._command("lie", count=count)
+
+    def slow_down(self, step_s: float) -> None:
+        """Let every step of this worker's engine take so much longer."""
+        self._command("slow_down", step_s=step_s)
+
     def reset(self) -> None:
         """Disarm all stages, forget all faults, let everybody go on."""
         self._command("reset")

@@ -54,6 +54,14 @@ EVERYTHING: dict[str, Any] = {
     "prefill": {"config": {"max_num_batched_tokens": 8192}, "autoscaling": {"maxReplicas": 16}},
     "decode": {"config": {"max_num_seqs": 256}, "preStopSeconds": 3},
     "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus.monitoring:9090"},
+    "tls": {
+        "source": "certManager",
+        "certManager": {
+            "issuer": {"name": "private", "kind": "ClusterIssuer"},
+            "dnsNames": ["llm.example.com"],
+        },
+    },
+    "apiKeys": {"secretName": "keys", "testSecretKey": "probe"},
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"clients": "yes"}}}],
         "monitoring": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}],
@@ -77,6 +85,10 @@ MATRIX: dict[str, dict[str, Any]] = {
     },
     "image": {
         "model": {"source": "image", "path": "/models", "image": {"reference": "registry/qwen:1"}}
+    },
+    "tls_from_a_secret": {
+        **CPU_VALUES,
+        "tls": {"source": "secret", "secretName": "certificates", "serverName": "llm.internal"},
     },
     "decode_alone_without_extras": {
         "prefill": {"replicas": 0},

@@ -68,8 +68,10 @@ def test_workers_of_another_model_are_other_workers() -> None:
     others: list[dict[str, Any]] = [
         {"model": {"path": "/models/other"}},
         {"worker": {"config": {"dtype": "float32"}}},
+        {"worker": {"config": {"quantization": "int8"}}},
         {"decode": {"config": {"block_size": 32}}},
         {"revision": "2"},
+        {"tls": {"source": "secret", "secretName": "certificates"}},
     ]
     same: list[dict[str, Any]] = [
         {"decode": {"replicas": 3}},
@@ -131,6 +133,20 @@ def test_the_download_goes_where_the_processes_read() -> None:
         assert "--model=/models/qwen" in spec["containers"][0]["args"]
         mounts = [m for m in download["volumeMounts"] if m["name"] == "model"]
         assert mounts == [{"name": "model", "mountPath": "/models"}]
+
+
+def test_routers_read_api_keys_where_the_secret_is_mounted() -> None:
+    manifests = render({"apiKeys": {"secretName": "keys", "secretKey": "clients"}})
+    spec = pod(manifests, "router")["spec"]
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "api-keys")
+    (item,) = volume["secret"]["items"]
+    assert (volume["secret"]["secretName"], item["key"]) == ("keys", "clients")
+    (mount,) = (m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "api-keys")
+    assert "subPath" not in mount, "it would not follow the Secret"
+    flag = f"--api-keys-file={mount['mountPath']}/{item['path']}"
+    assert flag in spec["containers"][0]["args"]
+    for role in ("prefill", "decode"):
+        assert "api-keys" not in str(pod(manifests, role)), "workers ask for certificates"
 
 
 def test_dashboards_and_alerts_arrive_as_they_are(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""The processes as the CPU profile starts them, probed as kubelet does it, without Kubernetes."""
+"""The processes as the CPU profile starts them, probed as kubelet does it, without Kubernetes; in
+plain text, and with TLS and API keys.
+"""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +24,15 @@ pytestmark = pytest.mark.slow
 ADDRESSES = {"prefill": "127.0.0.52", "decode": "127.0.0.53", "router": "127.0.0.51"}
 BIN = Path(sys.executable).parent
 START_S = 90.0
+API_KEY = "key-of-the-test-hook"
+CHOICES = {
+    "plain": CPU_VALUES,
+    "guarded": {
+        **CPU_VALUES,
+        "tls": {"source": "secret", "secretName": "certificates"},
+        "apiKeys": {"secretName": "keys"},
+    },
+}
 
 
 class Pod(NamedTuple):
@@ -31,7 +44,19 @@ class Pod(NamedTuple):
     address: str
 
     def probe(self, name: str) -> bool:
-        grpc_probe = self.container[f"{name}Probe"]["grpc"]
+        probe = self.container[f"{name}Probe"]
+        return self._get(probe["httpGet"]) if "httpGet" in probe else self._check(probe["grpc"])
+
+    def _get(self, probe: dict[str, Any]) -> bool:
+        ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
+        url = f"http://{self.address}:{ports[probe['port']]}{probe['path']}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def _check(self, grpc_probe: dict[str, Any]) -> bool:
         check = health_pb2.HealthCheckRequest(service=grpc_probe.get("service", ""))
         with grpc.insecure_channel(f"{self.address}:{grpc_probe['port']}") as channel:
             try:
@@ -48,17 +73,31 @@ class Pod(NamedTuple):
             time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def manifests() -> list[Manifest]:
-    return render(CPU_VALUES)
+@pytest.fixture(params=CHOICES)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return render(CHOICES[request.param])
 
 
 @pytest.fixture
-def pods(manifests: list[Manifest], tmp_path: Path) -> Iterator[dict[str, Pod]]:
+def secrets(tmp_path: Path, make_certificate_authority: Callable[[], Any]) -> Path:
+    """A folder with what is mounted below /etc/pdserve."""
+    authority = make_certificate_authority()
+    for name in ("tls", "api-keys"):
+        (tmp_path / name).mkdir()
+    # The Pods' addresses are not in it: the name that the chart has them look for is.
+    cert, key = authority.issue("pods", "DNS:demo-pdserve.serving.svc")
+    for source, name in ((authority.ca_file, "ca.crt"), (cert, "tls.crt"), (key, "tls.key")):
+        shutil.copy(source, tmp_path / "tls" / name)
+    (tmp_path / "api-keys" / "keys").write_text(f"hook:{API_KEY}\n")
+    return tmp_path
+
+
+@pytest.fixture
+def pods(manifests: list[Manifest], secrets: Path) -> Iterator[dict[str, Pod]]:
     started: dict[str, Pod] = {}
     try:
         for component, address in ADDRESSES.items():
-            started[component] = start(manifests, component, address, tmp_path)
+            started[component] = start(manifests, component, address, secrets)
         yield started
     finally:
         for pod in started.values():
@@ -70,7 +109,7 @@ def start(manifests: list[Manifest], component: str, address: str, home: Path) -
     deployment = find(manifests, "Deployment", component)
     only = container(deployment)
     (command,) = only["command"]
-    args = [local(arg, manifests, own=address) for arg in only["args"]]
+    args = [local(arg, manifests, own=address, secrets=home) for arg in only["args"]]
     environ = {**os.environ, "PDSERVE_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [BIN / command, *args],
@@ -83,17 +122,18 @@ def start(manifests: list[Manifest], component: str, address: str, home: Path) -
     return Pod(process, only, spec["terminationGracePeriodSeconds"], address)
 
 
-def local(arg: str, manifests: list[Manifest], *, own: str) -> str:
-    """Put addresses for names of Services, and the bundled model's folder here for there."""
+def local(arg: str, manifests: list[Manifest], *, own: str, secrets: Path) -> str:
+    """Put addresses for names of Services, and folders here for folders there."""
     for service in of_kind(manifests, "Service"):
         component = service["metadata"]["labels"]["app.kubernetes.io/component"]
         arg = arg.replace(f"{service['metadata']['name']}:", f"{ADDRESSES[component]}:")
     arg = arg.replace("/models/pdserve-tiny", str(ROOT / "models" / "pdserve-tiny"))
+    arg = arg.replace("/etc/pdserve", str(secrets))
     return arg.replace("0.0.0.0", own).replace("$(POD_NAME)", "router-0")
 
 
 def test_the_cpu_profile_starts_generates_and_drains(
-    pods: dict[str, Pod], manifests: list[Manifest]
+    pods: dict[str, Pod], manifests: list[Manifest], secrets: Path
 ) -> None:
     router = pods["router"]
     router.wait_for("startup")
@@ -103,9 +143,10 @@ def test_the_cpu_profile_starts_generates_and_drains(
     router.wait_for("readiness")
     assert all(pod.probe("liveness") for pod in pods.values())
     (hook,) = (manifest["spec"]["containers"][0] for manifest in of_kind(manifests, "Pod"))
-    args = [local(arg, manifests, own="") for arg in hook["args"]]
+    args = [local(arg, manifests, own="", secrets=secrets) for arg in hook["args"]]
     done = subprocess.run(
         [BIN / hook["command"][0], *hook["command"][1:], *args],
+        env={**os.environ, **{each["name"]: API_KEY for each in hook.get("env", ())}},
         capture_output=True,
         text=True,
         timeout=60,

@@ -31,7 +31,7 @@ kubernetes_validate.utils.schema_contents = functools.cache(
 )
 KUBERNETES_VERSIONS = ("1.30", "1.33", "1.37")
 # test_operators.py checks these.
-CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {"Certificate", "PodMonitor", "PrometheusRule", "ScaledObject"}
 CONFIGS: dict[str, type[Any]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
@@ -155,12 +155,17 @@ def test_probes_ask_the_health_services_that_there_are(
     manifests: list[Manifest], component: str
 ) -> None:
     process = container(find(manifests, "Deployment", component))
-    probes = [process[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")]
-    ports = {port["name"]: port["containerPort"] for port in process["ports"]}
-    assert {probe["port"] for probe in probes} == {ports["grpc"]}
+    probes = [process[f"{name}Probe"] for name in ("startup", "readiness", "liveness")]
     # Neither a router without workers nor a paused worker is to be restarted.
-    services = [probe.get("service", "") for probe in probes]
-    assert services == [LIVENESS_SERVICE, "", LIVENESS_SERVICE]
+    if config_of(component, process).tls_cert_file is None:
+        ports = {port["name"]: port["containerPort"] for port in process["ports"]}
+        assert {probe["grpc"]["port"] for probe in probes} == {ports["grpc"]}
+        services = [probe["grpc"].get("service", "") for probe in probes]
+        assert services == [LIVENESS_SERVICE, "", LIVENESS_SERVICE]
+    else:
+        assert {probe["httpGet"]["port"] for probe in probes} == {"metrics"}
+        paths = [probe["httpGet"]["path"] for probe in probes]
+        assert paths == ["/live", "/ready", "/live"]
 
 
 @pytest.mark.parametrize("component", CONFIGS)
@@ -243,3 +248,45 @@ def test_routers_let_the_test_hook_in_whoever_the_clients_are(manifests: list[Ma
             (rule,) = (r for r in policy["spec"]["ingress"] if {"port": "grpc"} in r["ports"])
             own = [peer["podSelector"] for peer in rule.get("from", ()) if "podSelector" in peer]
             assert "from" not in rule or any(each["matchLabels"].items() <= labels for each in own)
+
+
+def test_all_show_one_certificate_and_look_for_the_name_in_it(manifests: list[Manifest]) -> None:
+    configs = [
+        config_of(component, container(find(manifests, "Deployment", component)))
+        for component in CONFIGS
+    ]
+    (settings,) = {(c.tls_cert_file, c.tls_key_file, c.tls_ca_file) for c in configs}
+    (name,) = {config.tls_server_name for config in configs}
+    if name is None:
+        assert set(settings) == {None}
+        assert not of_kind(manifests, "Certificate")
+        return
+    for manifest in of_kind(manifests, "Deployment"):
+        mounts = {mount["name"]: mount for mount in container(manifest)["volumeMounts"]}
+        assert "subPath" not in mounts["tls"], "it would not follow the Secret"
+        paths = [f"{mounts['tls']['mountPath']}/{key}" for key in ("tls.crt", "tls.key", "ca.crt")]
+        assert list(settings) == paths
+    secrets = {
+        volume["secret"]["secretName"]
+        for spec in pod_specs(manifests)
+        for volume in spec["volumes"]
+        if volume["name"] == "tls"
+    }
+    for certificate in of_kind(manifests, "Certificate"):
+        assert secrets == {certificate["spec"]["secretName"]}
+        assert name in certificate["spec"]["dnsNames"]
+        assert {"server auth", "client auth"} <= set(certificate["spec"]["usages"])
+
+
+def test_the_test_hook_shows_what_routers_ask_for(manifests: list[Manifest]) -> None:
+    config = config_of("router", container(find(manifests, "Deployment", "router")))
+    (pod,) = of_kind(manifests, "Pod")
+    (process,) = pod["spec"]["containers"]
+    shown = {each["name"] for each in process.get("env", ())}
+    assert shown == ({"PDSERVE_API_KEY"} if config.api_keys_file else set())
+    flags = dict(arg[2:].split("=", 1) for arg in process["args"])
+    assert flags.get("tls-server-name") == config.tls_server_name
+    assert flags.get("tls-ca-file") == config.tls_ca_file
+    # The key of the certificate is none of a client's business.
+    for volume in pod["spec"].get("volumes", ()):
+        assert volume["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]

@@ -35,12 +35,14 @@ def problems_of(manifests: list[Manifest]) -> list[str]:
 @pytest.fixture(scope="module")
 def custom() -> list[Manifest]:
     manifests = render(EVERYTHING)
-    kinds = ("PodMonitor", "PrometheusRule", "ScaledObject")
+    kinds = ("Certificate", "PodMonitor", "PrometheusRule", "ScaledObject")
     return [manifest for kind in kinds for manifest in of_kind(manifests, kind)]
 
 
 def test_operators_know_every_field(custom: list[Manifest]) -> None:
-    assert {"PodMonitor", "ScaledObject"} <= {manifest["kind"] for manifest in custom}
+    assert {"Certificate", "PodMonitor", "ScaledObject"} <= {
+        manifest["kind"] for manifest in custom
+    }
     assert problems_of(custom) == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import helm_python
 import pytest
 import yaml
-from helm_chart import CHART, CPU_VALUES, render
+from helm_chart import CHART, CPU_VALUES, pod_specs, render
 
 import update_chart
 from pdserve_common.version import VERSION
@@ -78,6 +78,9 @@ def test_the_chart_is_of_this_version() -> None:
         ({"model": {"source": "pvc"}}, "model.pvc.claimName is empty"),
         ({"model": {"source": "image"}}, "model.image.reference is empty"),
         ({"model": {"source": "hub"}}, "model.hub.repository is empty"),
+        ({"tls": {"source": "secret"}}, "tls.secretName is empty"),
+        ({"tls": {"source": "certManager"}}, "tls.certManager.issuer.name is empty"),
+        ({"router": {"config": {"tls_cert_file": "/a"}}}, "tls_cert_file"),
         ({"model": {"source": "hub", "hub": {"repository": "--x/y"}}}, "repository"),
         ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusAddress is empty"),
         (
@@ -99,7 +102,7 @@ def test_what_cannot_work_is_refused(values: dict[str, Any], message: str) -> No
 
 def test_the_cpu_profile_asks_for_no_gpu_and_for_the_model_of_the_image() -> None:
     assert "model" not in CPU_VALUES
-    text = str(render(CPU_VALUES))
+    text = str(list(pod_specs(render(CPU_VALUES))))
     assert "gpu" not in text.replace("--gpu", "")
     assert "--device=cpu" in text
     assert "--model=/models/pdserve-tiny" in text

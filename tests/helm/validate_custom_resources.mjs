@@ -8,6 +8,7 @@ import { resolve } from "node:path";
 import { pathToFileURL } from "node:url";
 
 const KINDS = {
+  Certificate: "cert-manager/cert-manager.io/v1/Certificate.js",
   PodMonitor: "prometheus-operator/monitoring.coreos.com/v1/PodMonitor.js",
   PrometheusRule: "prometheus-operator/monitoring.coreos.com/v1/PrometheusRule.js",
   ScaledObject: "keda/keda.sh/v1alpha1/ScaledObject.js",

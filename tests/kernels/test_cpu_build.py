@@ -86,6 +86,16 @@ def test_a_prebuilt_library_needs_no_compiler(
     assert build(ISA) == prebuilt
 
 
+def test_a_damaged_library_is_refused_by_its_name(
+    no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / building._library_name(ISA)
+    damaged.write_bytes(bytes(4096))
+    monkeypatch.setenv(building.PREBUILT_VARIABLE, str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match=f"{damaged.name}: invalid ELF header"):
+        loading.load_library.__wrapped__(ISA)
+
+
 def test_without_a_compiler_the_error_says_what_to_install(no_compiler: None) -> None:
     with pytest.raises(KernelsUnavailable, match=r"install g\+\+ 11 or newer"):
         build(ISA)

@@ -287,6 +287,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_read():
             cache,
             [dataclasses.replace(metadata[0], seq_lens_host=(201, 1, 1, 1))],
         ),
+        "block_table and positions go to 32": (
+            hidden_states,
+            positions,
+            cache,
+            [dataclasses.replace(metadata[0], block_table=metadata[0].block_table[:, :2])],
+        ),
+        "slot_mapping is torch.int32": (
+            hidden_states,
+            positions,
+            cache,
+            [dataclasses.replace(metadata[0], slot_mapping=metadata[0].slot_mapping.int())],
+        ),
+        "a layer is in slot 1": (hidden_states, positions, cache[:, :, :1], metadata),
     }
     for message, (states, at, kv_cache, groups) in cases.items():
         with pytest.raises(ValueError, match=message):

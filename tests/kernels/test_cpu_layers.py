@@ -172,6 +172,8 @@ def test_the_cache_write_refuses_other_shapes_and_dtypes():
         cpu.reshape_and_cache(bf16(3, 2, 32), bf16(3, 2, 31), cache, 0, slots)
     with pytest.raises(ValueError, match=r"key must be .*float32"):
         cpu.reshape_and_cache(torch.zeros(3, 2, 32), bf16(3, 2, 32), cache, 0, slots)
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 1\), got 1"):
+        cpu.reshape_and_cache(bf16(3, 2, 32), bf16(3, 2, 32), cache, 1, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -127,13 +127,17 @@ def test_argmax_takes_the_lowest_of_equals_and_counts_nans(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 def test_nan_and_infinite_logits_still_give_valid_ids(wanted: dict[str, Any]) -> None:
-    logits = make_logits(4, 1000)
+    logits, beside_nan = make_logits(4, 1000), make_logits(4, 1000)
     logits[0, ::3] = torch.nan
     logits[1] = torch.nan
     logits[2] = -torch.inf
     logits[3, 70:90] = torch.inf
+    # The highest one has it in its lane of another vector, or of another block.
+    beside_nan[:, 0] = 1e4
+    beside_nan[range(4), [16, 32, 48, 64]] = torch.nan
     batch = make_sampling_batch(4, **wanted)
-    assert all(0 <= token_id < 1000 for token_id in cpu.sample(logits, batch).tolist())
+    for rows in (logits, beside_nan):
+        assert all(0 <= token_id < 1000 for token_id in cpu.sample(rows, batch).tolist())
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 33, 200])

@@ -108,7 +108,7 @@ class NoMetricsServer:
 
     port = 0
 
-    def __init__(self, host: str, port: int, registry: object) -> None:
+    def __init__(self, host: str, port: int, registry: object, *, probes: object) -> None:
         pass
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class NoHttpServer:
 
     port = 0
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, context: object) -> None:
         pass
 
     def start(self, app: object) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import time
 
 import grpc
@@ -60,19 +61,35 @@ async def read_to_end(call) -> None:
         pass
 
 
-async def open_sse(stack, n: int = 1):
-    """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
+def sse_request(n: int = 1) -> bytes:
     body = json.dumps(
         {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True, "n": n}
     ).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    )
+
+
+async def open_sse(stack, n: int = 1):
+    """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, ("127.0.0.1", stack.server.http_port))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-    await loop.sock_sendall(sock, head % len(body) + body)
+    await loop.sock_sendall(sock, sse_request(n))
     return sock
+
+
+def open_tls(port: int, ca_file: str, data: bytes) -> ssl.SSLSocket:
+    """Connect, send and return, with the smallest receive buffer; in a thread."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.connect(("127.0.0.1", port))
+    context = ssl.create_default_context(cafile=ca_file)
+    connection = context.wrap_socket(sock, server_hostname="127.0.0.1")
+    connection.sendall(data)
+    return connection
 
 
 def shrink_send_buffers(stack) -> None:
@@ -108,6 +125,30 @@ async def test_an_sse_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     assert not received.endswith(b"0\r\n\r\n")
     assert b"[DONE]" not in received
     assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+
+
+async def test_a_client_over_tls_that_stops_reading_is_cut(
+    start_stack, make_certificate_authority
+) -> None:
+    n = 8  # enough to fill what asyncio buffers for TLS, 512 KiB
+    authority = make_certificate_authority()
+    cert, key = authority.issue("router", "IP:127.0.0.1")
+    async with start_stack(
+        prefill=0,
+        http=True,
+        client_stall_timeout_s=0.5,
+        info=LONG,
+        tls_cert_file=cert,
+        tls_key_file=key,
+    ) as stack:
+        shrink_send_buffers(stack)
+        endless(stack.decode)
+        port = stack.server.http_port
+        connection = await asyncio.to_thread(open_tls, port, authority.ca_file, sse_request(n))
+        await until(lambda: len(stack.decode.aborted) == n, timeout_s=10)
+        connection.close()
+        await stack.assert_idle()
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
 
 
 async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 
 from pdserve_common.config import opt
+from pdserve_common.tls import TlsConfig
 
 
 # No slots: the services combine this with EngineConfig by multiple inheritance.
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(TlsConfig):
     """Where a worker listens and how it ends."""
 
     engine_id: str | None = opt(None, "Unique name of this worker; role, host and port if unset.")
     host: str = opt("127.0.0.1", "Address to listen on.")
     port: int = opt(0, "gRPC port; 0: any free one.")
-    metrics_port: int = opt(0, "Port of /metrics; 0: any free one.")
+    metrics_port: int = opt(0, "Port of /metrics, /live and /ready; 0: any free one.")
     drain_timeout_s: float = opt(30.0, "On SIGTERM, how long requests and KV sessions may take.")
     self_check_timeout_s: float = opt(
         60.0, "How long the generation may take that a worker tries on itself before it serves."
@@ -21,6 +22,8 @@ class WorkerConfig:
     log_level: str = opt("info", "debug, info, warning or error.")
 
     def __post_init__(self) -> None:
+        TlsConfig.__post_init__(self)
+        self.check_mutual()
         for name in ("port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")

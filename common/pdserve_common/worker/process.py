@@ -19,6 +19,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import BuildMetrics, MetricsServer
 from pdserve_common.rpc import RpcServer
+from pdserve_common.tls import Tls
 from pdserve_common.version import VERSION
 from pdserve_common.worker import control_service
 from pdserve_common.worker.config import WorkerConfig
@@ -40,6 +41,8 @@ class WorkerContext:
 
     engine_id: str
     registry: CollectorRegistry
+    # For dialling other workers; plain text without.
+    tls: Tls | None
 
 
 async def _nothing_to_close() -> None:
@@ -77,9 +80,17 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         loop.add_signal_handler(signum, stop.set)
     registry = CollectorRegistry()
     try:
-        metrics_server = MetricsServer(config.host, config.metrics_port, registry)
-        server = RpcServer(config.host, config.port)
-        building = build(_context(config, role, server.port, registry))
+        tls = config.load_tls()
+        server = RpcServer(
+            config.host,
+            config.port,
+            credentials=tls.server_credentials(verifies_clients=True) if tls else None,
+        )
+        metrics_server = MetricsServer(
+            config.host, config.metrics_port, registry, probes=server.probes()
+        )
+        engine_id = config.engine_id or _engine_id(config.host, role, server.port)
+        building = build(WorkerContext(engine_id=engine_id, registry=registry, tls=tls))
         worker = await _unless_stopped(
             _build_and_check(building, timeout_s=config.self_check_timeout_s), stop
         )
@@ -129,13 +140,10 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     return 0
 
 
-def _context(
-    config: WorkerConfig, role: str, port: int, registry: CollectorRegistry
-) -> WorkerContext:
+def _engine_id(host: str, role: str, port: int) -> str:
     # A wildcard is the same on every host, and link tables are keyed by this name.
-    is_wildcard = config.host in ("", "0.0.0.0", "::", "[::]")
-    host = socket.gethostname() if is_wildcard else config.host
-    return WorkerContext(engine_id=config.engine_id or f"{role}-{host}-{port}", registry=registry)
+    is_wildcard = host in ("", "0.0.0.0", "::", "[::]")
+    return f"{role}-{socket.gethostname() if is_wildcard else host}-{port}"
 
 
 async def _build_and_check(building: Awaitable[Worker], *, timeout_s: float) -> Worker:

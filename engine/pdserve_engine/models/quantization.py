@@ -115,7 +115,7 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> Quantization:
     is_grouped = _require(weights, place, "strategy") == "group"
     return Quantization(
         method="compressed-tensors",
-        bits=_require(weights, place, "num_bits"),
+        bits=int(_require(weights, place, "num_bits")),
         group_size=_read_group_size(weights, place) if is_grouped else None,
         has_zeros=not weights.get("symmetric", True),
     )
@@ -126,7 +126,7 @@ def _read_awq(raw: Mapping[str, Any]) -> Quantization:
     _check(raw, place, _AWQ_FIELDS)
     return Quantization(
         method="awq",
-        bits=_require(raw, place, "bits"),
+        bits=int(_require(raw, place, "bits")),
         group_size=_read_group_size(raw, place),
         has_zeros=True,
     )
@@ -138,7 +138,7 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
     version = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     return Quantization(
         method="gptq",
-        bits=_require(raw, place, "bits"),
+        bits=int(_require(raw, place, "bits")),
         group_size=_read_group_size(raw, place),
         has_zeros=True,
         zero_offset=1 if version == "gptq" else 0,

@@ -27,8 +27,8 @@ class Batch(ctypes.Structure):
     def of(cls, metadata: AttentionMetadata, num_tokens: int) -> "Batch":
         """Describe a step of `num_tokens` rows, padding included.
 
-        Raises ValueError if rows are missing, a request has more query tokens than positions, or
-        the block table has no entries for a request's last block's column... 
+        Raises ValueError if there are fewer rows than query tokens, if a request has more query
+        tokens than positions, or if a tensor is not what the kernels read.
         """
         _validate_batch(metadata, num_tokens)
         return cls(
@@ -61,12 +61,12 @@ def paged_attention(
         return reference.paged_attention(
             query, kv_cache, layer, metadata, scale, window=window, softcap=softcap
         )
-    _validate(query, kv_cache, layer, window, softcap)
+    _validate(query, kv_cache, layer, metadata, window, softcap)
     if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
         query = query.contiguous()
     num_tokens, num_heads, _ = query.shape
     kv, batch = PagedKV.of(kv_cache), Batch.of(metadata, num_tokens)
-    out, scratch = query.new_empty(query.shape), _new_scratch(num_heads, kv, batch)
+    out, scratch = query.new_empty(query.shape), _scratch(metadata, num_heads, kv, batch)
     library().pds_paged_attention(
         query.data_ptr(),
         query.stride(0),
@@ -83,29 +83,58 @@ def paged_attention(
     return out
 
 
-def _new_scratch(num_heads: int, kv: PagedKV, batch: Batch) -> torch.Tensor:
-    size = ctypes.c_int64()
-    library().pds_attention_scratch_size(
-        num_heads, ctypes.byref(kv), ctypes.byref(batch), ctypes.byref(size)
-    )
-    return torch.empty(size.value, dtype=torch.float32)
+def _scratch(
+    metadata: AttentionMetadata, num_heads: int, kv: PagedKV, batch: Batch
+) -> torch.Tensor:
+    """One for all layers of the step: new memory costs more than a short decode's attention."""
+    geometry = (PagedKV, num_heads, kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
+    scratch = metadata.memo.plans.get(geometry)
+    if scratch is None:
+        size = ctypes.c_int64()
+        library().pds_attention_scratch_size(
+            num_heads, ctypes.byref(kv), ctypes.byref(batch), ctypes.byref(size)
+        )
+        scratch = torch.empty(size.value, dtype=torch.float32)
+        metadata.memo.plans[geometry] = scratch
+    assert isinstance(scratch, torch.Tensor)
+    return scratch
 
 
 def _validate_batch(metadata: AttentionMetadata, num_tokens: int) -> None:
-    pass
+    query_lens, seq_lens = metadata.query_lens_host, metadata.seq_lens_host
+    if sum(query_lens) > num_tokens:
+        raise ValueError(f"query has {num_tokens} tokens, the batch {sum(query_lens)}")
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        if query_len > seq_len:
+            raise ValueError(f"query_lens must be at most seq_lens, got {query_len} and {seq_len}")
+    for name in ("query_start_loc", "seq_lens", "block_table"):
+        tensor = getattr(metadata, name)
+        if tensor.dtype != torch.int32 or tensor.device.type != "cpu" or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be dense int32 on cpu, is {tensor.dtype} on {tensor.device} with"
+                f" strides {tensor.stride()}"
+            )
 
 
 def _validate(
-    query: torch.Tensor, kv_cache: torch.Tensor, layer: int, window: int | None, softcap: float
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    window: int | None,
+    softcap: float,
 ) -> None:
-    _, num_kv_heads, num_layers, _, _, head_dim = kv_cache.shape
+    _, num_kv_heads, num_layers, _, block_size, head_dim = kv_cache.shape
     if query.shape[1] % num_kv_heads or query.shape[2] != head_dim:
         raise ValueError(
             f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
         )
     if query.dtype != kv_cache.dtype:
-        raise ValueError(f"query is {query.dtype}, kv_cache {kv_cache.dtype}")
+        raise ValueError(f"query is of dtype {query.dtype}, kv_cache of {kv_cache.dtype}")
     if not 0 <= layer < num_layers:
         raise ValueError(f"layer must be in [0, {num_layers}), got {layer}")
+    positions = metadata.block_table.shape[1] * block_size
+    if metadata.seq_lens_host and metadata.max_seq_len > positions:
+        raise ValueError(f"block_table has {positions} positions, seq_lens {metadata.max_seq_len}")
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")

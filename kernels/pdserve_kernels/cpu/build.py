@@ -30,6 +30,8 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wall", "-Wextra"),
     # What is fused is written as fma(): bits are not for the compiler, or its version, to decide.
     "-ffp-contract=off",
+    # GCC 12 warns about its own AVX-512 headers.
+    "-Wno-maybe-uninitialized",
 )
 SANITIZER_FLAGS = (
     *("-O1", "-g", "-fno-omit-frame-pointer"),
@@ -79,6 +81,9 @@ def compile_library(isa: str, folder: Path, *, flags: Sequence[str] = ()) -> Pat
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled = Path(scratch) / library.name
         _compile(sorted(SOURCES.glob("*.cpp")), (*FLAGS, *COMPILER_FLAGS[isa], *flags), compiled)
+        with compiled.open("rb") as file:
+            # Else, after a crash of the machine, half of it may be there under its name.
+            os.fsync(file.fileno())
         compiled.rename(library)
     logger.info("compiled %s in %.1f s", library, time.monotonic() - started)
     return library

@@ -74,6 +74,8 @@ def reshape_and_cache(
                 f"{name} must be {shape} with dense heads, in {kv_cache.dtype}; it is"
                 f" {tuple(tensor.shape)} with strides {tensor.stride()}, in {tensor.dtype}"
             )
+    if not 0 <= layer < kv_cache.shape[2]:
+        raise ValueError(f"layer must be in [0, {kv_cache.shape[2]}), got {layer}")
     slots = as_contiguous_int64(slot_mapping)
     library().pds_reshape_and_cache(
         key.data_ptr(),

@@ -195,10 +195,23 @@ def _check(
             raise ValueError(f"{name}: shape is {tuple(shape)}, must be {expected}")
     if hidden_states.dtype != torch.bfloat16:
         raise ValueError(f"hidden_states is {hidden_states.dtype}, must be bfloat16")
-    longest = max(group.max_seq_len for group in metadata)
-    if longest > len(decoder.cos_sin_cache):
+    num_slots, block_size = kv_cache.shape[2], kv_cache.shape[4]
+    if (highest := max(layer.slot for layer in decoder.layers)) >= num_slots:
+        raise ValueError(f"a layer is in slot {highest}, blocks have {num_slots}")
+    for group in metadata:
+        _check_group(decoder, group, block_size)
+
+
+def _check_group(decoder: Decoder, group: AttentionMetadata, block_size: int) -> None:
+    slots, longest = group.slot_mapping, group.max_seq_len
+    if slots.dtype != torch.int64 or not slots.is_contiguous():
         raise ValueError(
-            f"a request has {longest} tokens, positions go to {len(decoder.cos_sin_cache)}"
+            f"slot_mapping is {slots.dtype} with strides {slots.stride()}, must be dense int64"
+        )
+    num_places = min(group.block_table.shape[1] * block_size, len(decoder.cos_sin_cache))
+    if longest > num_places:
+        raise ValueError(
+            f"a request has {longest} tokens, block_table and positions go to {num_places}"
         )
 
 

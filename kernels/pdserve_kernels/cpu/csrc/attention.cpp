@@ -14,15 +14,11 @@ constexpr int64_t TILE_ROWS = 48;
 constexpr int STRIP_ROWS = NUM_REGISTERS >= 32 ? 6 : 2;
 constexpr int STRIP_VECTORS = NUM_REGISTERS >= 32 ? 4 : 2;
 // Groups of V whose part for one strip stays in the L1 cache while all strips go over it.
-#ifndef VS
-#define VS 8
-#endif
-constexpr int64_t VALUE_STEP = VS;
-// A group is prefetched so many groups before it is read: as far as a memory's latency needs.
-#ifndef PA
-#define PA 8
-#endif
-constexpr int64_t AHEAD = PA;
+constexpr int64_t VALUE_STEP = 8;
+// Up to so many rows it is memory that takes the time; more of them wait for arithmetic.
+constexpr int64_t MAX_STREAMING_ROWS = TILE_ROWS / 2;
+// How many groups before it is read a group is prefetched.
+constexpr int64_t AHEAD = 8;
 constexpr float NOTHING = -INFINITY;
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -35,6 +31,19 @@ PDS_INLINE void with_constant(int64_t n, const F& f) {
     if (n < MAX) return with_constant<MAX - 1>(n, f);
   }
   f(std::integral_constant<int, MAX>());
+}
+
+// How many vectors a strip goes over at once.
+constexpr int max_vectors(int64_t num_rows) {
+  return num_rows <= STRIP_ROWS / 2 ? 2 * STRIP_VECTORS : STRIP_VECTORS;
+}
+
+// Calls f(rows, vectors), constants, for the strip that takes what it can of both.
+template <typename F>
+PDS_INLINE void with_strip(int64_t num_rows, int64_t num_vectors, const F& f) {
+  with_constant<STRIP_ROWS>(num_rows, [&](auto rows) {
+    with_constant<max_vectors(rows())>(num_vectors, [&](auto vectors) { f(rows, vectors); });
+  });
 }
 
 template <typename Combine>
@@ -79,9 +88,9 @@ struct Attention {
   }
 };
 
-// Where each row's attention stands: head_dim sums of p * V, the maximum of its scores and the sum of
-// its p. Here p = 2^(score - maximum), rounded to bf16 in both sums. A row that has seen nothing has
-// the maximum NOTHING and zeros.
+// Where each row's attention stands: head_dim sums of p * V, the maximum of its scores and the sum
+// of its p. Here p = 2^(score - maximum), rounded to bf16 in both sums: so V's weights add up to 1.
+// A row that has seen nothing has the maximum NOTHING and zeros.
 struct States {
   float* base;
   int64_t head_dim;
@@ -92,8 +101,8 @@ struct States {
   float& sum(int64_t row) const { return output(row)[head_dim + 1]; }
 };
 
-// Rows [first_row, first_row + num_rows) of a request and KV head, over spans [first_span, end_span).
-// If other works have other spans, the result goes to `partial`, otherwise to the output.
+// Rows [first_row, first_row + num_rows) of a request and KV head, over spans [first_span,
+// end_span). The result goes to `partial` if other works have other spans, else to the output.
 struct Work {
   int64_t request, head, first_row, num_rows, first_span, end_span;
   float* partial;
@@ -124,8 +133,8 @@ Work tile_of_rows(const Attention& a, int64_t request, int64_t head, int64_t fir
   return {request, head, first_row, count, begin / SPAN, round_up(end, SPAN) / SPAN, nullptr};
 }
 
-// A request of few rows, a decode for instance, is shared out by its spans; their results are merged
-// at last. Of one with more rows, each thread takes tiles and goes through their spans alone.
+// A request of few rows, a decode for instance, is shared out by its spans; their results are
+// merged at last. Of one with more, each thread takes tiles and goes through their spans alone.
 bool is_split(const Attention& a, const Work& tile) {
   return a.num_rows(tile.request) <= TILE_ROWS && tile.end_span - tile.first_span > 1;
 }
@@ -134,12 +143,12 @@ int64_t partial_size(const Attention& a, const Work& tile) {
   return tile.num_rows * States::stride(a.kv.head_dim);
 }
 
-// Calls f for every tile, in one order, with the place of its partial results.
+// Calls f for every tile of the first KV heads, always in the same order.
 template <typename F>
-void for_each_tile(const Attention& a, const F& f) {
+void for_each_tile(const Attention& a, int64_t num_kv_heads, const F& f) {
   float* partial = a.partials;
   for (int64_t request = 0; request < a.batch.num_reqs; ++request) {
-    for (int64_t head = 0; head < a.kv.num_kv_heads; ++head) {
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
       for (int64_t row = 0; row < a.num_rows(request); row += TILE_ROWS) {
         Work tile = tile_of_rows(a, request, head, row);
         if (is_split(a, tile)) {
@@ -153,8 +162,8 @@ void for_each_tile(const Attention& a, const F& f) {
 }
 
 template <typename F>
-void for_each_work(const Attention& a, const F& f) {
-  for_each_tile(a, [&](const Work& tile) {
+void for_each_work(const Attention& a, int64_t num_kv_heads, const F& f) {
+  for_each_tile(a, num_kv_heads, [&](const Work& tile) {
     if (!tile.partial) return f(tile);
     Work work = tile;
     for (int64_t span = tile.first_span; span < tile.end_span; ++span) {
@@ -171,16 +180,16 @@ int64_t cost_of(const Attention& a, const Work& work) {
   return (seen.end - seen.begin + LANES) * round_up(work.num_rows, STRIP_ROWS);
 }
 
-// Calls f for this thread's works, which follow one another and cost what is its share, as nearly as
-// whole works allow. With each comes the next one, or the last again.
+// Calls f for this thread's works, which follow one another and cost what is its share, as nearly
+// as whole works allow. With each comes the next one, or the last again.
 template <typename F>
 void for_own_work(const Attention& a, const Team& team, const F& f) {
-  int64_t total = 0, before = 0;
-  for_each_work(a, [&](const Work& work) { total += cost_of(a, work); });
+  int64_t num_kv_heads = a.kv.num_kv_heads, total = 0, before = 0;
+  for_each_work(a, 1, [&](const Work& work) { total += cost_of(a, work) * num_kv_heads; });
   Work waiting{};
-  for_each_work(a, [&](const Work& work) {
+  for_each_work(a, num_kv_heads, [&](const Work& work) {
     int64_t cost = cost_of(a, work);
-    // Rank r has what lies from r * total / size on, up to the next rank's; a work is at its middle.
+    // Rank r has what lies between r and r + 1 times total / size; a work is at its middle.
     if ((before + cost / 2) * team.size / total == team.rank) {
       if (waiting.num_rows) f(waiting, work);
       waiting = work;
@@ -210,15 +219,14 @@ struct Workspace {
   bf16* tail() const { return query() + TILE_ROWS * head_dim; }
 };
 
-// Some rows over one span, and where K and V of all they see of it are: `count` groups, the first of
-// them group `first` of the span. Behind V's is what will be read next.
+// A work's rows over one span, and where K and V of all they see of it are: `count` groups, the
+// first of which is group `first` of the span. Behind the keys are those that will be read next.
 struct Part {
   const Work& work;
   int64_t span, first, count;
-  const bf16* groups[2 * SPAN_GROUPS + AHEAD];
+  const bf16* keys[SPAN_GROUPS + AHEAD];
+  const bf16* values[SPAN_GROUPS];
 
-  const bf16** keys() { return groups; }
-  const bf16** values() { return groups + count; }
   // The positions in the span that the groups hold.
   int64_t begin() const { return first * LANES; }
   int64_t end() const { return (first + count) * LANES; }
@@ -232,27 +240,25 @@ const bf16* key_group(const Attention& a, const Work& work, int64_t group) {
          index % per_block * a.kv.group_size();
 }
 
-// Lists the first groups that the work reads of a span, at most `limit` of K and `limit` of V.
-int64_t list_groups(const Attention& a, const Work& work, const Seen& seen, int64_t limit, const bf16** groups) {
-  int64_t first = seen.begin / LANES, count = std::min(limit, round_up(seen.end, LANES) / LANES - first);
-  for (int64_t i = 0; i < count; ++i) {
-    groups[i] = key_group(a, work, first + i);
-    groups[count + i] = groups[i] + a.kv.tile_size();
-  }
+// Lists the groups of K that a work reads of a span, at most `limit`; returns how many.
+int64_t list_keys(const Attention& a, const Work& work, int64_t span, int64_t limit,
+                  const bf16** keys) {
+  Seen seen = seen_in_spans(a, work, span, span + 1);
+  int64_t first = seen.begin / LANES, end = round_up(seen.end, LANES) / LANES;
+  int64_t count = std::min(limit, end - first);
+  for (int64_t i = 0; i < count; ++i) keys[i] = key_group(a, work, first + i);
   return count;
 }
 
 Part make_part(const Attention& a, const Work& work, int64_t span, const Work& next,
                int64_t next_span) {
-  Seen seen = seen_in_spans(a, work, span, span + 1);
-  Part part{work, span, seen.begin / LANES - span * SPAN_GROUPS, 0, {}};
-  part.count = list_groups(a, work, seen, SPAN_GROUPS, part.groups);
-  const bf16* following[2 * AHEAD];
-  Seen later = seen_in_spans(a, next, next_span, next_span + 1);
-  int64_t count = list_groups(a, next, later, AHEAD, following);
-  for (int64_t i = 0; i < AHEAD; ++i) {
-    part.groups[2 * part.count + i] = following[std::min(i, 2 * count - 1)];
-  }
+  int64_t first = seen_in_spans(a, work, span, span + 1).begin / LANES - span * SPAN_GROUPS;
+  Part part{work, span, first, 0, {}, {}};
+  part.count = list_keys(a, work, span, SPAN_GROUPS, part.keys);
+  for (int64_t i = 0; i < part.count; ++i) part.values[i] = part.keys[i] + a.kv.tile_size();
+  const bf16** behind = part.keys + part.count;
+  int64_t listed = list_keys(a, next, next_span, AHEAD, behind);
+  std::fill(behind + listed, behind + AHEAD, behind[listed - 1]);
   return part;
 }
 
@@ -265,19 +271,16 @@ void load_query(const Attention& a, const Work& work, bf16* rows) {
   }
 }
 
-// sums[r][v] += the product of row r and vector v, over num_pairs.
-template <bool PREFETCH, int ROWS, int VECTORS>
+// sums[r][v] += the product of row r and vector v, over num_pairs; meanwhile(i) is called with each
+// pair.
+template <int ROWS, int VECTORS, typename Meanwhile>
 PDS_INLINE void add_products(F32 (&sums)[ROWS][VECTORS], const bf16* rows, int64_t row_stride,
-                             const bf16* const (&vectors)[VECTORS],
-                             const bf16* const (&ahead)[VECTORS], int64_t pair_stride,
-                             int64_t num_pairs) {
+                             const bf16* const (&vectors)[VECTORS], int64_t pair_stride,
+                             int64_t num_pairs, const Meanwhile& meanwhile) {
   for (int64_t i = 0; i < num_pairs; ++i) {
     Pairs b[VECTORS];
     for (int v = 0; v < VECTORS; ++v) b[v] = load_pairs(vectors[v] + i * pair_stride);
-    if (PREFETCH) {
-      // Into L2: what waits in L1 would displace what is in use there, tiles being a page apart.
-      for (int v = 0; v < VECTORS; ++v) _mm_prefetch(ahead[v] + i * pair_stride, _MM_HINT_T1);
-    }
+    meanwhile(i);
     for (int r = 0; r < ROWS; ++r) {
       Pairs pair = broadcast_pair(rows + r * row_stride + 2 * i);
       for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot_pairs(sums[r][v], pair, b[v]);
@@ -285,9 +288,19 @@ PDS_INLINE void add_products(F32 (&sums)[ROWS][VECTORS], const bf16* rows, int64
   }
 }
 
+// Brings V's line nearer that belongs to this one of K, and both lines of a group `ahead`. V is
+// loaded here, not only prefetched, because the processor's own prefetchers follow loads, and reach
+// the memory's rate only with several streams (pages) side by side; V's later use has one. `ahead`
+// goes to the L2 cache: in L1 lines that are whole pages apart would displace what is in use.
+PDS_INLINE void stream_line(const bf16* key, const bf16* ahead, int64_t tile_size) {
+  _mm_prefetch(ahead, _MM_HINT_T1);
+  _mm_prefetch(ahead + tile_size, _MM_HINT_T1);
+  asm volatile("" : : "r"(key[tile_size]));
+}
+
 // Scores, times `factor`, of ROWS rows at VECTORS groups of positions.
-template <bool PREFETCH, int ROWS, int VECTORS>
-void score_strip(const bf16* query, int64_t head_dim, const bf16* const* keys, float factor,
+template <bool STREAM, int ROWS, int VECTORS>
+void score_strip(const bf16* query, const PagedKV& kv, const bf16* const* keys, float factor,
                  float* scores) {
   F32 sums[ROWS][VECTORS];
   const bf16 *vectors[VECTORS], *ahead[VECTORS];
@@ -295,7 +308,14 @@ void score_strip(const bf16* query, int64_t head_dim, const bf16* const* keys, f
     vectors[v] = keys[v], ahead[v] = keys[v + AHEAD];
     for (int r = 0; r < ROWS; ++r) sums[r][v] = zero();
   }
-  add_products<PREFETCH>(sums, query, head_dim, vectors, ahead, 2 * LANES, head_dim / 2);
+  constexpr int64_t STRIDE = 2 * LANES;
+  int64_t tile_size = kv.tile_size();
+  auto stream = [&](int64_t i) {
+    for (int v = 0; STREAM && v < VECTORS; ++v) {
+      stream_line(vectors[v] + i * STRIDE, ahead[v] + i * STRIDE, tile_size);
+    }
+  };
+  add_products(sums, query, kv.head_dim, vectors, STRIDE, kv.head_dim / 2, stream);
   for (int r = 0; r < ROWS; ++r) {
     for (int v = 0; v < VECTORS; ++v) {
       store(scores + r * SPAN + v * LANES, mul(sums[r][v], set1(factor)));
@@ -304,18 +324,18 @@ void score_strip(const bf16* query, int64_t head_dim, const bf16* const* keys, f
 }
 
 // All scores of the part's rows, times `factor`.
-void score(Part& part, float factor, const Workspace& workspace) {
-  int64_t head_dim = workspace.head_dim;
-  for (int64_t group = 0; group < part.count; group += STRIP_VECTORS) {
-    for (int64_t row = 0; row < part.work.num_rows; row += STRIP_ROWS) {
-      const bf16* query = workspace.query() + row * head_dim;
+void score(const Attention& a, const Part& part, float factor, const Workspace& workspace) {
+  int64_t num_rows = part.work.num_rows, step = max_vectors(num_rows);
+  for (int64_t group = 0; group < part.count; group += step) {
+    for (int64_t row = 0; row < num_rows; row += STRIP_ROWS) {
+      bool is_streaming = row == 0 && num_rows <= MAX_STREAMING_ROWS;
+      const bf16* query = workspace.query() + row * a.kv.head_dim;
       float* scores = workspace.scores(row) + part.begin() + group * LANES;
-      with_constant<STRIP_ROWS>(part.work.num_rows - row, [&](auto rows) {
-        with_constant<STRIP_VECTORS>(part.count - group, [&](auto vectors) {
-          auto strip = row == 0 ? score_strip<true, rows(), vectors()>
-                                : score_strip<false, rows(), vectors()>;
-          strip(query, head_dim, part.keys() + group, factor, scores);
-        });
+      int64_t count = std::min(step, part.count - group);
+      with_strip(num_rows - row, count, [&](auto rows, auto vectors) {
+        auto strip = is_streaming ? score_strip<true, rows(), vectors()>
+                                  : score_strip<false, rows(), vectors()>;
+        strip(query, a.kv, part.keys + group, factor, scores);
       });
     }
   }
@@ -380,13 +400,13 @@ void copy_tail(const bf16* group, int64_t count, int64_t head_dim, bf16* tail) {
 void hide_stale_values(const Attention& a, Part& part, bf16* tail) {
   int64_t stale = part.span * SPAN + part.end() - a.batch.seq_lens[part.work.request];
   if (stale <= 0) return;
-  const bf16*& last = part.values()[part.count - 1];
+  const bf16*& last = part.values[part.count - 1];
   copy_tail(last, LANES - stale, a.kv.head_dim, tail);
   last = tail;
 }
 
 // Adds p * V of ROWS rows, VECTORS * LANES dims from `dim` on and `count` groups to `output`.
-template <bool PREFETCH, int ROWS, int VECTORS>
+template <int ROWS, int VECTORS>
 void sum_strip(const bf16* probabilities, const bf16* const* values, int64_t count, int64_t dim,
                int64_t head_dim, bool is_first, float* output) {
   int64_t stride = States::stride(head_dim);
@@ -397,13 +417,10 @@ void sum_strip(const bf16* probabilities, const bf16* const* values, int64_t cou
     }
   }
   for (int64_t group = 0; group < count; ++group) {
-    const bf16 *vectors[VECTORS], *ahead[VECTORS];
-    for (int v = 0; v < VECTORS; ++v) {
-      vectors[v] = values[group] + 2 * (dim + v * LANES);
-      ahead[v] = values[group + AHEAD] + 2 * (dim + v * LANES);
-    }
-    add_products<PREFETCH>(sums, probabilities + group * LANES, 2 * SPAN, vectors, ahead,
-                           2 * head_dim, LANES / 2);
+    const bf16* vectors[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) vectors[v] = values[group] + 2 * (dim + v * LANES);
+    add_products(sums, probabilities + group * LANES, 2 * SPAN, vectors, 2 * head_dim, LANES / 2,
+                 [](int64_t) {});
   }
   for (int r = 0; r < ROWS; ++r) {
     for (int v = 0; v < VECTORS; ++v) store(output + r * stride + v * LANES, sums[r][v]);
@@ -411,20 +428,18 @@ void sum_strip(const bf16* probabilities, const bf16* const* values, int64_t cou
 }
 
 // The products of all the part's probabilities with V.
-void sum_values(Part& part, const Workspace& workspace, const States& states) {
-  int64_t head_dim = workspace.head_dim;
+void sum_values(const Part& part, const Workspace& workspace, const States& states) {
+  int64_t head_dim = workspace.head_dim, num_rows = part.work.num_rows;
+  int64_t step = max_vectors(num_rows);
   for (int64_t group = 0; group < part.count; group += VALUE_STEP) {
     int64_t count = std::min(VALUE_STEP, part.count - group);
-    for (int64_t dim = 0; dim < head_dim; dim += STRIP_VECTORS * LANES) {
-      for (int64_t row = 0; row < part.work.num_rows; row += STRIP_ROWS) {
+    for (int64_t dim = 0; dim < head_dim; dim += step * LANES) {
+      int64_t num_vectors = std::min(step, (head_dim - dim) / LANES);
+      for (int64_t row = 0; row < num_rows; row += STRIP_ROWS) {
         const bf16* probabilities = workspace.probabilities(row) + part.begin() + group * LANES;
-        with_constant<STRIP_ROWS>(part.work.num_rows - row, [&](auto rows) {
-          with_constant<STRIP_VECTORS>((head_dim - dim) / LANES, [&](auto vectors) {
-            auto strip = row == 0 ? sum_strip<true, rows(), vectors()>
-                                  : sum_strip<false, rows(), vectors()>;
-            strip(probabilities, part.values() + group, count, dim, head_dim, group == 0,
-                  states.output(row) + dim);
-          });
+        with_strip(num_rows - row, num_vectors, [&](auto rows, auto vectors) {
+          sum_strip<rows(), vectors()>(probabilities, part.values + group, count, dim, head_dim,
+                                       group == 0, states.output(row) + dim);
         });
       }
     }
@@ -433,7 +448,7 @@ void sum_values(Part& part, const Workspace& workspace, const States& states) {
 
 void attend_part(const Attention& a, Part part, const Workspace& workspace, const States& states) {
   float factor = a.softcap > 0 ? a.scale * 2.0f * LOG2_E / a.softcap : a.scale * LOG2_E;
-  score(part, factor, workspace);
+  score(a, part, factor, workspace);
   softmax(a, part, workspace, states);
   hide_stale_values(a, part, workspace.tail());
   sum_values(part, workspace, states);
@@ -442,7 +457,7 @@ void attend_part(const Attention& a, Part part, const Workspace& workspace, cons
 // Merges what the rows saw of the next span into what they saw of those before.
 void merge(const States& states, const States& next, int64_t num_rows) {
   for (int64_t row = 0; row < num_rows; ++row) {
-    if (next.maximum(row) == NOTHING) continue;
+    if (next.sum(row) == 0) continue;  // not by its maximum, in which NaN may be lost
     float maximum = std::max(states.maximum(row), next.maximum(row));
     float old_share = scalar_exp2(states.maximum(row) - maximum);
     float new_share = scalar_exp2(next.maximum(row) - maximum);
@@ -471,9 +486,9 @@ void attend(const Attention& a, const Work& work, const Work& next, const Worksp
   load_query(a, work, workspace.query());
   States merged = work.partial ? States{work.partial, a.kv.head_dim} : workspace.merged();
   for (int64_t span = work.first_span; span < work.end_span; ++span) {
-    bool is_last = span + 1 == work.end_span;
-    Part part = make_part(a, work, span, is_last ? next : work, is_last ? next.first_span : span + 1);
-    bool is_first = span == work.first_span;
+    bool is_first = span == work.first_span, is_last = span + 1 == work.end_span;
+    Part part = is_last ? make_part(a, work, span, next, next.first_span)
+                        : make_part(a, work, span, work, span + 1);
     attend_part(a, part, workspace, is_first ? merged : workspace.fresh());
     if (!is_first) merge(merged, workspace.fresh(), work.num_rows);
   }
@@ -488,13 +503,14 @@ void merge_partials(const Attention& a, const Work& tile) {
   write_output(a, tile, merged);
 }
 
-// After a barrier, if there is anything to do.
 void merge_all_partials(const Attention& a, const Team& team) {
+  bool any = false;
+  for_each_tile(a, 1, [&](const Work& tile) { any |= tile.partial != nullptr; });
+  if (!any) return;
+  team.barrier();
   int64_t count = 0;
-  for_each_tile(a, [&](const Work& tile) {
-    if (!tile.partial) return;
-    if (count == 0) team.barrier();
-    if (count++ % team.size == team.rank) merge_partials(a, tile);
+  for_each_tile(a, a.kv.num_kv_heads, [&](const Work& tile) {
+    if (tile.partial && count++ % team.size == team.rank) merge_partials(a, tile);
   });
 }
 
@@ -526,7 +542,9 @@ void paged_attention(const Team& team, const bf16* query, int64_t query_stride, 
               scratch + team.size * workspace_size};
   Workspace workspace{scratch + team.rank * workspace_size, kv.head_dim};
   clear_padding(a, team);
-  for_own_work(a, team, [&](const Work& work, const Work& next) { attend(a, work, next, workspace); });
+  for_own_work(a, team, [&](const Work& work, const Work& next) {
+    attend(a, work, next, workspace);
+  });
   merge_all_partials(a, team);
 }
 
@@ -540,8 +558,9 @@ void pds_attention_scratch_size(int64_t num_heads, const pds::PagedKV* kv, const
 }
 
 void pds_paged_attention(const pds::bf16* query, int64_t query_stride, int64_t num_heads,
-                         const pds::PagedKV* kv, int64_t layer, const pds::Batch* batch, float scale,
-                         int64_t window, float softcap, pds::bf16* out, float* scratch) {
+                         const pds::PagedKV* kv, int64_t layer, const pds::Batch* batch,
+                         float scale, int64_t window, float softcap, pds::bf16* out,
+                         float* scratch) {
   pds::run_team([&](const pds::Team& team) {
     pds::paged_attention(team, query, query_stride, num_heads, *kv, layer, *batch, scale, window,
                          softcap, out, scratch);

@@ -98,11 +98,12 @@ struct Row {
     for (int64_t start = 0; start < vocab_size; start += BLOCK)
       for (const F32& x : scaled(start, vocab_size).x) body(x);
   }
-  // The highest scaled logit: rounding keeps the order, so that one division does.
+  // The highest scaled logit: rounding keeps the order, so that one division does. None is higher
+  // even in a row with NaN, which gives way as the first operand.
   float find_highest() const {
     F32 highest = set1(-INFINITE);
     for (int64_t start = 0; start < vocab_size; start += BLOCK)
-      highest = max(Block(logits, start, vocab_size).highest(), highest);
+      for (const F32& x : Block(logits, start, vocab_size).x) highest = max(x, highest);
     float lanes[LANES];
     store(lanes, highest);
     return *std::max_element(lanes, lanes + LANES) / divisor;

@@ -18,21 +18,26 @@ SOCKET = "PDSERVE_FAULTS_SOCKET"
 def start() -> None:
     """Wrap the production code and serve the socket that $PDSERVE_FAULTS_SOCKET names."""
     # Not before: the test imports this package too, without an engine.
-    from pdserve_faults import reads
+    from pdserve_faults import lies, reads, slowness
     from pdserve_faults.barriers import Barriers
     from pdserve_faults.stages import STAGES
 
-    barriers, faults = Barriers(STAGES), reads.install()
+    barriers, faults, liar = Barriers(STAGES), reads.install(), lies.install()
+    slow = slowness.install()
 
     def reset() -> None:
         barriers.reset()
         faults.reset()
+        liar.reset()
+        slow.down(0.0)
 
     commands: Mapping[str, Callable[..., Any]] = {
         "arm": barriers.arm,
         "wait_reached": barriers.wait_reached,
         "go": barriers.go,
         "inject": faults.inject,
+        "lie": liar.lie,
+        "slow_down": slow.down,
         "counts": lambda: faults.counts,
         "reset": reset,
     }

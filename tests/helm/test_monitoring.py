@@ -1,0 +1,160 @@
+"""Dashboards, alerts and autoscaling ask only for what is exported, and say what to do."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helm_chart import CHART, ROOT
+from monitoring import (
+    DASHBOARDS,
+    TARGET_LABELS,
+    Query,
+    autoscaling_queries,
+    exported,
+    panel_queries,
+    panels,
+    rule_name,
+    rule_queries,
+    rules,
+    selectors,
+)
+
+import update_dashboards
+
+OPERATIONS = ROOT / "docs" / "operations"
+RUNBOOKS = OPERATIONS / "runbooks.md"
+ALERTS = [rule for rule in rules() if "alert" in rule]
+RECORDED = {rule["record"] for rule in rules() if "record" in rule}
+# Of Prometheus itself.
+BUILT_IN = {
+    "up": TARGET_LABELS,
+    "ALERTS": TARGET_LABELS | {"alertname", "alertstate", "severity"},
+}
+MAX_WIDTH = 24
+
+
+@pytest.fixture(scope="module")
+def series() -> dict[str, set[str]]:
+    recorded = {name: {"namespace", "release", "model"} for name in RECORDED}
+    return exported() | recorded | BUILT_IN
+
+
+def test_the_dashboards_are_what_the_generator_writes() -> None:
+    assert {path.name: path.read_text() for path in DASHBOARDS} == update_dashboards.rendered()
+
+
+@pytest.mark.parametrize(
+    "query",
+    [*panel_queries(), *rule_queries()],
+    ids=lambda query: query.owner,
+)
+def test_queries_ask_for_series_and_labels_that_exist(
+    query: Query, series: dict[str, set[str]]
+) -> None:
+    assert_known(query, series)
+
+
+def test_autoscaling_asks_for_series_and_labels_that_exist(series: dict[str, set[str]]) -> None:
+    queries = autoscaling_queries()
+    assert len(queries) == 6
+    for query in queries:
+        assert_known(query, series)
+
+
+def assert_known(query: Query, series: dict[str, set[str]]) -> None:
+    found = list(selectors(query.expr))
+    assert found
+    for selector in found:
+        assert selector.name in series, f"{query.owner}: {selector.name} is not exported"
+        used = {matcher.name for matcher in selector.matchers.matchers}
+        assert used <= series[selector.name], f"{query.owner}: {selector.name} has no such label"
+
+
+@pytest.mark.parametrize(
+    ("expr", "problem"),
+    [
+        ("rate(pdserve_request_total[1m])", "is not exported"),
+        ('pdserve_workers{stage="ready"}', "has no such label"),
+    ],
+)
+def test_what_does_not_exist_is_found(expr: str, problem: str, series: dict[str, set[str]]) -> None:
+    with pytest.raises(AssertionError, match=problem):
+        assert_known(Query("a panel", expr), series)
+
+
+def test_every_metric_is_on_a_dashboard(series: dict[str, set[str]]) -> None:
+    """But for those of the process, of which a few are."""
+    shown = {selector.name for query in panel_queries() for selector in selectors(query.expr)}
+    families = {re.sub("_(bucket|sum|count)$", "", str(name)) for name in shown}
+    declared = {re.sub("_(bucket|sum|count)$", "", name) for name in exported()}
+    assert {name for name in declared - families if name.startswith("pdserve_")} == set()
+
+
+@pytest.mark.parametrize(("title", "panel"), list(panels()), ids=lambda value: str(value)[:40])
+def test_panels_say_what_they_show_and_what_to_do(title: str, panel: dict[str, Any]) -> None:
+    assert len(panel["description"]) > 40
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    place = panel["gridPos"]
+    assert place["x"] + place["w"] <= MAX_WIDTH
+    assert all("legendFormat" in target for target in panel["targets"])
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_panels_do_not_overlap(path: Path) -> None:
+    places = [panel["gridPos"] for panel in json.loads(path.read_text())["panels"]]
+    cells = [
+        (x, y)
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=rule_name)
+def test_alerts_have_a_severity_and_a_runbook(alert: dict[str, Any]) -> None:
+    assert alert["labels"]["severity"] in ("page", "ticket")
+    annotations = alert["annotations"]
+    assert annotations.keys() == {"summary", "description", "runbook"}
+    page, anchor = annotations["runbook"].split("#")
+    assert ROOT / page == RUNBOOKS
+    assert anchor == rule_name(alert).lower()
+
+
+def test_runbooks_are_of_the_alerts_there_are() -> None:
+    sections = re.findall(r"^## (Pdserve\w+)$", RUNBOOKS.read_text(), re.MULTILINE)
+    assert sorted(sections) == sorted({rule_name(alert) for alert in ALERTS})
+
+
+def test_objectives_are_boundaries_of_buckets() -> None:
+    from pdserve_common.metrics import TOKEN_BUCKETS, TTFT_BUCKETS
+
+    limits = {
+        (str(selector.name), float(matcher.value))
+        for query in rule_queries()
+        for selector in selectors(query.expr)
+        for matcher in selector.matchers.matchers
+        if matcher.name == "le"
+    }
+    assert limits == {
+        ("pdserve_time_to_first_token_seconds_bucket", 2.5),
+        ("pdserve_time_per_output_token_seconds_bucket", 0.1),
+    }
+    assert 2.5 in TTFT_BUCKETS
+    assert 0.1 in TOKEN_BUCKETS
+
+
+def test_the_operators_pages_name_only_what_exists(series: dict[str, set[str]]) -> None:
+    names = {rule_name(rule) for rule in rules()} | series.keys()
+    families = {re.sub("_(bucket|sum|count)$", "", name) for name in names}
+    for page in OPERATIONS.glob("*.md"):
+        text = page.read_text()
+        named = set(re.findall(r"\b(?:pdserve_[a-z_]+|Pdserve\w+)\b(?!/)", text))
+        unknown = named - families - names
+        assert not unknown, f"{page.name}: {unknown}"
+
+
+def test_the_chart_ships_one_file_of_rules() -> None:
+    assert [path.name for path in (CHART / "alerts").iterdir()] == ["pdserve.yaml"]

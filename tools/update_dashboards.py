@@ -1,0 +1,1183 @@
+"""Writes Grafana's dashboards into helm/dashboards: `python tools/update_dashboards.py`.
+
+A panel is a call that says what is shown, in which unit, what is bad and what to do then; all else
+of Grafana's JSON follows from it. Queries filter by the target labels `namespace` and `release`,
+and tell workers apart by `component` and `pod`; by default all variables match everything, targets
+without these labels included.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = Path(__file__).parent.parent / "helm" / "dashboards"
+SCHEMA_VERSION = 41  # of Grafana 11.6
+COLUMNS = 24
+HEIGHT = {"timeseries": 8, "stat": 4}
+
+RELEASE = 'namespace=~"$namespace", release=~"$release"'
+MODEL = f'{RELEASE}, model=~"$model"'
+TTFT_STAGES = "router_queue|tokenize|dispatch|prefill_queue|prefill|return"
+FIRST_ITL_STAGES = "kv_transfer_exposed|decode_admit|first_decode_step|release_ack|decode_return"
+QUANTILES = (0.5, 0.95, 0.99)
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One panel. `description` ends with what to do when it is bad, which is from `bad` on."""
+
+    title: str
+    unit: str
+    # By their legends, which are Grafana's templates.
+    queries: dict[str, str]
+    description: str
+    bad: float | None = None
+    kind: Literal["timeseries", "stat"] = "timeseries"
+    is_stacked: bool = False
+    width: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dashboard:
+    """One file, `pdserve-<name>.json`."""
+
+    name: str
+    title: str
+    description: str
+    rows: Sequence[Row]
+
+
+# ---- PromQL
+
+
+def rate(metric: str, labels: str = RELEASE) -> str:
+    return f"rate({metric}{{{labels}}}[$__rate_interval])"
+
+
+def sum_rate(metric: str, labels: str = RELEASE, *, by: str = "") -> str:
+    return f"sum {_by(by)}({rate(metric, labels)})"
+
+
+def mean(metric: str, labels: str = RELEASE, *, by: str = "") -> str:
+    """The mean of a histogram's observations."""
+    total, count = (sum_rate(f"{metric}_{part}", labels, by=by) for part in ("sum", "count"))
+    return f"{total} / {count}"
+
+
+def quantile(q: float, metric: str, labels: str = RELEASE, *, by: str = "") -> str:
+    buckets = sum_rate(f"{metric}_bucket", labels, by=", ".join(filter(None, [by, "le"])))
+    return f"histogram_quantile({q:g}, {buckets})"
+
+
+def quantiles(metric: str, labels: str = RELEASE) -> dict[str, str]:
+    return {f"p{100 * q:g}": quantile(q, metric, labels) for q in QUANTILES}
+
+
+def _by(labels: str) -> str:
+    return f"by ({labels}) " if labels else ""
+
+
+def of_component(component: str) -> str:
+    return f'{RELEASE}, component="{component}"'
+
+
+def of_stages(stages: str) -> str:
+    return f'{RELEASE}, stage=~"{stages}"'
+
+
+def mean_stages(stages: str, *, counted: str) -> str:
+    """Each stage's share of the mean over all requests that have the stage `counted`."""
+    count = sum_rate("pdserve_request_stage_seconds_count", of_stages(counted))
+    total = sum_rate("pdserve_request_stage_seconds_sum", of_stages(stages), by="stage")
+    return f"{total} / scalar({count})"
+
+
+# ---- the dashboards
+
+
+def overview() -> Dashboard:
+    errors = sum_rate("pdserve_requests_total", f'{MODEL}, outcome="error"')
+    taken = sum_rate("pdserve_requests_total", f'{MODEL}, outcome!="rejected"')
+    error_ratio = f"{errors} / {taken}"
+    ttft = "pdserve_time_to_first_token_seconds"
+    itl = "pdserve_time_per_output_token_seconds"
+    now = Row(
+        title="Now",
+        panels=[
+            Panel(
+                title="Requests",
+                unit="reqps",
+                kind="stat",
+                width=4,
+                queries={"": sum_rate("pdserve_requests_total", MODEL)},
+                description=(
+                    "Requests that ended. None though clients send some: see the router's workers."
+                ),
+            ),
+            Panel(
+                title="Errors",
+                unit="percentunit",
+                kind="stat",
+                width=4,
+                bad=0.01,
+                queries={"": error_ratio},
+                description=(
+                    "Share of requests that ended with an error. Above 1%: see the runbook of "
+                    "PdserveErrorRatio."
+                ),
+            ),
+            Panel(
+                title="TTFT, p95",
+                unit="s",
+                kind="stat",
+                width=4,
+                bad=2.5,
+                queries={"": quantile(0.95, ttft, MODEL)},
+                description=(
+                    "Time to the first token. Above the objective: the waterfall says which stage "
+                    "it is."
+                ),
+            ),
+            Panel(
+                title="Time per token, p95",
+                unit="s",
+                kind="stat",
+                width=4,
+                bad=0.1,
+                queries={"": quantile(0.95, itl, MODEL)},
+                description=(
+                    "Mean time between a request's tokens. Above the objective: see steps in the "
+                    "decode pool."
+                ),
+            ),
+            Panel(
+                title="Ready prefill workers",
+                unit="short",
+                kind="stat",
+                width=4,
+                queries={"": _ready("prefill")},
+                description=(
+                    "As the router that knows most of them sees it. Fewer than replicas: see the "
+                    "router's workers."
+                ),
+            ),
+            Panel(
+                title="Ready decode workers",
+                unit="short",
+                kind="stat",
+                width=4,
+                queries={"": _ready("decode")},
+                description=(
+                    "As the router that knows most of them sees it. None: every request is refused."
+                ),
+            ),
+        ],
+    )
+    red = Row(
+        title="Rate, errors, duration",
+        panels=[
+            Panel(
+                title="Requests by outcome",
+                unit="reqps",
+                is_stacked=True,
+                queries={"{{outcome}}": sum_rate("pdserve_requests_total", MODEL, by="outcome")},
+                description=(
+                    "How requests ended. Many `rejected`: overload, no worker or bad input, the "
+                    "answers say which. Many `abort`: clients give up, look at TTFT."
+                ),
+            ),
+            Panel(
+                title="Error ratio",
+                unit="percentunit",
+                bad=0.01,
+                queries={"errors": error_ratio},
+                description=(
+                    "Errors that recovery could not hide. Above 1%: find their request ids in the "
+                    "router's log."
+                ),
+            ),
+            Panel(
+                title="In flight",
+                unit="short",
+                queries={
+                    "in flight": f"sum(pdserve_requests_in_flight{{{RELEASE}}})",
+                    "wait for a worker": f"sum(pdserve_redrives_waiting{{{RELEASE}}})",
+                },
+                description=(
+                    "Accepted requests that are not finished, and those whose worker was lost and "
+                    "that wait for another. Growing without end: more comes in than is served, "
+                    "scale the pool that queues."
+                ),
+            ),
+            Panel(
+                title="Time to first token",
+                unit="s",
+                bad=2.5,
+                queries=quantiles(ttft, MODEL),
+                description=(
+                    "From a request's arrival to its first token. Above the objective: open the "
+                    "waterfall, and look at the largest stage."
+                ),
+            ),
+            Panel(
+                title="Time per output token",
+                unit="s",
+                bad=0.1,
+                queries=quantiles(itl, MODEL),
+                description=(
+                    "Mean time between the tokens of a request after its first. Above the "
+                    "objective: decode batches are too large, or workers were lost; see the decode"
+                    " pool."
+                ),
+            ),
+            Panel(
+                title="Request duration",
+                unit="s",
+                queries=quantiles("pdserve_request_duration_seconds", MODEL),
+                description=(
+                    "From arrival to the last token; grows with the length of answers. Longer at "
+                    "equal length: see the two panels to the left."
+                ),
+            ),
+        ],
+    )
+    slo = Row(
+        title="Objectives and alerts",
+        panels=[
+            Panel(
+                title="Budget burn",
+                unit="x",
+                bad=14.4,
+                queries={
+                    f"{name}, {window}": f"pdserve:{rule}_over_target:ratio_rate{window}"
+                    f"{{{MODEL}}} / 0.01"
+                    for rule, name in (("ttft", "TTFT"), ("itl", "time per token"))
+                    for window in ("5m", "1h", "6h")
+                },
+                description=(
+                    "How many times faster than allowed the budget of 1% slow requests goes. 1 "
+                    "uses it up in its period, 14.4 in two days: see the runbooks of the burn "
+                    "alerts."
+                ),
+            ),
+            Panel(
+                title="Alerts that fire",
+                unit="short",
+                is_stacked=True,
+                queries={
+                    "{{alertname}} ({{severity}})": "sum by (alertname, severity) "
+                    f'(ALERTS{{alertname=~"Pdserve.*", alertstate="firing", {RELEASE}}})'
+                },
+                description=(
+                    "Empty is good. Each has a section of its name in docs/operations/runbooks.md."
+                ),
+            ),
+            Panel(
+                title="Tokens",
+                unit="short",
+                queries={
+                    "prompt": sum_rate("pdserve_prompt_tokens_total", MODEL),
+                    "generated": sum_rate("pdserve_generation_tokens_total", MODEL),
+                },
+                description=(
+                    "Tokens a second of accepted prompts and to clients; their ratio says how many"
+                    " P a D needs. A drop at equal requests: shorter prompts or answers, or less "
+                    "is served."
+                ),
+            ),
+        ],
+    )
+    return Dashboard(
+        name="overview",
+        title="pdserve / Overview",
+        description="What clients see: rate, errors, duration, and the objectives.",
+        rows=[now, red, slo],
+    )
+
+
+def _ready(role: str) -> str:
+    return f'max(pdserve_workers{{{RELEASE}, role="{role}", state="ready"}})'
+
+
+def waterfall() -> Dashboard:
+    stage = "pdserve_request_stage_seconds"
+    raw, exposed = (
+        sum_rate(f"{stage}_sum", of_stages(name)) for name in ("kv_transfer", "kv_transfer_exposed")
+    )
+    queue, grant = (
+        sum_rate(f"{stage}_sum", of_stages(name)) for name in ("prefill_queue", "grant")
+    )
+    queued = sum_rate(f"{stage}_count", of_stages("prefill_queue"))
+    first = Row(
+        title="To the first token",
+        panels=[
+            Panel(
+                title="TTFT by stage, mean",
+                unit="s",
+                is_stacked=True,
+                width=12,
+                queries={"{{stage}}": mean_stages(TTFT_STAGES, counted="return")},
+                description=(
+                    "Stages exclude each other: the stack is the mean TTFT. Look at the largest. "
+                    "prefill_queue: more prefill, or more decode if `grant` is most of it; "
+                    "prefill: shorter prompts or faster workers; return: network, or requests that"
+                    " were sent again."
+                ),
+            ),
+            Panel(
+                title="TTFT by stage, p99",
+                unit="s",
+                width=12,
+                queries={"{{stage}}": quantile(0.99, stage, of_stages(TTFT_STAGES), by="stage")},
+                description=(
+                    "1% of requests spend more in this stage; these do not sum. One stage far "
+                    "above its mean: bursts, or one slow worker; see the pools by Pod."
+                ),
+            ),
+            Panel(
+                title="What the prefill queue waits for, mean",
+                unit="s",
+                is_stacked=True,
+                width=12,
+                bad=0.5,
+                queries={
+                    "blocks of decode (grant)": f"({grant} or 0 * {queue}) / {queued}",
+                    "prefill itself": f"({queue} - ({grant} or 0 * {queue})) / {queued}",
+                },
+                description=(
+                    "Mostly `grant`: decode has no room, add decode workers or KV memory there. "
+                    "Mostly prefill: add prefill workers."
+                ),
+            ),
+            Panel(
+                title="Requests by path",
+                unit="reqps",
+                is_stacked=True,
+                width=12,
+                queries={"{{path}}": sum_rate("pdserve_requests_routed_total", by="path")},
+                description=(
+                    "`local` requests have no handoff and no stages of one. More than short "
+                    "prompts explain: see the reasons on the router's dashboard."
+                ),
+            ),
+        ],
+    )
+    second = Row(
+        title="To the second token: the handoff",
+        panels=[
+            Panel(
+                title="First ITL by stage, mean",
+                unit="s",
+                is_stacked=True,
+                width=12,
+                queries={"{{stage}}": mean_stages(FIRST_ITL_STAGES, counted="decode_return")},
+                description=(
+                    "Stages exclude each other: the stack is the mean time from the first to the "
+                    "second token. kv_transfer_exposed: see the KV transfer; decode_admit: decode "
+                    "batches are full; decode_return: network, or all of it for requests without a"
+                    " handoff."
+                ),
+            ),
+            Panel(
+                title="First ITL by stage, p99",
+                unit="s",
+                width=12,
+                queries={
+                    "{{stage}}": quantile(0.99, stage, of_stages(FIRST_ITL_STAGES), by="stage")
+                },
+                description=(
+                    "1% of requests spend more in this stage; these do not sum. release_ack: "
+                    "prefill's thread for transfers is busy, or the way between the pair is long."
+                ),
+            ),
+            Panel(
+                title="Transfer, raw and exposed, p95",
+                unit="s",
+                width=12,
+                queries={
+                    "raw (runs under the prefill)": quantile(0.95, stage, of_stages("kv_transfer")),
+                    "exposed (clients wait)": quantile(
+                        0.95, stage, of_stages("kv_transfer_exposed")
+                    ),
+                },
+                bad=0.5,
+                description=(
+                    "Raw far above exposed is good: the prefill hides the transfer. Both alike: "
+                    "prompts are shorter than a chunk (max_num_batched_tokens), or decode had no "
+                    "room meanwhile. Both high: network or transport."
+                ),
+            ),
+            Panel(
+                title="Transfer that the prefill hides",
+                unit="percentunit",
+                width=12,
+                queries={"hidden": f"clamp_min(1 - {exposed} / {raw}, 0)"},
+                description=(
+                    "Share of the transfer's time that nobody waits for. Low with long prompts: "
+                    "smaller chunks on prefill, or a faster transport."
+                ),
+            ),
+        ],
+    )
+    return Dashboard(
+        name="waterfall",
+        title="pdserve / Waterfall",
+        description="Where requests' time went. docs/metrics.md says what each stage is.",
+        rows=[first, second],
+    )
+
+
+def pool(component: str) -> Dashboard:
+    labels, peer = of_component(component), "decode" if component == "prefill" else "prefill"
+    tokens = sum_rate("pdserve_engine_step_tokens_sum", labels, by="pod")
+    hits, lookups = (
+        sum_rate(f"pdserve_prefix_cache_{name}_total", labels, by="pod")
+        for name in ("hits", "queries")
+    )
+    queue_is_bad = {
+        "prefill": "Above 10 s: add prefill workers, or decode workers if grants are `later`.",
+        "decode": "Decode computes prompts itself: the router's dashboard says why.",
+    }
+    work = Row(
+        title="Utilization and saturation",
+        panels=[
+            Panel(
+                title="Running requests",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_requests_running{{{labels}}}"},
+                description=(
+                    "Requests in the batch, at most max_num_seqs. One Pod far from the others: "
+                    "routing or that Pod."
+                ),
+            ),
+            Panel(
+                title="Waiting requests",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_requests_waiting{{{labels}}}"},
+                description=(
+                    "Requests in the waiting queue, those that wait for the other pool as well. "
+                    f"Growing: this pool is too small, or {peer} is; the waterfall tells."
+                ),
+            ),
+            Panel(
+                title="Time to work off the queue",
+                unit="s",
+                bad=10,
+                queries={
+                    "all": f"sum(pdserve_waiting_tokens{{{labels}}}) / "
+                    + sum_rate("pdserve_engine_step_tokens_sum", labels)
+                },
+                description="Tokens that wait, at the present speed of the pool. "
+                + queue_is_bad[component],
+            ),
+            Panel(
+                title="Tokens computed",
+                unit="short",
+                queries={"{{pod}}": tokens},
+                description=(
+                    "Tokens a second through the model. Flat while requests wait: this is the "
+                    "Pod's limit."
+                ),
+            ),
+            Panel(
+                title="Step duration, p99",
+                unit="s",
+                queries={
+                    "{{pod}}": quantile(
+                        0.99, "pdserve_engine_step_duration_seconds", labels, by="pod"
+                    )
+                },
+                description=(
+                    "One schedule, forward and update. High: too many tokens or requests in a step"
+                    " (max_num_batched_tokens, max_num_seqs), or others use the Pod's cores."
+                ),
+            ),
+            Panel(
+                title="Tokens per step, mean",
+                unit="short",
+                queries={"{{pod}}": mean("pdserve_engine_step_tokens", labels, by="pod")},
+                description=(
+                    "How full steps are. At max_num_batched_tokens on prefill: saturated. Near 1 "
+                    "on decode: idle."
+                ),
+            ),
+            Panel(
+                title="Time in the queue, p99",
+                unit="s",
+                queries={
+                    "{{pod}}": quantile(0.99, "pdserve_engine_queue_seconds", labels, by="pod")
+                },
+                description="From arrival at the engine to being scheduled. "
+                + queue_is_bad[component],
+            ),
+            Panel(
+                title="CPU",
+                unit="short",
+                queries={"{{pod}}": rate("process_cpu_seconds_total", labels)},
+                description=(
+                    "Cores in use by the process. At its limit without a GPU: it is saturated."
+                ),
+            ),
+            Panel(
+                title="Memory",
+                unit="bytes",
+                queries={"{{pod}}": f"process_resident_memory_bytes{{{labels}}}"},
+                description=(
+                    "Resident memory. Growing for hours under steady load: report it; near the "
+                    "limit: raise it."
+                ),
+            ),
+        ],
+    )
+    kv = Row(
+        title="KV cache",
+        panels=[
+            Panel(
+                title="KV blocks held",
+                unit="percentunit",
+                bad=0.9,
+                queries={"{{pod}}": f"pdserve_kv_cache_usage_ratio{{{labels}}}"},
+                description=(
+                    "Share of all blocks that requests and sessions hold. Above 90%: add workers "
+                    "to this pool or memory for KV (kv_cache_memory_mib, gpu_memory_utilization)."
+                ),
+            ),
+            Panel(
+                title="KV blocks by state",
+                unit="short",
+                is_stacked=True,
+                queries={"{{state}}": f"sum by (state) (pdserve_kv_blocks{{{labels}}})"},
+                description=(
+                    "`cached` blocks hold prefixes and are free when needed. No `cached` ones "
+                    "left: prefixes are evicted before they are used again."
+                ),
+            ),
+            Panel(
+                title="Preemptions",
+                unit="ops",
+                bad=0.1,
+                queries={"{{pod}}": sum_rate("pdserve_preemptions_total", labels, by="pod")},
+                description=(
+                    "Running requests that lost their blocks and are computed anew. More than now "
+                    "and then: too little KV memory for max_num_seqs."
+                ),
+            ),
+            Panel(
+                title="Prefix cache hits",
+                unit="percentunit",
+                queries={"{{pod}}": f"{hits} / {lookups}"},
+                description=(
+                    "Share of looked-up prompt tokens found. Low though prompts share prefixes: "
+                    "the cache is too small, or routing spreads them (routing_policy)."
+                ),
+            ),
+            Panel(
+                title="Blocks shared by the whole batch",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_common_prefix_blocks{{{labels}}}"},
+                description=(
+                    "Leading blocks that all running requests share, such as a system prompt's. "
+                    "Nothing to do."
+                ),
+            ),
+            Panel(
+                title="Sessions by state",
+                unit="short",
+                is_stacked=True,
+                queries={"{{state}}": f"sum by (state) (pdserve_kv_sessions{{{labels}}})"},
+                description=(
+                    "Handoffs that are not over. Growing without requests: they leak or the other "
+                    "side is gone; see the KV transfer."
+                ),
+            ),
+        ],
+    )
+    ends = Row(
+        title="Ends and errors",
+        panels=[
+            Panel(
+                title="Requests ended",
+                unit="reqps",
+                is_stacked=True,
+                width=12,
+                queries={
+                    "{{outcome}}": sum_rate("pdserve_engine_requests_total", labels, by="outcome")
+                },
+                description=(
+                    "Requests this pool ended, by finish reason. `error`: the worker's log has "
+                    "each one."
+                ),
+            ),
+            Panel(
+                title="NaN logits",
+                unit="ops",
+                width=12,
+                bad=1e-9,
+                queries={"{{pod}}": sum_rate("pdserve_nan_logits_total", labels, by="pod")},
+                description=(
+                    "Any is bad: their requests failed. Check the weights and the dtype; on one "
+                    "Pod only: its hardware."
+                ),
+            ),
+        ],
+    )
+    return Dashboard(
+        name=f"{component}-pool",
+        title=f"pdserve / {component.capitalize()} pool",
+        description=f"The {component} workers, by Pod.",
+        rows=[work, kv, ends],
+    )
+
+
+def kv_transfer() -> Dashboard:
+    duration, pair = "pdserve_kv_transfer_duration_seconds", "{{peer}} → {{pod}}"
+    both = 'component=~"prefill|decode"'
+    moved = Row(
+        title="What moves, by pair: prefill → decode",
+        panels=[
+            Panel(
+                title="Bytes",
+                unit="Bps",
+                queries={
+                    f"{pair} ({{{{transport}}}})": sum_rate(
+                        "pdserve_kv_transfer_bytes_total", by="peer, pod, transport"
+                    )
+                },
+                description=(
+                    "KV read from prefill workers. `tcp` where RDMA was meant: set "
+                    "require_transport, see the runbook of PdserveTransferSlow."
+                ),
+            ),
+            Panel(
+                title="Speed of a transfer",
+                unit="Bps",
+                queries={
+                    pair: sum_rate("pdserve_kv_transfer_bytes_total", by="peer, pod")
+                    + " / "
+                    + sum_rate(f"{duration}_sum", by="peer, pod")
+                },
+                description=(
+                    "Bytes by the time during which they travelled. One pair slower than others: "
+                    "its network."
+                ),
+            ),
+            Panel(
+                title="Transfer, raw, p99",
+                unit="s",
+                queries={pair: quantile(0.99, duration, by="peer, pod")},
+                description=(
+                    "Time during which a request's blocks travelled, mostly under the prefill. "
+                    "High on one pair: its network; on all pairs of a prefill worker: that worker "
+                    "is busy."
+                ),
+            ),
+            Panel(
+                title="Transfer, exposed, p99",
+                unit="s",
+                bad=0.5,
+                queries={
+                    pair: quantile(0.99, "pdserve_kv_transfer_exposed_seconds", by="peer, pod")
+                },
+                description=(
+                    "What clients wait for after the prefill. Above 0.5 s: see the runbook of "
+                    "PdserveTransferSlow."
+                ),
+            ),
+            Panel(
+                title="Release acknowledged, p99",
+                unit="s",
+                queries={pair: quantile(0.99, "pdserve_kv_release_ack_seconds", by="peer, pod")},
+                description=(
+                    "From the last block to prefill's word that all are right; the first step "
+                    "hides most of it. High: prefill's host is overloaded."
+                ),
+            ),
+            Panel(
+                title="Grant, p99",
+                unit="s",
+                bad=0.5,
+                queries={
+                    "{{pod}} → {{peer}}": quantile(
+                        0.99, "pdserve_kv_grant_wait_seconds", by="pod, peer"
+                    )
+                },
+                description=(
+                    "How long prefill waits for decode's blocks. High: decode is full, add workers"
+                    " or KV memory."
+                ),
+            ),
+        ],
+    )
+    wrong = Row(
+        title="What goes wrong",
+        panels=[
+            Panel(
+                title="Lost transfers",
+                unit="ops",
+                bad=1e-9,
+                queries={
+                    f"{pair} ({{{{reason}}}})": sum_rate(
+                        "pdserve_kv_transfer_failures_total", by="peer, pod, reason"
+                    )
+                },
+                description=(
+                    "Pulls that were given up; empty is good. Their requests go on elsewhere. See "
+                    "the runbook of PdserveTransferFailures for each reason."
+                ),
+            ),
+            Panel(
+                title="Answers to prefill's asking",
+                unit="ops",
+                is_stacked=True,
+                queries={"{{answer}}": sum_rate("pdserve_kv_grants_total", by="answer")},
+                description=(
+                    "`later`: decode had no room. As many as `granted`: decode is too small. "
+                    "`revoked`: decode took a grant back, it drains or its request has ended."
+                ),
+            ),
+            Panel(
+                title="Sessions ended",
+                unit="ops",
+                is_stacked=True,
+                queries={"{{reason}}": sum_rate("pdserve_kv_sessions_ended_total", by="reason")},
+                description=(
+                    "`released` is the good end, `finished` one that needed no decode. `expired` "
+                    "or `fenced`: see the runbook of PdserveSessionsExpiredOrFenced."
+                ),
+            ),
+            Panel(
+                title="Releases",
+                unit="ops",
+                is_stacked=True,
+                queries={"valid: {{valid}}": sum_rate("pdserve_kv_release_acks_total", by="valid")},
+                description=(
+                    "Counted by both sides. `false`: prefill no longer held the blocks; decode "
+                    "dropped what it had read, nothing wrong got out. Many: sessions end too "
+                    "early."
+                ),
+            ),
+            Panel(
+                title="Sessions by state",
+                unit="short",
+                queries={
+                    "{{component}} {{state}}": "sum by (component, state) "
+                    f"(pdserve_kv_sessions{{{RELEASE}, {both}}})"
+                },
+                description=(
+                    "Handoffs that are not over, at both ends. Growing on prefill alone: decode "
+                    "does not fetch."
+                ),
+            ),
+            Panel(
+                title="READs given up that may still land",
+                unit="short",
+                bad=1,
+                queries={"{{pod}}": f"pdserve_kv_zombie_reads{{{RELEASE}, {both}}}"},
+                description=(
+                    "Their blocks stay out of use. A worker with too many or too old ones restarts"
+                    " by itself: look at the transport to the pair."
+                ),
+            ),
+            Panel(
+                title="Damaged blocks",
+                unit="ops",
+                bad=1e-9,
+                queries={
+                    "{{pod}}": sum_rate(
+                        "pdserve_kv_checksum_mismatches_total", f"{RELEASE}, {both}", by="pod"
+                    )
+                },
+                description=(
+                    "Only counted with --kv-checksums. Any is a defect of hardware or software: "
+                    "see the runbook of PdserveCorruptBlocks."
+                ),
+            ),
+            Panel(
+                title="Late messages",
+                unit="ops",
+                queries={
+                    "{{pod}}": sum_rate(
+                        "pdserve_kv_late_messages_total", f"{RELEASE}, {both}", by="pod"
+                    )
+                },
+                description=(
+                    "Messages for sessions that are over: some are normal when requests are "
+                    "aborted. Many: workers lose each other again and again."
+                ),
+            ),
+            Panel(
+                title="Links",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_kv_links{{{RELEASE}, {both}}}"},
+                description=(
+                    "Open control links to the other pool. Fewer than its workers though requests "
+                    "flow: see the network between the pools, and both ends' logs."
+                ),
+            ),
+        ],
+    )
+    return Dashboard(
+        name="kv-transfer",
+        title="pdserve / KV transfer",
+        description="The handoff, by pair of prefill and decode worker.",
+        rows=[moved, wrong],
+    )
+
+
+def router() -> Dashboard:
+    stage, labels = "pdserve_request_stage_seconds", of_component("router")
+    routes = Row(
+        title="Routes and recovery",
+        panels=[
+            Panel(
+                title="Routes",
+                unit="reqps",
+                is_stacked=True,
+                queries={
+                    "{{path}} {{reason}}": sum_rate(
+                        "pdserve_requests_routed_total", by="path, reason"
+                    )
+                },
+                description=(
+                    "Where requests went first, and why they stayed on decode. no_prefill_worker, "
+                    "no_proven_pair or prefill_queue: see the runbook of PdserveDowngrade."
+                ),
+            ),
+            Panel(
+                title="Handoffs",
+                unit="reqps",
+                is_stacked=True,
+                queries={"{{outcome}}": sum_rate("pdserve_handoffs_total", by="outcome")},
+                description=(
+                    "How handoffs ended. prefill_failed or decode_failed: the request was sent "
+                    "again or failed; look at that pool."
+                ),
+            ),
+            Panel(
+                title="Requests sent again",
+                unit="reqps",
+                queries={
+                    "{{reason}} → {{path}}": sum_rate("pdserve_redrives_total", by="reason, path")
+                },
+                description=(
+                    "By what was lost and the new path; empty is good. Clients see a pause. "
+                    "Steady: find the worker that is lost again and again."
+                ),
+            ),
+            Panel(
+                title="Wait for another worker",
+                unit="short",
+                bad=1,
+                queries={"{{pod}}": f"pdserve_redrives_waiting{{{RELEASE}}}"},
+                description=(
+                    "Their worker was lost and no other has room. Above 0 for seconds: requests "
+                    "are about to fail (redrive_wait_s); add workers."
+                ),
+            ),
+            Panel(
+                title="Recovered requests",
+                unit="reqps",
+                is_stacked=True,
+                queries={"{{outcome}}": sum_rate("pdserve_recovered_requests_total", by="outcome")},
+                description=(
+                    "How requests that were sent again ended; empty is good. `error`: there was no"
+                    " worker left, or max_redrives were not enough."
+                ),
+            ),
+            Panel(
+                title="Repeated tokens",
+                unit="ops",
+                queries={
+                    "the same: {{match}}": sum_rate("pdserve_duplicate_tokens_total", by="match")
+                },
+                description=(
+                    "Tokens that a second worker repeated; one for each handoff is normal. Any "
+                    "`false` is a defect: see the runbook of PdserveDuplicateTokenMismatch."
+                ),
+            ),
+        ],
+    )
+    workers = Row(
+        title="Workers as routers see them",
+        panels=[
+            Panel(
+                title="Workers",
+                unit="short",
+                queries={
+                    "{{role}} {{state}}": f"max by (role, state) (pdserve_workers{{{RELEASE}}}) > 0"
+                },
+                description=(
+                    "`down` or long `connecting`: that Pod, or the network to it. `reattaching` "
+                    "for more than seconds: routers are about to give it up."
+                ),
+            ),
+            Panel(
+                title="Workers that keep failing",
+                unit="short",
+                bad=1,
+                queries={"{{role}}": f"max by (role) (pdserve_workers_failing{{{RELEASE}}})"},
+                description=(
+                    "They get no requests but a trial now and then, because several in a row "
+                    "failed. Look at their logs; replace the Pod."
+                ),
+            ),
+            Panel(
+                title="Pairs",
+                unit="short",
+                queries={"{{state}}": f"max by (state) (pdserve_worker_pairs{{{RELEASE}}})"},
+                description=(
+                    "`unproven` after seconds or `failed`: no generation passes over this pair, "
+                    "see the network between them. `mismatched`: other weights, dtype or layout, "
+                    "as in a rollout."
+                ),
+            ),
+            Panel(
+                title="Discovery errors",
+                unit="ops",
+                bad=1e-9,
+                queries={"{{role}}": sum_rate("pdserve_discovery_errors_total", by="role")},
+                description=(
+                    "A list of workers could not be read or resolved; known workers stay. Check "
+                    "the DNS name or file in the router's flags."
+                ),
+            ),
+        ],
+    )
+    itself = Row(
+        title="The router itself",
+        panels=[
+            Panel(
+                title="Its stages, p99",
+                unit="s",
+                width=6,
+                queries={
+                    "{{stage}}": quantile(
+                        0.99, stage, of_stages("router_queue|tokenize|dispatch"), by="stage"
+                    )
+                },
+                description=(
+                    "What the router adds before a worker has the request. High with a core in "
+                    "full use: more routers."
+                ),
+            ),
+            Panel(
+                title="CPU",
+                unit="short",
+                width=6,
+                bad=0.9,
+                queries={"{{pod}}": rate("process_cpu_seconds_total", labels)},
+                description="A router works on one core. Near 1: add routers.",
+            ),
+            Panel(
+                title="Memory and descriptors",
+                unit="short",
+                width=6,
+                queries={
+                    "{{pod}} bytes": f"process_resident_memory_bytes{{{labels}}}",
+                    "{{pod}} open files": f"process_open_fds{{{labels}}}",
+                },
+                description="Growing for hours under steady load: report it.",
+            ),
+            Panel(
+                title="Refused without a key",
+                unit="reqps",
+                width=6,
+                queries={
+                    "{{api}} {{reason}}": sum_rate(
+                        "pdserve_requests_unauthorized_total", by="api, reason"
+                    )
+                },
+                description=(
+                    "Requests without a valid API key. Many `unknown`: a client has an old key, or"
+                    " somebody guesses."
+                ),
+            ),
+            Panel(
+                title="Processes",
+                unit="short",
+                width=24,
+                queries={
+                    "{{role}} {{version}} {{kernels}}": "sum by (role, version, model, kernels) "
+                    f"(pdserve_build_info{{{MODEL}}})"
+                },
+                description=(
+                    "How many processes of which version run. `reference` kernels: a CPU worker "
+                    "without compiled kernels, several times slower. Two versions outside a "
+                    "rollout: one did not finish."
+                ),
+            ),
+        ],
+    )
+    return Dashboard(
+        name="router",
+        title="pdserve / Router",
+        description="What routers decide, and which workers they know.",
+        rows=[routes, workers, itself],
+    )
+
+
+# ---- Grafana's JSON
+
+
+def dashboards() -> list[Dashboard]:
+    return [overview(), waterfall(), pool("prefill"), pool("decode"), kv_transfer(), router()]
+
+
+def to_json(dashboard: Dashboard) -> dict[str, Any]:
+    return {
+        "uid": f"pdserve-{dashboard.name}",
+        "title": dashboard.title,
+        "description": dashboard.description,
+        "tags": ["pdserve"],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "links": [_LINKS],
+        "templating": {"list": [_DATASOURCES, *map(_variable, ("namespace", "release", "model"))]},
+        "panels": list(_laid_out(dashboard.rows)),
+    }
+
+
+_LINKS = {
+    "type": "dashboards",
+    "title": "pdserve",
+    "tags": ["pdserve"],
+    "asDropdown": True,
+    "includeVars": True,
+    "keepTime": True,
+}
+_DATASOURCES = {
+    "name": "datasource",
+    "label": "Data source",
+    "type": "datasource",
+    "query": "prometheus",
+}
+
+
+def _variable(label: str) -> dict[str, Any]:
+    """A variable of a label's values; `model` knows only those of the chosen releases."""
+    selector = f"{{{RELEASE}}}" if label == "model" else ""
+    query = f"label_values(pdserve_build_info{selector}, {label})"
+    return {
+        "name": label,
+        "label": label.capitalize(),
+        "type": "query",
+        "datasource": DATASOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": label},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _laid_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Panels from left to right and from top to bottom; those of a line are equally high."""
+    panel_id, y = 1, 0
+    for row in rows:
+        yield {
+            "id": panel_id,
+            "type": "row",
+            "title": row.title,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": y},
+        }
+        panel_id, y, x, height = panel_id + 1, y + 1, 0, 0
+        for panel in row.panels:
+            if x + panel.width > COLUMNS:
+                x, y = 0, y + height
+            height = HEIGHT[panel.kind]
+            place = {"h": height, "w": panel.width, "x": x, "y": y}
+            yield {"id": panel_id, "gridPos": place, **_panel(panel)}
+            panel_id, x = panel_id + 1, x + panel.width
+        y += height
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if panel.bad is not None:
+        steps.append({"color": "red", "value": panel.bad})
+    defaults: dict[str, Any] = {
+        "unit": panel.unit,
+        "min": 0,
+        "thresholds": {"mode": "absolute", "steps": steps},
+    }
+    if panel.kind == "timeseries":
+        defaults["custom"] = {
+            "lineWidth": 1,
+            "fillOpacity": 40 if panel.is_stacked else 0,
+            "stacking": {"mode": "normal" if panel.is_stacked else "none", "group": "A"},
+            "thresholdsStyle": {"mode": "off" if panel.bad is None else "line"},
+        }
+    return {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": _OPTIONS[panel.kind],
+        "targets": [
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": DATASOURCE,
+                "expr": expr,
+                "legendFormat": legend,
+                "range": True,
+            }
+            for index, (legend, expr) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+_OPTIONS = {
+    "timeseries": {
+        "legend": {"displayMode": "list", "placement": "bottom", "calcs": [], "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "stat": {
+        "colorMode": "value",
+        "graphMode": "area",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    },
+}
+
+
+def rendered() -> dict[str, str]:
+    """Return what is in helm/dashboards, by the files' names."""
+    return {
+        f"pdserve-{dashboard.name}.json": json.dumps(
+            to_json(dashboard), indent=1, ensure_ascii=False
+        )
+        + "\n"
+        for dashboard in dashboards()
+    }
+
+
+def main() -> None:
+    """Write the files, and remove those of dashboards that are no more."""
+    files = rendered()
+    for path in FOLDER.glob("*.json"):
+        if path.name not in files:
+            path.unlink()
+    for name, text in files.items():
+        (FOLDER / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
