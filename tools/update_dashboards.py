@@ -728,6 +728,7 @@ def kv_transfer() -> Dashboard:
                     f"{pair} ({{{{reason}}}})": sum_rate(
                         "pdserve_kv_transfer_failures_total", by="peer, pod, reason"
                     )
+                    + " > 0"
                 },
                 description=(
                     "Pulls that were given up; empty is good. Their requests go on elsewhere. See "

@@ -31,7 +31,7 @@ from pdserve_engine.kv_transfer.base import (
 )
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
-from pdserve_engine.kv_transfer.pull import ChunkRead
+from pdserve_engine.kv_transfer.pull import FAILURE_REASONS, ChunkRead
 from pdserve_engine.kv_transfer.pull_table import PullTable
 
 if TYPE_CHECKING:
@@ -205,6 +205,9 @@ class ConsumerConnector(KVConnector):
             self._links.add(link)
             self._dialing.discard(engine_id)
             self._metrics.links.set(len(self._links))
+            # An alert asks for their rate, of which the first sample of a series is no part.
+            for reason in FAILURE_REASONS:
+                self._metrics.transfer_failures.labels(engine_id, reason)
         return link
 
     def link_failed(self, engine_id: str, reason: str) -> None:

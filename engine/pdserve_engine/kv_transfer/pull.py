@@ -5,7 +5,7 @@ of P must look like. All of it is guarded by the connector's lock.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from pdserve_common.engine_types import KVTransferStats
 from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, PrefillDone
@@ -29,6 +29,7 @@ LossReason = Literal[
     "checksum", "expired", "fenced", "link_lost", "no_link", "not_valid", "protocol", "read_error",
     "session_ended", "stall", "aborted",
 ]  # fmt: skip
+FAILURE_REASONS = tuple(reason for reason in get_args(LossReason) if reason != "aborted")
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,233 @@
+"""Each alert is made to fire by what it is about, and gets to a webhook with its texts.
+
+Rules are those of the chart with durations scaled (prometheus.py); thresholds are as they are.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import pytest
+from monitoring import rule_name, rules
+from world import NAMESPACE, RELEASE, World
+
+FIRE_TIMEOUT_S = 60.0
+# The longest window that one test leaves to the next.
+QUIET_TIMEOUT_S = 30.0
+# Whatever else breaks.
+NEVER_BY_CHANCE = {"PdserveDuplicateTokenMismatch", "PdserveCorruptBlocks"}
+PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+
+
+@contextlib.contextmanager
+def slow_prefill(world: World) -> Iterator[None]:
+    """More prompts than it can compute."""
+    with (
+        world.load(clients=40, prompt_tokens=(200, 400), max_tokens=4),
+        slowed(world, PREFILL, step_s=0.15),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def slow_decode(world: World) -> Iterator[None]:
+    """More answers than it has room for, and 0.3 s between their tokens."""
+    with (
+        world.load(clients=80, prompt_tokens=(200, 400), max_tokens=32),
+        slowed(world, DECODE, step_s=0.3),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def slowed(world: World, names: Sequence[str], *, step_s: float) -> Iterator[None]:
+    for name in names:
+        world.cluster.controls(name).slow_down(step_s)
+    yield
+    for name in names:
+        world.cluster.controls(name).slow_down(0.0)
+
+
+@contextlib.contextmanager
+def lost_reads(world: World) -> Iterator[None]:
+    with faulty_reads(world, "remote_disconnect", count=10):
+        yield
+
+
+@contextlib.contextmanager
+def damaged_reads(world: World) -> Iterator[None]:
+    with faulty_reads(world, "corrupt", count=2):
+        yield
+
+
+@contextlib.contextmanager
+def slow_reads(world: World) -> Iterator[None]:
+    with faulty_reads(world, "late", count=100, delay_s=0.8):
+        yield
+
+
+@contextlib.contextmanager
+def faulty_reads(world: World, fault: str, *, count: int, delay_s: float = 0.0) -> Iterator[None]:
+    with world.load(clients=4, prompt_tokens=(50, 100)):
+        for name in DECODE:
+            world.cluster.controls(name).inject(fault, count=count, delay_s=delay_s)
+        yield
+
+
+@contextlib.contextmanager
+def held_reads(world: World) -> Iterator[None]:
+    """Decode workers that do not fetch what prefill holds for them."""
+    with world.load(clients=4, prompt_tokens=(50, 100)):
+        for name in DECODE:
+            world.cluster.controls(name).arm("chunk", hold=True)
+        yield
+
+
+@contextlib.contextmanager
+def wrong_repetition(world: World) -> Iterator[None]:
+    with world.load(clients=4):
+        for name in DECODE:
+            world.cluster.controls(name).lie(count=2)
+        yield
+
+
+@contextlib.contextmanager
+def dead_prefill(world: World) -> Iterator[None]:
+    with world.load(clients=4):
+        for name in PREFILL:
+            world.cluster.kill(name)
+        yield
+
+
+@contextlib.contextmanager
+def dead_decode(world: World) -> Iterator[None]:
+    with world.load(clients=16, max_tokens=200):
+        time.sleep(2)
+        for name in DECODE:
+            world.cluster.kill(name)
+        yield
+
+
+@contextlib.contextmanager
+def restarts(world: World) -> Iterator[None]:
+    started = 'process_start_time_seconds{pod="prefill-1"}'
+    for _ in range(3):
+        before = world.prometheus.query(started)
+        world.cluster.restart("prefill-1")
+        world.wait_until(
+            lambda: world.prometheus.query(started) not in ([], before),  # noqa: B023
+            "it is scraped again",
+            timeout_s=30,
+        )
+    yield
+
+
+class Case(NamedTuple):
+    """A cause, and labels of the alerts that come of it."""
+
+    cause: Callable[[World], AbstractContextManager[None]]
+    alerts: tuple[Mapping[str, str], ...]
+
+
+def alert(name: str, **labels: str) -> dict[str, str]:
+    return {"alertname": name, "release": RELEASE, "namespace": NAMESPACE, **labels}
+
+
+# First those for which most requests within the scaled 6 hours have to be slow.
+CASES = [
+    Case(
+        slow_prefill,
+        (
+            alert("PdserveTTFTBudgetBurn", severity="page"),
+            alert("PdserveTTFTBudgetBurn", severity="ticket"),
+            alert("PdservePrefillQueue"),
+            alert("PdservePrefillDecodeImbalance", short_of="prefill"),
+        ),
+    ),
+    Case(
+        slow_decode,
+        (
+            alert("PdserveITLBudgetBurn", severity="page"),
+            alert("PdserveITLBudgetBurn", severity="ticket"),
+            alert("PdserveDecodeKVPressure", component="decode"),
+            alert("PdservePrefillDecodeImbalance", short_of="decode"),
+        ),
+    ),
+    Case(lost_reads, (alert("PdserveTransferFailures"),)),
+    Case(damaged_reads, (alert("PdserveCorruptBlocks"),)),
+    Case(slow_reads, (alert("PdserveTransferSlow"),)),
+    Case(held_reads, (alert("PdserveSessionsExpiredOrFenced", reason="expired"),)),
+    Case(wrong_repetition, (alert("PdserveDuplicateTokenMismatch"),)),
+    Case(
+        dead_prefill,
+        (
+            alert("PdserveNoReadyWorker", role="prefill"),
+            alert("PdserveTargetDown", pod="prefill-0"),
+            alert("PdserveTargetDown", pod="prefill-1"),
+            alert("PdserveDowngrade", reason="no_prefill_worker"),
+        ),
+    ),
+    Case(
+        dead_decode,
+        (alert("PdserveNoReadyWorker", role="decode"), alert("PdserveErrorRatio")),
+    ),
+    Case(restarts, (alert("PdserveRestartLoop", pod="prefill-1"),)),
+]
+
+
+def test_every_alert_has_a_cause() -> None:
+    caused = {
+        (labels["alertname"], labels["severity"])
+        for case in CASES
+        for labels in map(with_severity, case.alerts)
+    }
+    assert caused == {
+        (rule_name(rule), rule["labels"]["severity"]) for rule in rules() if "alert" in rule
+    }
+
+
+def with_severity(labels: Mapping[str, str]) -> dict[str, str]:
+    severities = {rule_name(r): r["labels"]["severity"] for r in rules() if "alert" in r}
+    return {"severity": severities[labels["alertname"]], **labels}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.cause.__name__)
+def test_alerts_fire_and_arrive(case: Case, world: World) -> None:
+    webhook = world.prometheus.webhook
+    world.wait_until(
+        lambda: not any(is_firing(world, labels) for labels in case.alerts),
+        "none of the alerts fires",
+        timeout_s=QUIET_TIMEOUT_S,
+    )
+    start = time.monotonic()
+    with world.restored(), case.cause(world):
+        for labels in case.alerts:
+            world.wait_until(
+                lambda: webhook.find(labels, since=start) is not None,  # noqa: B023
+                f"{labels} at the webhook",
+                timeout_s=FIRE_TIMEOUT_S,
+            )
+    for labels in case.alerts:
+        arrived = webhook.find(labels, since=start)
+        assert arrived is not None
+        check_texts(arrived["annotations"])
+    for name in NEVER_BY_CHANCE - {labels["alertname"] for labels in case.alerts}:
+        assert webhook.find({"alertname": name}, since=start) is None
+
+
+def is_firing(world: World, labels: Mapping[str, str]) -> bool:
+    matchers = ", ".join(f'{name}="{value}"' for name, value in labels.items())
+    return bool(world.prometheus.query(f'ALERTS{{alertstate="firing", {matchers}}}'))
+
+
+def check_texts(annotations: Mapping[str, str]) -> None:
+    """They are rendered, and say where to read on."""
+    text = annotations["summary"] + annotations["description"]
+    assert not {"{{", "}}", "<no value>", "NaN"} & set(text.split())
+    assert "{{" not in text
+    assert "<no value>" not in text
+    assert RELEASE in text
+    assert NAMESPACE in annotations["description"]
+    assert annotations["runbook"].startswith("docs/operations/runbooks.md#pdserve")

@@ -1,0 +1,40 @@
+"""Every query that the chart brings returns numbers from the running system."""
+
+import math
+import time
+
+from monitoring import Query, autoscaling_queries, panel_queries, rules
+from world import NAMESPACE, RELEASE, World
+
+ANSWER_TIMEOUT_S = 90.0
+VICTIM = "decode-1"
+
+
+def queries() -> list[Query]:
+    recorded = [Query(rule["record"], rule["record"]) for rule in rules() if "record" in rule]
+    panels = panel_queries(namespace=NAMESPACE, release=RELEASE, __rate_interval="15s")
+    return [*panels, *recorded, *autoscaling_queries()]
+
+
+def test_all_queries_have_data(world: World) -> None:
+    """Under load. Only what counts lost workers, lost transfers and alerts needs a fault."""
+    empty = queries()
+    with world.restored(), world.load(clients=8, max_tokens=48):
+        time.sleep(3)
+        world.cluster.controls("decode-0").inject("remote_disconnect", count=4)
+        world.cluster.kill(VICTIM)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while empty := [query for query in empty if not world.prometheus.has_data(query.expr)]:
+            assert time.monotonic() < deadline, "\n".join(map(str, empty))
+            if world.prometheus.has_data(f'ALERTS{{alertstate="firing", pod="{VICTIM}"}}'):
+                world.cluster.restart(VICTIM)
+            time.sleep(1)
+
+
+def test_series_have_the_labels_that_the_chart_sets(world: World) -> None:
+    """Nothing that the processes export hides a label of the target."""
+    for metric in ("pdserve_workers", "pdserve_kv_blocks", "pdserve_request_stage_seconds_count"):
+        for labels, value in world.prometheus.query(metric):
+            assert math.isfinite(value)
+            assert labels["release"] == RELEASE
+            assert not [name for name in labels if name.startswith("exported_")]
