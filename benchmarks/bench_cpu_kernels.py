@@ -1,25 +1,42 @@
-"""Time the C++ kernels for CPUs beside oneDNN and this machine's limits, call by call in turn.
+"""Time the C++ kernels for CPUs beside others and this machine's limits, call by call in turn.
 
-Prints Markdown. The fastest call of each counts, so that other load on the machine matters little.
-Weights are taken in turn and together exceed the caches, as those of a model do. Of two bounds, the
-time to read the weights and the time to multiply at the full rate, the larger is the limit.
+The others are oneDNN, for attention the reference set. Prints Markdown. The fastest call of each
+counts, so that other load on the machine matters little. Weights, and layers of a KV cache, are
+taken in turn and together exceed the caches, as those of a model do. Of two bounds, the time to
+read what has to be read and the time to multiply at the full rate, the larger is the limit.
 """
 
 import argparse
 import ctypes
 import itertools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from cpu_limits import DOT_FLOPS, DOTS, Kernel, fastest, load_limits
 
-from pdserve_kernels import cpu
+from pdserve_kernels import cpu, name_of, reference
+from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.metadata import AttentionMetadata
 
 # [out_features, in_features] of a 0.6B model with a small vocabulary.
 LAYER = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = {"lm_head": (32000, 1024)}
 NUM_LAYERS = 28
 COLD_BYTES = 2**28
+# Of the same model's attention.
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
+# Query tokens and all tokens of each request.
+BATCHES = {
+    "decode 1 x 64": [(1, 64)],
+    "decode 1 x 512": [(1, 512)],
+    "decode 1 x 2048": [(1, 2048)],
+    "decode 8 x 128": [(1, 128)] * 8,
+    "decode 32 x 128": [(1, 128)] * 32,
+    "prefill 8 x 128": [(128, 128)] * 8,
+    "prefill 1 x 2048": [(2048, 2048)],
+    "prefill 256 of 2048": [(256, 2048)],
+}
 
 
 class Weights:
@@ -72,6 +89,83 @@ def bench_whole_model(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
         report("whole model", rows, layers * NUM_LAYERS + head, names, limits, args)
 
 
+def bench_attention(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
+    """One layer, a part of all: so that the cache is as cold as in a model."""
+    print("| attention | µs | reference's time / ours | limit / ours | GB/s | GFLOP/s |")
+    print("|---|---|---|---|---|---|")
+    for name, requests in BATCHES.items():
+        metadata = make_metadata(requests)
+        blocks = metadata.block_table.numel()
+        num_layers = NUM_LAYERS if metadata.num_decodes else 2
+        shape = torch.Size((blocks, NUM_KV_HEADS, num_layers, 2, BLOCK_SIZE, HEAD_DIM))
+        kv_cache = empty_on_huge_pages(shape.numel(), torch.bfloat16).view(shape).normal_()
+        query = torch.randn(sum(metadata.query_lens_host), NUM_HEADS, HEAD_DIM).bfloat16()
+        kernels = {
+            name_of(kernel_set): attention_kernel(kernel_set, query, kv_cache, metadata)
+            for kernel_set in (cpu, reference)
+        }
+        num_bytes = sum(metadata.seq_lens_host) * NUM_KV_HEADS * HEAD_DIM * 4
+        seen = sum(query_len * (2 * length - query_len + 1) // 2 for query_len, length in requests)
+        flops = 4 * NUM_HEADS * HEAD_DIM * seen
+        report_attention(name, kernels, num_layers, num_bytes, flops, limits, args)
+
+
+def attention_kernel(
+    kernel_set: ModuleType,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> Kernel:
+    """A call that attends to all layers. (In which order a set has a tile's numbers is all one.)"""
+
+    def attend() -> None:
+        for layer in range(kv_cache.shape[2]):
+            kernel_set.paged_attention(query, kv_cache, layer, metadata, HEAD_DIM**-0.5)
+
+    return attend
+
+
+def make_metadata(requests: Sequence[tuple[int, int]]) -> AttentionMetadata:
+    """Requests (query tokens, all tokens), in random blocks."""
+    query_lens, seq_lens = zip(*requests, strict=True)
+    num_blocks = -(-max(seq_lens) // BLOCK_SIZE)
+    blocks = torch.randperm(len(requests) * num_blocks, dtype=torch.int32)
+    return AttentionMetadata(
+        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=blocks.view(len(requests), num_blocks),
+        slot_mapping=torch.arange(sum(query_lens)),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
+        num_decodes=len(requests) if set(query_lens) == {1} else 0,
+    )
+
+
+def report_attention(
+    name: str,
+    kernels: dict[str, Kernel],
+    num_layers: int,
+    num_bytes: int,
+    flops: int,
+    limits: ctypes.CDLL,
+    args: argparse.Namespace,
+) -> None:
+    memory = empty_on_huge_pages(COLD_BYTES, torch.uint8).fill_(1)
+    others: dict[str, Kernel] = {
+        "dots": lambda: limits.dot_pairs(DOTS),
+        "read": lambda: limits.read_bytes(memory.data_ptr(), COLD_BYTES),
+    }
+    best = fastest(kernels | others, args.seconds)
+    peak = args.threads * DOTS * DOT_FLOPS / best["dots"]
+    limit = max(best["read"] * num_bytes / COLD_BYTES, flops / peak)
+    ours, theirs = (best[name_of(which)] / num_layers for which in (cpu, reference))
+    print(
+        f"| {name} | {ours * 1e6:.0f} | {theirs / ours:.2f} | {limit / ours:.2f} "
+        f"| {num_bytes / ours / 1e9:.1f} | {flops / ours / 1e9:.0f} |",
+        flush=True,
+    )
+
+
 def report(
     name: str,
     rows: int,
@@ -102,6 +196,7 @@ def main() -> None:
     limits = load_limits()
     bench_linear(args, limits)
     bench_whole_model(args, limits)
+    bench_attention(args, limits)
 
 
 if __name__ == "__main__":

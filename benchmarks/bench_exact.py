@@ -13,9 +13,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from bench_engine import DEFAULT_MODEL, measure_engine
 from machine import describe
-from make_model import make_model
+from make_model import DEFAULT_MODEL, make_model
+from pdserve_offline import PdserveEngine
+from peers.offline import Case, run_case
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
@@ -65,7 +66,7 @@ def _report(
     plain: LoadedEngine,
 ) -> None:
     runs = [
-        [measure_engine(engine.core, *shape, args.steps) for engine in (exact, plain)]
+        [measure(engine, Case(*shape, args.steps)) for engine in (exact, plain)]
         for _ in range(args.rounds)
     ]
     (rate, ms), (plain_rate, plain_ms) = (
@@ -77,6 +78,13 @@ def _report(
         f"| {plain_rate:.0f}, {plain_ms:.2f} | {rate / plain_rate:.2f} | {plain_ms / ms:.2f} |",
         flush=True,
     )
+
+
+def measure(engine: LoadedEngine, case: Case) -> tuple[float, float]:
+    """Return (prefill tokens/s, median decode step in ms)."""
+    times = run_case(PdserveEngine(engine.core), case)
+    rate = case.batch * case.prompt_len / times.prefill_s
+    return rate, statistics.median(times.step_s) * 1e3
 
 
 def _load(args: argparse.Namespace, dtype: str) -> LoadedEngine:

@@ -1,10 +1,12 @@
-"""Seeded load on any server that speaks OpenAI's completions over HTTP."""
+"""Seeded load on any server that speaks OpenAI's completions over HTTP, and a table of it."""
 
 import argparse
 import asyncio
 import json
 import random
+import sys
 import time
+from collections.abc import Sequence
 
 import httpx
 
@@ -16,6 +18,49 @@ MAX_PROMPT_TOKEN_ID = 1000
 
 # Tokens of a prompt, tokens of its answer, requests per second.
 Load = tuple[int, int, float]
+COLUMNS = (
+    "goodput_requests_per_s", "requests_per_s", "num_failed", "ttft_ms_p50", "ttft_ms_p99",
+    "tpot_ms_p50", "itl_ms_p50", "itl_ms_p99",
+)  # fmt: skip
+
+
+def add_load_flags(parser: argparse.ArgumentParser, loads: Sequence[Load]) -> None:
+    """The flags that `run_loads` and `measure` read; `loads` are the default ones."""
+    parser.add_argument("--loads", nargs="+", type=parse_load, default=loads, help="IN:OUT:RATE")
+    parser.add_argument("--requests", type=int, default=30, help="of each load (%(default)s)")
+    parser.add_argument("--goodput-ttft-ms", type=float, default=2000.0, help="TTFT objective")
+    parser.add_argument("--goodput-tpot-ms", type=float, default=100.0, help="TPOT objective")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="between two events")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals")
+
+
+def parse_load(text: str) -> Load:
+    num_input, num_output, rate = text.split(":")
+    return int(num_input), int(num_output), float(rate)
+
+
+def max_model_len(args: argparse.Namespace) -> int:
+    return max(num_input + num_output for num_input, num_output, _ in args.loads)
+
+
+def run_loads(name: str, url: str, args: argparse.Namespace) -> dict[Load, dict[str, float]]:
+    """Return, and print, the figures of each load."""
+    figures = {}
+    for load in args.loads:
+        summary = asyncio.run(measure(url, load, args))
+        figures[load] = {column: float(summary[column] or 0.0) for column in COLUMNS}
+        print_row(load, name, [f"{value:.2f}" for value in figures[load].values()])
+        if summary["first_error"]:
+            print(f"{name}: {summary['first_error']}", file=sys.stderr)
+    return figures
+
+
+def print_header() -> None:
+    print(f"| in:out:rate | system | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
+
+
+def print_row(load: Load, name: str, cells: Sequence[str]) -> None:
+    print(f"| {':'.join(map(str, load))} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 async def measure(

@@ -9,6 +9,7 @@ import argparse
 import sysconfig
 from pathlib import Path
 
+DEFAULT_MODEL = Path(".bench/qwen3-0.6b-random")
 VOCAB_SIZE = 32_000
 
 

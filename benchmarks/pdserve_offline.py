@@ -1,0 +1,61 @@
+"""One of our engines for `bench_cpu.py`, without a service around it: ... MODEL CORES"""
+
+import sys
+from collections.abc import Sequence
+
+from peers.offline import Engine, serve
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.cores import confine_process
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.loading import load_engine
+
+
+class PdserveEngine:
+    """As `peers/offline.py` wants it, and for other benchmarks that time cases."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._request_ids: list[str] = []
+
+    def add_request(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._core.add_request(
+            EngineCoreRequest(
+                request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params
+            )
+        )
+        self._request_ids.append(request_id)
+
+    def step(self) -> set[str]:
+        outputs = self._core.step().outputs.values()
+        return {output.request_id for client in outputs for output in client}
+
+    def abort_all(self) -> None:
+        self._core.abort_requests(self._request_ids)
+        self._core.step()  # so that the model runner hears of it
+        self._request_ids = []
+
+
+def load() -> Engine:
+    model, cores = sys.argv[1:]
+    config = EngineConfig(
+        model=model,
+        cpu_cores=cores,
+        kv_connector="none",
+        kv_cache_memory_mib=1024,
+        max_model_len=4096,
+        enable_prefix_caching=False,
+    )
+    confine_process(config.cores)
+    metrics = KVTransferMetrics(CollectorRegistry())
+    return PdserveEngine(
+        load_engine(config, role="decode", engine_id="bench", metrics=metrics).core
+    )
+
+
+if __name__ == "__main__":
+    serve(load)
