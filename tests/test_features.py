@@ -13,7 +13,7 @@ ROWS = [
         ("D", range(1, 6)),
         ("E", range(1, 6)),
         ("F", range(1, 7)),
-        ("G", (*range(1, 7), *range(10, 13), 14)),
+        ("G", (*range(1, 9), *range(10, 13), 14)),
     )
     for number in numbers
 ]
