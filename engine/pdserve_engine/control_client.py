@@ -224,10 +224,13 @@ class ControlClient:
 
     async def _bounded(self, future: Future, timeout_s: float) -> object:
         try:
-            return await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            message = f"{self._verb} was not done within {timeout_s:g} s"
-            raise DeadlineExceededError(message) from None
+            # Not wait_for: up to Python 3.11 a cancellation that meets a result is lost in it.
+            await asyncio.wait([future], timeout=timeout_s)
+            if not future.done():
+                raise DeadlineExceededError(f"{self._verb} was not done within {timeout_s:g} s")
+            return future.result()
+        finally:
+            future.cancel()
 
     def _check_open(self) -> None:
         if self._end is not None:
