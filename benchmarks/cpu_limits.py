@@ -12,7 +12,7 @@ import torch
 from peers.offline import Case
 
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_kernels.cpu.library import pin_threads
+from pdserve_kernels.cpu.compiled import pin_threads
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 
 Kernel = Callable[[], object]

@@ -44,8 +44,8 @@ from pdserve_engine.plugins import load_general_plugins, load_logits_processors
 from pdserve_engine.profiler import StepProfiler
 from pdserve_engine.sleep import SleepingMemory
 from pdserve_kernels import name_of, select
+from pdserve_kernels.cpu.compiled import pin_threads
 from pdserve_kernels.cpu.isa import KernelsUnavailable
-from pdserve_kernels.cpu.library import pin_threads
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ def select(device: torch.device) -> ModuleType:
 
         return triton
     from pdserve_kernels import cpu, reference
+    from pdserve_kernels.cpu.compiled import library
     from pdserve_kernels.cpu.isa import KernelsUnavailable
-    from pdserve_kernels.cpu.library import library
 
     try:
         library()

@@ -1,13 +1,15 @@
 """Batches over a paged cache whose every unused slot is NaN, and a dense answer for them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from pdserve_kernels.cpu import compiled
+from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
 from pdserve_kernels.metadata import AttentionMetadata
 
 sys.path.append(str(Path(__file__).parent))  # test modules import sampling_batches
@@ -149,6 +151,25 @@ def _dense_attention(batch: Batch) -> torch.Tensor:
         outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
         row += query_len
     return torch.cat(outputs)
+
+
+@pytest.fixture(params=["avx512bf16", "avx2"])
+def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernels, for one instruction set after the other."""
+    if request.param not in supported_isas():
+        pytest.skip(f"this processor has no {request.param}")
+    try:
+        library = compiled.load_library(request.param)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(compiled, "_load_once", lambda: library)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,12 @@
 """The C++ attention on every instruction set: close to fp64, and each row by itself."""
 
-import importlib
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pdserve_kernels import cpu, name_of, select
-from pdserve_kernels.cpu.isa import supported_isas
-from pdserve_kernels.cpu.library import load_library
-
-attention_module = importlib.import_module("pdserve_kernels.cpu.attention")
+from pdserve_kernels import cpu
 
 # One position, the borders of vectors, of blocks and of spans, and what lies between.
 LENGTHS = [1, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1100]
@@ -21,22 +16,7 @@ MIX = {
     "num_decodes": 4,
 }
 
-pytestmark = pytest.mark.skipif(
-    name_of(select(torch.device("cpu"))) == "reference", reason="needs compiled kernels"
-)
-
-
-@pytest.fixture(params=supported_isas(), autouse=True)
-def _isa(request, monkeypatch):
-    loaded = load_library(request.param)
-    monkeypatch.setattr(attention_module, "library", lambda: loaded)
-
-
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ import torch
 
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu import build as building
+from pdserve_kernels.cpu import compiled as loading
 from pdserve_kernels.cpu import isa as isas
-from pdserve_kernels.cpu import library as loading
 from pdserve_kernels.cpu.build import build, compile_library
 from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
 

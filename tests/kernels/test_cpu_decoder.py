@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from pdserve_kernels import cpu, reference
-from pdserve_kernels.cpu import library as loading
-from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
-from pdserve_kernels.cpu.library import load_library
 from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
 BLOCKS_PER_REQUEST = 40
 NUM_REQUESTS = 4
 LENGTH = 90
+
+
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 class Shape(NamedTuple):
@@ -141,15 +141,6 @@ def describe(chunks: Iterable[Chunk], group: int, block_size: int) -> AttentionM
 def with_padding(metadata: AttentionMetadata, num: int) -> AttentionMetadata:
     slots = torch.cat((metadata.slot_mapping, torch.full((num,), -1)))
     return dataclasses.replace(metadata, slot_mapping=slots)
-
-
-@pytest.fixture(params=supported_isas(), autouse=True)
-def _isa(request, monkeypatch):
-    try:
-        kernels = load_library(request.param)
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(loading, "_load_once", lambda: kernels)
 
 
 @pytest.fixture(autouse=True)

@@ -4,22 +4,13 @@ import pytest
 import torch
 
 from pdserve_kernels import cpu, reference
-from pdserve_kernels.cpu import library as loading
-from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
-from pdserve_kernels.cpu.library import load_library
 
 SIZES = [16, 80, 100, 1024, 2057]
 # How far rounding to bf16 moves a number, relative to it.
 ROUNDING = 2.0**-8
 
 
-@pytest.fixture(params=supported_isas(), autouse=True)
-def _isa(request, monkeypatch):
-    try:
-        kernels = load_library(request.param)
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(loading, "_load_once", lambda: kernels)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 def bf16(*shape):

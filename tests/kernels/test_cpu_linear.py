@@ -1,37 +1,17 @@
 """The C++ linear on every instruction set: close to fp64, and each row by itself."""
 
-import importlib
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels import cpu, name_of, reference, select
-from pdserve_kernels.cpu.isa import supported_isas
-from pdserve_kernels.cpu.library import load_library
-
-linear_module = importlib.import_module("pdserve_kernels.cpu.linear")
+from pdserve_kernels import cpu, reference
 
 # Fewer, as many and more than a tile and a block of rows have, and what lies between.
 ROW_COUNTS = [*range(71), 129, 192, 193, 400]
 
-pytestmark = pytest.mark.skipif(
-    name_of(select(torch.device("cpu"))) == "reference", reason="needs compiled kernels"
-)
-
-
-@pytest.fixture(params=supported_isas(), autouse=True)
-def _isa(request, monkeypatch):
-    loaded = load_library(request.param)
-    monkeypatch.setattr(linear_module, "library", lambda: loaded)
-
-
-@pytest.fixture
-def set_threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 def bf16(*shape):

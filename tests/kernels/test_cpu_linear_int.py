@@ -1,19 +1,13 @@
 """The C++ linear of integer weights: close to fp64, and each row by itself."""
 
-import importlib
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels import cpu, name_of, reference, select
-from pdserve_kernels.cpu.isa import supported_isas
-from pdserve_kernels.cpu.library import load_library
+from pdserve_kernels import cpu, reference
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
-
-linear_module = importlib.import_module("pdserve_kernels.cpu.linear")
-sampling_module = importlib.import_module("pdserve_kernels.cpu.sampling")
 
 ROW_COUNTS = [*range(1, 14), 64, 129, 193]
 # bits, group_size, dtype of scales, has zeros
@@ -26,16 +20,7 @@ KINDS = [
     pytest.param((4, 6, torch.float32, True), id="int4 by 6"),
 ]
 
-pytestmark = pytest.mark.skipif(
-    name_of(select(torch.device("cpu"))) == "reference", reason="needs compiled kernels"
-)
-
-
-@pytest.fixture(params=supported_isas(), autouse=True)
-def _isa(request, monkeypatch):
-    loaded = load_library(request.param)
-    monkeypatch.setattr(linear_module, "library", lambda: loaded)
-    monkeypatch.setattr(sampling_module, "library", lambda: loaded)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 def make_weight(rows, columns, bits, group_size, scale_dtype, has_zeros):

@@ -10,8 +10,6 @@ import torch
 from sampling_batches import make_logits, make_sampling_batch
 
 from pdserve_kernels import cpu, reference
-from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
-from pdserve_kernels.cpu.library import load_library
 
 VOCAB_SIZES = [1, 7, 64, 1392]
 WANTED: list[dict[str, Any]] = [
@@ -26,15 +24,7 @@ WANTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["avx512bf16", "avx2"], autouse=True)
-def _isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param not in supported_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        library = load_library(request.param)
-    except KernelsUnavailable as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr("pdserve_kernels.cpu.library._load_once", lambda: library)
+pytestmark = pytest.mark.usefixtures("each_isa")
 
 
 @pytest.fixture(params=[1, 2, 3])

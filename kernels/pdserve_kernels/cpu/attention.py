@@ -6,7 +6,7 @@ import torch
 
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
-from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.metadata import AttentionMetadata
 
 

@@ -5,8 +5,8 @@ import ctypes
 import torch
 
 from pdserve_kernels import reference
+from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.layers import as_contiguous_int64
-from pdserve_kernels.cpu.library import library
 
 PACKED_FORMAT = "vnni16"
 # Positions that lie side by side in a tile of keys, dims in one of values.

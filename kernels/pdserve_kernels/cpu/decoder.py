@@ -9,8 +9,8 @@ import torch
 from pdserve_kernels import cpu
 from pdserve_kernels.cpu.attention import Batch
 from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
+from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.layers import as_contiguous_int64
-from pdserve_kernels.cpu.library import library
 from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer

@@ -7,7 +7,7 @@ reference.
 import torch
 
 from pdserve_kernels import reference
-from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.compiled import library
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.linear_int import PANEL, IntegerPanels, pack_integers
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.reference.quantization import QuantizedWeight

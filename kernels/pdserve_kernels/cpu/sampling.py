@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_kernels.cpu.library import library
+from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.linear import (
     AnyLinearWeight,
     LinearWeight,
