@@ -18,7 +18,7 @@ from pdserve_common.engine_types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 300
+NUM_TOKENS = 500
 PROMPT = random.Random(0).choices(range(3, 290), k=100)
 LONG_PROMPT = random.Random(1).choices(range(3, 290), k=1900)
 PARAMS: Mapping[str, SamplingParams] = {
@@ -30,7 +30,7 @@ PARAMS: Mapping[str, SamplingParams] = {
 SHORT = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # Chosen so that a prefill takes a while and a stream outlives a drain.
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-DRAIN_TIMEOUT_S = 0.3
+DRAIN_TIMEOUT_S = 0.2
 TIMEOUT_S = 60.0
 
 
