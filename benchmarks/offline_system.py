@@ -44,7 +44,7 @@ class OfflineSystem:
             )
         try:
             self._read(START_S)
-        except BaseException:
+        except BaseException:  # it goes on, and leaves no process behind
             self._kill()
             raise
         self.startup_s = time.perf_counter() - started

@@ -199,12 +199,11 @@ def test_tokens_are_bit_identical(
 @pytest.mark.skipif(
     not name_of(select(torch.device("cpu"))).startswith("cpu/"), reason="needs compiled kernels"
 )
+@pytest.mark.parametrize("dtype", ["bfloat16"], scope="module")  # fp32 has no kernels of its own
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_tokens_of_bf16_do_not_depend_on_the_number_of_threads(
     num_threads: int, dtype: str, start: Callable[..., Runner], alone: Callable[..., object]
 ) -> None:
-    if dtype != "bfloat16":
-        pytest.skip("fp32 has no kernels of its own")
     expected, before = alone(BLOCK_SIZE), torch.get_num_threads()
     try:
         runner = start(num_threads=num_threads)

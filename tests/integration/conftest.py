@@ -174,7 +174,7 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             if is_to_survive:
                 stack.check_alive()
                 stack.assert_idle()
-        except BaseException:
+        except BaseException:  # it goes on; the logs say why
             for process in stack.processes:
                 print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
             raise

@@ -17,9 +17,10 @@ import torch
 
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu import build as building
-from pdserve_kernels.cpu import compiled as loading
+from pdserve_kernels.cpu import compiled
 from pdserve_kernels.cpu import isa as isas
 from pdserve_kernels.cpu.build import build, compile_library
+from pdserve_kernels.cpu.compiled import library as loaded_library
 from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -93,7 +94,7 @@ def test_a_damaged_library_is_refused_by_its_name(
     damaged.write_bytes(bytes(4096))
     monkeypatch.setenv(building.PREBUILT_VARIABLE, str(tmp_path))
     with pytest.raises(KernelsUnavailable, match=f"{damaged.name}: invalid ELF header"):
-        loading.load_library.__wrapped__(ISA)
+        compiled.load_library.__wrapped__(ISA)
 
 
 def test_without_a_compiler_the_error_says_what_to_install(no_compiler: None) -> None:
@@ -145,7 +146,7 @@ def test_the_sanitizers_stop_a_kernel_that_overflows(
 
 @pytest.mark.skipif("asan" not in os.environ.get("LD_PRELOAD", ""), reason="not sanitized")
 def test_under_sanitizers_the_sanitized_kernels_are_tested() -> None:
-    library = Path(loading.library()._name)
+    library = Path(loaded_library()._name)
     assert library.parent == Path(os.environ[building.PREBUILT_VARIABLE])
 
 
@@ -188,7 +189,7 @@ def test_without_a_compiler_the_reference_kernels_run_and_one_line_says_why(
     no_compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("load_library", "_load_once"):
-        monkeypatch.setattr(loading, name, cache(getattr(loading, name).__wrapped__))
+        monkeypatch.setattr(compiled, name, cache(getattr(compiled, name).__wrapped__))
     names = [name_of(select(torch.device("cpu"))) for _ in range(2)]
     assert names == ["reference", "reference"]
     assert caplog.text.count("install g++ 11 or newer") == 1
@@ -210,11 +211,11 @@ def test_the_kernels_run_on_torchs_threads_each_on_its_core(two_threads: None) -
 
     def pin() -> None:
         torch.get_num_threads()
-        loading.pin_threads([cores[0], cores[-1]])
+        compiled.pin_threads([cores[0], cores[-1]])
         mine = {str(threading.get_native_id()), *tids_before}
         tids = set(os.listdir("/proc/self/task")) - mine
         added.extend(os.sched_getaffinity(int(tid)) for tid in tids)
-        loading.pin_threads([])
+        compiled.pin_threads([])
 
     # On a thread of its own, whose team ends with it.
     thread = threading.Thread(target=pin)
@@ -226,7 +227,7 @@ def test_the_kernels_run_on_torchs_threads_each_on_its_core(two_threads: None) -
 
 @needs_kernels
 def test_there_is_one_openmp_runtime() -> None:
-    loading.library()
+    loaded_library()
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     assert len([f for f in files if re.match(r"lib(g|i)?omp\d?[.-]", Path(f).name)]) == 1
 
@@ -235,4 +236,4 @@ def test_ctypes_is_told_about_every_exported_kernel() -> None:
     """A function without a signature would be called with 32-bit integers."""
     sources = "\n".join(path.read_text() for path in building.SOURCES.glob("*.cpp"))
     exported = re.findall(r"^(?:extern \"C\" )?\w+ (pds_\w+)\(", sources, re.MULTILINE)
-    assert sorted(exported) == sorted(loading.SIGNATURES)
+    assert sorted(exported) == sorted(compiled.SIGNATURES)

@@ -87,7 +87,7 @@ class World:
         """Undo what faults are left at the end; print the processes' logs if it fails."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # it goes on; the logs say why
             print(self.cluster.log_tails())
             raise
         finally:
