@@ -11,6 +11,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,15 +37,19 @@ class Webhook:
     """Where Alertmanager sends alerts: keeps those that fire."""
 
     def __init__(self) -> None:
-        self._alerts: list[tuple[float, dict[str, Any]]] = []
+        self._alerts: list[dict[str, Any]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def find(self, labels: Mapping[str, str], *, since: float) -> dict[str, Any] | None:
-        """Return the newest alert with these labels that came after `since` (monotonic)."""
-        for received, alert in reversed(self._alerts):
-            if received >= since and labels.items() <= alert["labels"].items():
+        """Return the newest alert with these labels that began to fire after `since` (Unix time).
+
+        When it came says less: an alert comes again with each other one of its group.
+        """
+        for alert in reversed(self._alerts):
+            began = datetime.fromisoformat(alert["startsAt"]).timestamp()
+            if began >= since and labels.items() <= alert["labels"].items():
                 return alert
         return None
 
@@ -58,8 +63,7 @@ class Webhook:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                now = time.monotonic()
-                alerts.extend((now, a) for a in body["alerts"] if a["status"] == "firing")
+                alerts.extend(a for a in body["alerts"] if a["status"] == "firing")
                 self.send_response(200)
                 self.end_headers()
 
