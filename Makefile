@@ -10,7 +10,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 # Two processes of tests; one that waits for threads of the other's must not spin meanwhile.
 IN_PARALLEL := -n 2 --dist loadfile
 SANITIZED := .bench/sanitized-kernels
-CRDS := .crds/node_modules
+CRDS := .crds/.installed
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # cpu or cuda.
 VARIANT ?= cpu
@@ -57,11 +57,13 @@ test-sanitized: $(INSTALLED) ## Run the C++ kernels' tests under the address and
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys tests/kernels/test_cpu_*.py
 
-$(CRDS):
+$(CRDS): Makefile
 	@if command -v npm >/dev/null; then npm install --prefix .crds --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
-		@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/cert-manager@6.0.0; else echo 'npm is missing: no schemas of operators'; fi
+		@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/cert-manager@6.0.0 \
+		@grafana/schema@11.6.0 ts-json-schema-generator@2.4.0 typescript@5 && touch $@; \
+	else echo 'npm is missing: no schemas of operators and of Grafana'; fi
 
-crds: $(CRDS) ## Fetch the operators' schemas, without which some tests of the chart are skipped
+crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
 soak: $(INSTALLED) ## Test the fault tools, then run SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak

@@ -245,7 +245,7 @@ def _parse_args() -> argparse.Namespace:
         "--starts", type=int, default=2, help="of each system, the last one counts (%(default)s)"
     )
     parser.add_argument("--served", action="store_true", help="time servers under load instead")
-    add_load_flags(parser, [(512, 64, 0.5), (512, 64, 1.0)])
+    add_load_flags(parser, [(512, 64, 0.25), (512, 64, 0.5), (512, 64, 1.0)])
     return parser.parse_args()
 
 

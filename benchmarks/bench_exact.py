@@ -4,7 +4,8 @@ linears, one with torch's own on the same weights, in turns.
     python benchmarks/bench_exact.py [--model DIR] [--dtypes bfloat16 float32] [--threads N]
 
 Prints prefill and decode of both and their ratios, for each batch x prompt; above 1 exactness costs
-nothing. Norms, activations and attention are the exact ones in both: there are no others.
+nothing. Norms, activations and attention are the exact ones in both: there are no others. With
+torch's linears the layers run one call at a time, not all in one.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.loading import LoadedEngine, load_engine
-from pdserve_kernels import reference
+from pdserve_kernels import cpu, reference
 
 SHAPES = ((1, 64), (1, 512), (8, 128), (32, 128))
 
@@ -39,7 +40,10 @@ def main() -> None:
     for dtype in args.dtypes:
         exact = _load(args, dtype)
         assert exact.info.determinism == "exact", f"{dtype} is not exact on this machine"
-        with patch.object(reference, "pack_linear", plain_linear):
+        with (
+            patch.object(cpu, "pack_linear", plain_linear),
+            patch.object(reference, "pack_linear", plain_linear),
+        ):
             plain = _load(args, dtype)
         for shape in SHAPES:
             _report(args, dtype, shape, exact, plain)
@@ -47,8 +51,10 @@ def main() -> None:
         plain.close()
 
 
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> reference.LinearWeight:
-    """In place of pack_linear: a weight that goes to F.linear as it is."""
+def plain_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, num_parts: int = 1
+) -> reference.LinearWeight:
+    """In place of pack_linear: a weight that goes to F.linear as it is, whatever its parts."""
     return reference.LinearWeight(
         weight=weight.detach(),
         bias=bias,
@@ -95,6 +101,7 @@ def _load(args: argparse.Namespace, dtype: str) -> LoadedEngine:
         kv_connector="none",
         kv_cache_memory_mib=args.kv_cache_memory_mib,
         max_model_len=1024,
+        enable_prefix_caching=False,
     )
     metrics = KVTransferMetrics(CollectorRegistry())
     return load_engine(config, role="decode", engine_id="bench", metrics=metrics)

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 SYSTEM = Path("/sys/devices/system")
+CGROUP = Path("/sys/fs/cgroup")
 # More than any kernel is built for; keeps "0-999999999" from filling the memory.
 MAX_CORE = 8191
 
@@ -38,6 +39,23 @@ def usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def cpu_limit(cgroup: Path = CGROUP) -> float | None:
+    """Return how many cores' time a container may use (cgroup v2 or v1), None if there is no limit.
+
+    Threads over it do not help: the kernel stops them all for the rest of each period.
+    """
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
+        cores = int(quota) / int(period)
+    except (OSError, ValueError):  # "max", or no such files
+        return None
+    return cores if cores > 0 else None  # -1 in v1: no limit
 
 
 def confine_process(cores: Collection[int]) -> None:

@@ -3,7 +3,9 @@ without a restart.
 """
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -11,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Stamp = tuple[tuple[int, int, int] | None, ...]
+Stamp = tuple[tuple[int, ...] | None, ...]
+RETRY_S = 1.0
 
 
 class Followed(Generic[T]):
@@ -22,31 +25,34 @@ class Followed(Generic[T]):
         self._paths = tuple(paths)
         self._read = read
         # One tuple: threads that look at the same time see parts of one version.
-        self._state = (self._stamp(), read())
+        self._state = (self._stamp(), read(), math.inf)
 
     def get(self) -> T:
         """Return what the files say now, on any thread. If they cannot be read, that is logged once
-        and what they said before stays.
+        and what they said before stays, until one of the attempts that follow each second succeeds.
         """
-        stamp = self._stamp()
-        before, value = self._state
-        if stamp != before:
+        stamp, now = self._stamp(), time.monotonic()
+        before, value, retry_at = self._state
+        if stamp != before or now >= retry_at:
             try:
-                value = self._read()
+                value, retry_at = self._read(), math.inf
                 logger.info("read %s again", ", ".join(self._paths))
             except (OSError, ValueError) as error:
-                logger.error("%s; what was read before stays in use", error)
+                retry_at = now + RETRY_S
+                if stamp != before:
+                    logger.error("%s; what was read before stays in use", error)
             # Older than what was read: a change meanwhile is seen the next time.
-            self._state = (stamp, value)
+            self._state = (stamp, value, retry_at)
         return value
 
     def _stamp(self) -> Stamp:
         return tuple(map(_stamp_of, self._paths))
 
 
-def _stamp_of(path: str) -> tuple[int, int, int] | None:
+def _stamp_of(path: str) -> tuple[int, ...] | None:
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    # ctime: of a file whose permissions were corrected nothing else changes.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

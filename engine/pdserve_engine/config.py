@@ -63,7 +63,9 @@ class EngineConfig:
     cpu_cores: str | None = opt(
         None, "Cores to stay on, like 0-3,8, a compute thread on each; unset: any."
     )
-    num_threads: int = opt(0, "Compute threads on CPU; 0: one for each core.")
+    num_threads: int = opt(
+        0, "Compute threads on CPU; 0: one for each core, within the container's CPU limit."
+    )
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
     )

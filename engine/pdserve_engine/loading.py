@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from pdserve_common.cores import cpu_limit
 from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.kv_types import new_epoch
 from pdserve_common.metrics import KVTransferMetrics
@@ -287,13 +288,18 @@ class _StepCounter:
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
-    if num_threads := config.num_threads or len(config.cores):
-        torch.set_num_threads(num_threads)
+    torch.set_num_threads(config.num_threads or _default_num_threads(config))
     if config.cores and config.device == "cpu":
         # Without compiled kernels nothing can place the threads: they share the process's cores.
         with contextlib.suppress(KernelsUnavailable):
             pin_threads(config.cores)
     return torch.device(config.device)
+
+
+def _default_num_threads(config: EngineConfig) -> int:
+    """One for each core, but no more than the container has time for."""
+    num_threads, limit = len(config.cores) or torch.get_num_threads(), cpu_limit()
+    return num_threads if limit is None else max(1, min(num_threads, int(limit)))
 
 
 def _check_chunks(config: EngineConfig, max_model_len: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve_common.cores import (
     confine_process,
+    cpu_limit,
     format_cores,
     parse_cores,
     share_cores,
@@ -101,3 +102,20 @@ def test_a_process_is_confined_with_all_its_threads() -> None:
 def test_a_core_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="cpu_cores has 8190-8191, must be among"):
         confine_process({min(usable_cores()), 8190, 8191})
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_cpu_limit(tmp_path: Path, files: dict[str, str], limit: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_limit(tmp_path) == limit

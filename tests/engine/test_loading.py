@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
@@ -151,3 +152,24 @@ def test_checksums_are_for_pools_on_the_cpu() -> None:
 def test_a_prompt_budget_below_the_batch_size_still_warms_up(model: Path) -> None:
     with loaded(model, max_num_batched_tokens=4, max_num_seqs=64) as engine:
         assert engine.info.max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_threads", "expected"),
+    [(1.5, 0, 1), (0.5, 0, 1), (8.0, 0, 2), (None, 0, 2), (1.0, 2, 2)],
+)
+def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float | None,
+    num_threads: int,
+    expected: int,
+) -> None:
+    threads_before = torch.get_num_threads()
+    monkeypatch.setattr("pdserve_engine.loading.cpu_limit", lambda: limit)
+    torch.set_num_threads(2)
+    try:
+        with loaded(model, num_threads=num_threads):
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads_before)

@@ -255,7 +255,7 @@ def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(
     assert num_calls(0.02) == 0
     rig.transport.set_exporting(True)
     time.sleep(0.1)
-    assert 1 <= num_calls(0.1) <= 40, "at most every 4 ms, and some slack"
+    assert 1 <= num_calls(0.2) <= 40, "at most every 10 ms, and some slack"
     before = rig.agent.num_progressed
     rig.transport.poke()
     kit.wait_until(lambda: rig.agent.num_progressed >= before + 8, timeout_s=1.0)

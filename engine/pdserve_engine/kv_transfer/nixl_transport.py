@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 MIN_POLL_S = 50e-6
 MAX_POLL_S = 1e-3
 MIN_PUMP_S = 100e-6
-# Below 2% of a core for sessions that nobody reads.
-MAX_PUMP_S = 4e-3
+# Below 3% of a core for sessions that nobody reads. Only a D that reads late meets it: when P has
+# told of blocks it pumps often.
+MAX_PUMP_S = 10e-3
 # A READ that is posted while nothing is exported has been given up already: nobody waits for it.
 IDLE_PUMP_S = 20e-3
 # A call into UCX that takes so long has served a peer; an idle one takes a few microseconds.

@@ -1,0 +1,61 @@
+"""Files that are read again when they change, or when they could not be read."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from pdserve_common import followed
+from pdserve_common.followed import Followed
+
+
+class Reader:
+    """Reads a file; fails as often as told first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.num_failures, self.num_reads = path, 0, 0
+
+    def __call__(self) -> str:
+        self.num_reads += 1
+        if self.num_failures:
+            self.num_failures -= 1
+            raise PermissionError(f"{self.path} cannot be read")
+        return self.path.read_text()
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    (tmp_path / "keys").write_text("a")
+    return Reader(tmp_path / "keys")
+
+
+def test_a_file_is_read_when_it_changes_only(reader: Reader) -> None:
+    keys = Followed([str(reader.path)], reader)
+    assert [keys.get(), keys.get()] == ["a", "a"]
+    assert reader.num_reads == 1
+    reader.path.write_text("b")
+    assert [keys.get(), keys.get()] == ["b", "b"]
+    assert reader.num_reads == 2
+
+
+def test_a_file_that_could_not_be_read_is_read_later_though_it_did_not_change(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Followed([str(reader.path)], reader)
+    reader.path.write_text("b")
+    reader.num_failures = 2
+    assert [keys.get(), keys.get()] == ["a", "a"]
+    assert reader.num_reads == 2, "not at each call"
+    monkeypatch.setattr(followed, "RETRY_S", 0.0)
+    reader.path.touch()
+    assert keys.get() == "a"
+    assert [keys.get(), keys.get()] == ["b", "b"]
+    errors = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(errors) == 2, "once for each change"
+
+
+def test_permissions_that_are_corrected_are_a_change(reader: Reader) -> None:
+    keys = Followed([str(reader.path)], reader)
+    reader.path.chmod(0o600)
+    keys.get()
+    assert reader.num_reads == 2
