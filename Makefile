@@ -65,9 +65,9 @@ $(CRDS): Makefile
 
 crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
-soak: $(INSTALLED) ## Test the fault tools, then run SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
+soak: $(INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak
-	SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py -k random
+	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
 
 bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md
 	$(BIN)/python benchmarks/bench_router.py

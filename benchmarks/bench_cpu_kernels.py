@@ -1,8 +1,8 @@
 """Time the C++ kernels for CPUs beside others and this machine's limits, call by call in turn.
 
-The others are oneDNN, for attention the reference set. Prints Markdown. The fastest call of each
-counts, so that other load on the machine matters little. Weights, and layers of a KV cache, are
-taken in turn and together exceed the caches, as those of a model do. Of two bounds, the time to
+The others are oneDNN in bf16, for attention the reference set. Prints Markdown. The fastest call of
+each counts, so that other load on the machine matters little. Weights, and layers of a KV cache,
+are taken in turn and together exceed the caches, as those of a model do. Of two bounds, the time to
 read what has to be read and the time to multiply at the full rate, the larger is the limit.
 """
 
@@ -18,10 +18,13 @@ from cpu_limits import DOT_FLOPS, DOTS, Kernel, fastest, load_limits
 from pdserve_kernels import cpu, name_of, reference
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
 
 # [out_features, in_features] of a 0.6B model with a small vocabulary.
 LAYER = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = {"lm_head": (32000, 1024)}
+# Bits and group size of integer weights, as `--quantization` makes them.
+QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
 NUM_LAYERS = 28
 COLD_BYTES = 2**28
 # Of the same model's attention.
@@ -40,18 +43,24 @@ BATCHES = {
 
 
 class Weights:
-    """Weights of one shape, packed by us and for oneDNN, and calls that take the next of them."""
+    """Weights of one shape, packed by us and for oneDNN, and calls that take the next of them.
 
-    def __init__(self, shape: tuple[int, int], count: int) -> None:
-        self.shape, self.count = shape, count
-        weight = (torch.randn(shape) * 0.05).bfloat16()
+    `kind` is bf16 or one of QUANTIZATIONS; oneDNN's are always bf16. `count`: enough by default for
+    none to be in a cache when its turn comes again.
+    """
+
+    def __init__(self, shape: tuple[int, int], kind: str = "bf16", count: int | None = None):
+        self.shape = shape
+        dense = (torch.randn(shape) * 0.05).bfloat16()
+        weight = dense if kind == "bf16" else quantized(dense, kind)
+        first = cpu.pack_linear(weight)
+        assert isinstance(first, cpu.LinearWeight)
+        self.num_bytes = sum(tensor.nbytes for tensor in read_of(first))
+        more = range(1, count or -(-COLD_BYTES // self.num_bytes))
+        self.packed = [first, *(cpu.pack_linear(weight) for _ in more)]
         pack = torch.ops.mkldnn._reorder_linear_weight
-        self.packed = [cpu.pack_linear(weight) for _ in range(count)]
-        self.packed_by_onednn = [pack(weight.clone(), 8) for _ in range(count)]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.packed[0].panels.nbytes
+        dense_count = count or -(-COLD_BYTES // dense.nbytes)
+        self.packed_by_onednn = [pack(dense.clone(), 8) for _ in range(dense_count)]
 
     def kernels(self, rows: int, limits: ctypes.CDLL) -> dict[str, Kernel]:
         x = torch.randn(rows, self.shape[1]).bfloat16()
@@ -61,23 +70,38 @@ class Weights:
         return {
             "ours": lambda: cpu.linear(x, next(ours)),
             "oneDNN": lambda: onednn(x, next(theirs), None, "none", [], ""),
-            "read": lambda: limits.read_bytes(next(ours).panels.data_ptr(), self.num_bytes),
+            "read": lambda: [
+                limits.read_bytes(tensor.data_ptr(), tensor.nbytes)
+                for tensor in read_of(next(ours))
+            ],
         }
 
 
+def quantized(weight: torch.Tensor, kind: str) -> QuantizedWeight:
+    bits, group_size = QUANTIZATIONS[kind]
+    return quantize(weight, bits=bits, group_size=group_size)
+
+
+def read_of(packed: cpu.LinearWeight) -> Sequence[torch.Tensor]:
+    """What a product has to read of a weight."""
+    panels = packed.panels
+    return (panels,) if isinstance(panels, torch.Tensor) else (panels.values, panels.scales)
+
+
 def bench_linear(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
-    print("| linear | rows | µs | oneDNN's time / ours | limit / ours | GB/s | GFLOP/s |")
-    print("|---|---|---|---|---|---|---|")
-    for name, shape in (LAYER | HEAD).items():
-        weights = Weights(shape, -(-COLD_BYTES // (2 * shape[0] * shape[1])))
+    print("| linear | weights | rows | µs | oneDNN's time / ours | limit / ours | GB/s | GFLOP/s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (name, shape), kind in itertools.product((LAYER | HEAD).items(), ("bf16", *QUANTIZATIONS)):
+        weights = Weights(shape, kind)
         for rows in args.rows:
-            report(name, rows, [weights], weights.kernels(rows, limits), limits, args)
+            kernels = weights.kernels(rows, limits)
+            report(f"{name} | {kind}", rows, [weights], kernels, limits, args)
 
 
 def bench_whole_model(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
     """All linears of a decode step, one after the other."""
-    layers = [Weights(shape, NUM_LAYERS) for shape in LAYER.values()]
-    head = [Weights(shape, 1) for shape in HEAD.values()]
+    layers = [Weights(shape, count=NUM_LAYERS) for shape in LAYER.values()]
+    head = [Weights(shape, count=1) for shape in HEAD.values()]
     for rows in (rows for rows in args.rows if rows <= 64):
         steps = [weights.kernels(rows, limits) for weights in layers * NUM_LAYERS + head]
 
@@ -86,7 +110,7 @@ def bench_whole_model(args: argparse.Namespace, limits: ctypes.CDLL) -> None:
                 step[kernel]()
 
         names = {name: lambda name=name: run(name) for name in steps[0]}
-        report("whole model", rows, layers * NUM_LAYERS + head, names, limits, args)
+        report("whole model | bf16", rows, layers * NUM_LAYERS + head, names, limits, args)
 
 
 def bench_attention(args: argparse.Namespace, limits: ctypes.CDLL) -> None:

@@ -10,7 +10,7 @@ ROWS = [
     for group, numbers in (
         ("B", range(1, 7)),
         ("C", range(1, 4)),
-        ("D", range(1, 6)),
+        ("D", range(1, 8)),
         ("E", range(1, 6)),
         ("F", range(1, 7)),
         ("G", (*range(1, 9), *range(10, 13), 14)),

@@ -8,6 +8,7 @@ of pdserve (`pip install matplotlib`).
 import argparse
 import json
 import math
+import re
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +19,7 @@ import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
+from PIL import Image
 
 matplotlib.use("Agg")
 
@@ -27,8 +29,10 @@ INCHES = {"column": 0.55, "row": 0.28}
 VARIABLES = {"$namespace": ".*", "$release": ".*", "$model": ".*"}
 UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "req/s", "ops": "/s", "x": "x"}
 TIMEOUT_S = 30.0
+# Half the size, and nothing that one would see.
+COLORS = 256
 
-# By their times: a legend's samples.
+# By their times, in minutes before the end: a legend's samples.
 Lines = dict[str, dict[float, float]]
 
 
@@ -61,13 +65,15 @@ def draw(dashboard: dict[str, Any], args: argparse.Namespace, out: Path) -> None
             (place["w"] - 1.6) / 24,
             top - bottom,
         )
-        draw_panel(figure.add_axes(box), panel, read(panel, args))
+        draw_panel(figure.add_axes(box), panel, read(panel, args), minutes=args.minutes)
     figure.savefig(out)
     pyplot.close(figure)
+    with Image.open(out) as picture:
+        picture.convert("RGB").quantize(COLORS).save(out, optimize=True)
 
 
-def draw_panel(axes: Axes, panel: dict[str, Any], lines: Lines) -> None:
-    """Draw curves, or the newest number of a stat."""
+def draw_panel(axes: Axes, panel: dict[str, Any], lines: Lines, *, minutes: float) -> None:
+    """Draw curves over the last minutes, or the newest number of a stat."""
     defaults = panel["fieldConfig"]["defaults"]
     axes.set_title(panel["title"], fontsize=8, loc="left")
     axes.tick_params(labelsize=6)
@@ -83,19 +89,20 @@ def draw_panel(axes: Axes, panel: dict[str, Any], lines: Lines) -> None:
         axes.text(0.5, 0.5, "no data", fontsize=8, ha="center")
         return
     times = sorted({at for line in lines.values() for at in line})
-    minutes = [(at - times[-1]) / 60 for at in times]
     curves = [[line.get(at, math.nan) for at in times] for line in lines.values()]
     if defaults["custom"]["stacking"]["mode"] == "normal":
         filled = [[0.0 if math.isnan(value) else value for value in curve] for curve in curves]
-        axes.stackplot(minutes, filled, labels=list(lines), alpha=0.7)
+        axes.stackplot(times, filled, labels=list(lines), alpha=0.7)
     else:
         for legend, curve in zip(lines, curves, strict=True):
-            axes.plot(minutes, curve, linewidth=1, label=legend)
-    low, high = axes.get_ylim()
+            axes.plot(times, curve, linewidth=1, label=legend)
+    _, high = axes.get_ylim()
     for step in defaults["thresholds"]["steps"][1:]:
         if step["value"] < high:
             axes.axhline(step["value"], color="red", linewidth=0.7, linestyle="--")
-    axes.set_ylim(0, max(high, low))
+    # Curves at zero and at the top stay visible.
+    axes.set_ylim(-0.02 * high, 1.05 * high)
+    axes.set_xlim(-minutes, 0)
     axes.legend(fontsize=5, loc="upper left", framealpha=0.6)
 
 
@@ -110,7 +117,9 @@ def read(panel: dict[str, Any], args: argparse.Namespace) -> Lines:
             legend = target["legendFormat"]
             for label, value in series["metric"].items():
                 legend = legend.replace(f"{{{{{label}}}}}", value)
-            samples = ((at, float(value)) for at, value in series["values"])
+            # Prometheus leaves out what is empty.
+            legend = re.sub(r"\{\{\w+\}\}", "", legend)
+            samples = (((at - args.end) / 60, float(value)) for at, value in series["values"])
             lines[legend] = {at: value for at, value in samples if math.isfinite(value)}
     return {legend: line for legend, line in lines.items() if line}
 

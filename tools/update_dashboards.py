@@ -789,6 +789,19 @@ def kv_transfer() -> Dashboard:
                 ),
             ),
             Panel(
+                title="READs given up",
+                unit="ops",
+                queries={
+                    "{{pod}}": sum_rate(
+                        "pdserve_kv_abandoned_reads_total", f"{RELEASE}, {both}", by="pod"
+                    )
+                },
+                description=(
+                    "Before they had landed, most for a moment only: their requests were aborted, "
+                    "preempted or lost meanwhile."
+                ),
+            ),
+            Panel(
                 title="Damaged blocks",
                 unit="ops",
                 bad=1e-9,
@@ -1054,7 +1067,10 @@ def to_json(dashboard: Dashboard) -> dict[str, Any]:
 _LINKS = {
     "type": "dashboards",
     "title": "pdserve",
+    "icon": "external link",
+    "tooltip": "The other dashboards of pdserve, with the same choice",
     "tags": ["pdserve"],
+    "targetBlank": False,
     "asDropdown": True,
     "includeVars": True,
     "keepTime": True,
@@ -1076,7 +1092,6 @@ def _variable(label: str) -> dict[str, Any]:
         "label": label.capitalize(),
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": label},
         "refresh": 2,
         "sort": 1,

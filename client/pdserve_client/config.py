@@ -32,7 +32,11 @@ class StackConfig(TlsConfig):
     cpu_cores: str | None = opt(
         None, "Cores that services on CPU share out among themselves, like 0-3,8; unset: all."
     )
-    num_threads: int = opt(0, "Compute threads of each service; 0: one for each of its cores.")
+    num_threads: int = opt(
+        0,
+        "Compute threads of each service; 0: one for each of its cores, within the container's CPU "
+        "limit.",
+    )
     max_model_len: int | None = opt(None, "Prompt and output tokens; the model's limit if unset.")
     kv_cache_memory_mib: int | None = opt(
         None, "Size of each service's KV pool in MiB; the service's own choice if unset."

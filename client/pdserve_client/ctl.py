@@ -160,14 +160,17 @@ def _drain(channel: grpc.Channel, args: argparse.Namespace) -> None:
         request.timeout_ms = round(1000 * args.drain_timeout)
     shown = ""
     for progress in _control(channel).Drain(request, timeout=args.timeout):
-        text = (
-            "drained"
-            if progress.drained
-            else f"{progress.num_requests} requests, {progress.num_open_kv_sessions} KV sessions"
-        )
+        text = _drain_text(progress)
         if text != shown:
             print(text, flush=True)
         shown = text
+
+
+def _drain_text(progress: control_pb2.DrainResponse) -> str:
+    if not progress.drained:
+        return f"{progress.num_requests} requests, {progress.num_open_kv_sessions} KV sessions"
+    num = progress.num_handed_back
+    return f"drained, {num} requests handed back" if num else "drained"
 
 
 def _reset_cache(channel: grpc.Channel, args: argparse.Namespace) -> None:

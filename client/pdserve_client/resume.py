@@ -22,6 +22,8 @@ class _Completion:
 
     token_ids: list[int] = field(default_factory=list)
     is_finished: bool = False
+    # By which the next router knows who may go on with it.
+    origin: str = ""
     cumulative_logprob: float | None = None
     # Those of the last message: of all tokens if outputs are cumulative.
     positions: Sequence[core_pb2.LogprobsLists.Position] = ()
@@ -132,7 +134,10 @@ class ResumableAnswer:
             known.resumed_positions = known.positions
             if known.token_ids or known.is_finished:
                 self.request.resume.add(
-                    index=index, token_ids=known.token_ids, finished=known.is_finished
+                    index=index,
+                    token_ids=known.token_ids,
+                    finished=known.is_finished,
+                    origin=known.origin,
                 )
 
     def _drop_known(self, output: pb2.RequestOutput) -> None:
@@ -168,6 +173,7 @@ class ResumableAnswer:
             known.token_ids.clear()
         known.token_ids.extend(completion.token_ids)
         known.positions = completion.logprobs.positions
+        known.origin = completion.origin or known.origin
         if completion.HasField("cumulative_logprob"):
             known.cumulative_logprob = completion.cumulative_logprob
         known.is_finished = bool(completion.finish_reason)

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
-from pdserve_common.cores import format_cores, parse_cores, share_cores, usable_cores
+from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
 from pdserve_common.rpc import open_blocking_channel
 from pdserve_common.tls import Tls, TlsConfig
 
@@ -201,9 +201,6 @@ class Stack:
         log_dir: Path,
     ) -> ServiceProcess:
         config = self.config
-        num_workers = config.prefill + config.decode
-        even_share = max(1, len(usable_cores()) // num_workers)
-        threads = config.num_threads or len(cores) or even_share
         flags = {
             "engine-id": name,
             "host": config.host,
@@ -215,7 +212,7 @@ class Stack:
             "quantization": config.quantization,
             "engine-process": config.engine_process,
             "cpu-cores": format_cores(cores) or None,
-            "num-threads": threads,
+            "num-threads": config.num_threads or _default_num_threads(config, cores),
             "max-model-len": config.max_model_len,
             "kv-cache-memory-mib": config.kv_cache_memory_mib,
             "max-num-seqs": config.max_num_seqs,
@@ -287,6 +284,18 @@ def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
             "cores each; pass more, or none to let them share"
         )
     return shares or [()] * num_workers
+
+
+def _default_num_threads(config: StackConfig, cores: tuple[int, ...]) -> int:
+    """One for each of a service's cores, but no more than its part of the container's CPU limit.
+
+    That limits time, not which cores it is spent on: shares of cores stay as large as they are.
+    """
+    num_workers = config.prefill + config.decode
+    num_threads, limit = len(cores) or len(usable_cores()) // num_workers, cpu_limit()
+    if limit is not None:
+        num_threads = min(num_threads, int(limit / num_workers))
+    return max(1, num_threads)
 
 
 def _tls_flags(config: TlsConfig) -> dict[str, object]:

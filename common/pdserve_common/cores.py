@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -79,10 +79,21 @@ def share_cores(
 ) -> list[tuple[int, ...]] | None:
     """Split cores into equal shares, each within one NUMA node; None if one would be too small.
 
-    Of a core's hardware threads only the first counts: two would share its vector units. What is
-    left over belongs to no share.
+    Of a core's hardware threads only the first counts, as two would share its vector units, unless
+    there are too few cores. What is left over belongs to no share.
     """
-    nodes = _physical_cores_by_node(cores, system)
+    first = {core: min(_siblings(core, system) & set(cores)) for core in cores}
+    for candidates in (set(first.values()), cores):
+        nodes = _by_node(sorted(candidates, key=lambda core: (first[core], core)), system)
+        if (shares := _equal_shares(nodes, num_shares, min_size)) is not None:
+            return shares
+    return None
+
+
+def _equal_shares(
+    nodes: Sequence[tuple[int, ...]], num_shares: int, min_size: int
+) -> list[tuple[int, ...]] | None:
+    """The largest there are."""
     for size in range(max(map(len, nodes), default=0), min_size - 1, -1):
         shares = [node[i : i + size] for node in nodes for i in range(0, len(node), size)]
         shares = [share for share in shares if len(share) == size]
@@ -91,15 +102,15 @@ def share_cores(
     return None
 
 
-def _physical_cores_by_node(cores: Collection[int], system: Path) -> list[tuple[int, ...]]:
-    """Return the first hardware thread of each core, by node; all as one node if nothing tells."""
-    first = {min(_siblings(core, system) & set(cores)) for core in cores}
+def _by_node(cores: Sequence[int], system: Path) -> list[tuple[int, ...]]:
+    """Return the cores of each node in their order; all as one node if nothing tells."""
     lists = sorted(
         system.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
     )
     texts = (path.read_text().strip() for path in lists)  # empty for a node of memory alone
-    nodes = [tuple(sorted(first & set(parse_cores(text)))) for text in texts if text]
-    return [node for node in nodes if node] or [tuple(sorted(first))]
+    members = [set(parse_cores(text)) for text in texts if text]
+    nodes = [tuple(core for core in cores if core in node) for node in members]
+    return [node for node in nodes if node] or [tuple(cores)]
 
 
 def _siblings(core: int, system: Path) -> set[int]:

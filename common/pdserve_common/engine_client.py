@@ -115,10 +115,11 @@ class EngineClient(Protocol):
         It ends by itself after some steps: taking it in holds everything up.
         """
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, wait for requests and KV sessions to end. False if that took longer:
-        those left have ended with a retryable DrainingError, their tokens so far are delivered. A
-        pause ends; an engine that sleeps aborts what waits. May be called again meanwhile.
+    async def drain(self, timeout_s: float) -> int:
+        """Take nothing new, wait for requests and KV sessions to end. Return how many requests were
+        handed back because that took longer: they have ended with a retryable DrainingError, or
+        their KV session has; their tokens so far are delivered. A pause ends; an engine that sleeps
+        hands back what waits. May be called again meanwhile.
         """
 
     async def close(self) -> None:

@@ -452,3 +452,5 @@ class EngineInfo:
     logits_processors: tuple[str, ...] = ()
     # What computes: "cpu/avx512bf16", "cpu/avx2", "reference" or "triton".
     kernels: str = ""
+    # Blocks of earlier requests are used again.
+    has_prefix_caching: bool = True

@@ -80,9 +80,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class BuildMetrics:
-    """Every process: what it is, and what it takes of its machine (`process_*`). `kernels` is
-    EngineInfo's, empty where nothing computes.
-    """
+    """Every process: what it is. `kernels` is EngineInfo's, empty where nothing computes."""
 
     def __init__(
         self,
@@ -100,7 +98,6 @@ class BuildMetrics:
             registry=registry,
         )
         info.labels(role=role, version=version, model=model, kernels=kernels).set(1)
-        ProcessCollector(registry=registry)
 
 
 class RouterMetrics:
@@ -372,6 +369,12 @@ class KVTransferMetrics:
         self.zombie_reads = Gauge(
             "pdserve_kv_zombie_reads", "Given-up READs that have not landed yet", registry=registry
         )
+        # The gauge misses those that land between two scrapes.
+        self.abandoned_reads = Counter(
+            "pdserve_kv_abandoned_reads_total",
+            "READs that were given up before they had landed",
+            registry=registry,
+        )
         self.checksum_mismatches = Counter(
             "pdserve_kv_checksum_mismatches_total",
             "Blocks that arrived otherwise than P had announced them",
@@ -386,8 +389,9 @@ class KVTransferMetrics:
 
 
 class MetricsServer:
-    """Serves a registry on /metrics, and answers to probes, from daemon threads. Plain HTTP: where
-    gRPC speaks TLS, which kubelet's gRPC probes cannot, this is what kubelet asks.
+    """Serves a registry on /metrics, with what the process takes of its machine (`process_*`), and
+    answers to probes, from daemon threads. Plain HTTP: where gRPC speaks TLS, which kubelet's gRPC
+    probes cannot, this is what kubelet asks.
     """
 
     def __init__(
@@ -402,6 +406,8 @@ class MetricsServer:
         port is taken.
         """
         self._probes = probes
+        # Before the first answer: a worker that dies while it loads shows when it was started, too.
+        ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         self._server.set_app(self._answer)

@@ -174,6 +174,8 @@ class InprocEngineClient:
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
         self._owners.claim(request)
+        if self._loaded.connector is not None:
+            self._loaded.connector.on_dispatched(request)
         self._inputs.put(_Add(request))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
@@ -197,9 +199,9 @@ class InprocEngineClient:
     def problem(self) -> str | None:
         if self._error is not None:
             return self._error
-        started = self._core.step_started
-        if started is not None and time.monotonic() - started > self._loaded.step_timeout_s:
-            return f"a step has taken more than {self._loaded.step_timeout_s:g} s"
+        bound_s = self._loaded.step_watch.overrun(self._core.running_step)
+        if bound_s is not None:
+            return f"a step has taken more than {bound_s:g} s"
         connector = self._loaded.connector
         return connector.failure() if connector is not None else None
 
@@ -219,6 +221,7 @@ class InprocEngineClient:
         return await self._control.sleep(level, mode)
 
     async def wake_up(self, tags: Sequence[str]) -> None:
+        self._loaded.step_watch.forget()
         await self._control.wake_up(tags)
 
     async def reset_prefix_cache(self) -> int:
@@ -233,14 +236,16 @@ class InprocEngineClient:
     # ---- the end
     # -------------------------------------------------------------------------------------------
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, timeout_s: float) -> int:
         self._is_draining = True
         self._control.begin_drain()
-        if await self._until(self._is_empty, timeout_s):
-            return True
-        self._post(self._core.hand_back)
-        await self._until(lambda: not self._owners, HAND_BACK_TIMEOUT_S)
-        return False
+        # A step that hangs or a broken transport would keep the rest from ending.
+        await self._until(lambda: self._is_empty() or self.problem() is not None, timeout_s)
+        if not self._is_empty():
+            self._post(self._core.hand_back)
+            await self._until(self._is_empty, HAND_BACK_TIMEOUT_S)
+        # Owners are left if the engine has not come to it: routers see their streams end.
+        return self._core.num_handed_back + len(self._owners)
 
     def _is_empty(self) -> bool:
         return not self._owners and not self._stats.num_open_kv_sessions
@@ -333,6 +338,7 @@ class InprocEngineClient:
 
     def _deliver(self, result: StepResult) -> None:
         self._stats = result.stats
+        self._loaded.step_watch.learn(result.work, result.stats.step_duration_s)
         if self._on_step is not None:
             all_outputs = [output for group in result.outputs.values() for output in group]
             self._on_step(result.stats, all_outputs, result.has_computed)

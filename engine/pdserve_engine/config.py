@@ -108,7 +108,9 @@ class EngineConfig:
     poison_freed_blocks: bool = opt(
         False, "Fill freed KV blocks with NaN: shows any use after free."
     )
-    step_timeout_s: float = opt(300.0, "A step that takes longer is hung: the process exits.")
+    step_timeout_s: float = opt(
+        300.0, "When a step counts as hung at the latest: the process exits to be restarted."
+    )
     log_iterations: bool = opt(False, "Log a line for each step.")
     profile_dir: str | None = opt(None, "Folder for profiles; a temporary one if unset.")
 

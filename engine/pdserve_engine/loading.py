@@ -23,6 +23,7 @@ from pdserve_engine.core.control import EngineControl
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.core.step_watch import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv_sizing import (
     fit_max_model_len,
@@ -63,7 +64,7 @@ class LoadedEngine:
     connector: KVConnector | None
     kv_cache: KVCache
     control: EngineControl
-    step_timeout_s: float
+    step_watch: StepWatch
     logs_iterations: bool
 
     def close(self) -> bool:
@@ -123,7 +124,7 @@ def load_engine(
         connector=connector,
         kv_cache=kv_cache,
         control=_make_control(config, core, runner, source, engine_id),
-        step_timeout_s=config.step_timeout_s,
+        step_watch=_make_watch(config),
         logs_iterations=config.log_iterations,
     )
 
@@ -173,6 +174,11 @@ class _ModelSource:
             self.spec.layout(),
             logits_processors=tuple(self.logits_processors),
         )
+
+
+def _make_watch(config: EngineConfig) -> StepWatch:
+    min_bound_s = MIN_CUDA_BOUND_S if config.device == "cuda" else MIN_BOUND_S
+    return StepWatch(timeout_s=config.step_timeout_s, min_bound_s=min_bound_s)
 
 
 def _size_pool(
@@ -356,4 +362,5 @@ def _describe(
         version=VERSION,
         logits_processors=tuple(sorted(source.logits_processors)),
         kernels=name_of(select(source.device)),
+        has_prefix_caching=config.enable_prefix_caching,
     )

@@ -28,9 +28,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* The values of one pool, as YAML: its own over those of both. Takes root and role. */}}
+{{/*
+The values of one pool, as YAML: its own over those of both. Takes root and role. Who asks for an RDMA device means to
+use it: without require_transport a device that is lost would become slow TCP, and nothing would say so.
+*/}}
 {{- define "pdserve.pool" -}}
-{{ mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy (get .root.Values .role)) | toYaml }}
+{{- $pool := mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy (get .root.Values .role)) -}}
+{{- if $pool.rdma.resource -}}
+{{- $_ := mustMerge $pool (dict "config" (dict "require_transport" "rdma")) -}}
+{{- end -}}
+{{ toYaml $pool }}
 {{- end }}
 
 {{/* What routers and workers must agree on. Workers that differ in it are other workers. */}}

@@ -67,6 +67,8 @@
       valueFrom:
         secretKeyRef: {name: {{ .hub.tokenSecret | quote }}, key: {{ .hub.tokenSecretKey | quote }}}
     {{- end }}
+  resources:
+    {{- toYaml .hub.resources | nindent 4 }}
   securityContext:
     {{- include "pdserve.containerSecurity" $ | nindent 4 }}
   volumeMounts:

@@ -31,7 +31,7 @@ def select(device: torch.device) -> ModuleType:
 
 def name_of(kernels: ModuleType) -> str:
     """Return what a set from `select` is called: triton, reference, cpu/avx512bf16 or cpu/avx2."""
-    from pdserve_kernels.cpu.isa import cpu_isa
+    from pdserve_kernels.cpu.compiled import loaded_isa
 
     name = kernels.__name__.removeprefix("pdserve_kernels.")
-    return f"{name}/{cpu_isa()}" if name == "cpu" else name
+    return f"{name}/{loaded_isa()}" if name == "cpu" else name

@@ -32,7 +32,8 @@ class AttentionMetadata:
     query_start_loc: torch.Tensor
     # [num_reqs] int32: tokens in the cache after this step's write.
     seq_lens: torch.Tensor
-    # [num_reqs, max_blocks] int32; entries past a request's last block are never read into results.
+    # [num_reqs, max_blocks] int32; entries past a request's last block may be anything. All others
+    # are blocks of the cache; those before a window may be stale, they are not read.
     block_table: torch.Tensor
     # [num_tokens] int64: block_id * block_size + offset; -1 means the token is padding and is not
     # written.

@@ -20,11 +20,11 @@ class LinkTimings:
     """How a link proves that it lives; tests shorten it."""
 
     heartbeat_s: float = 1.0
+    # How long after its last word a worker is waited for, whether its stream stands or broke. It
+    # keeps a router's requests as long from when it finds the stream broken, which is not before.
     dead_after_s: float = 5.0
     min_backoff_s: float = 0.1
     max_backoff_s: float = 2.0
-    # How long requests wait for their broken stream to be replaced.
-    reattach_s: float = 2.0
 
 
 class LinkLostError(Exception):
@@ -52,6 +52,11 @@ class AttachStream:
         self._outbox: asyncio.Queue[service_pb2.AttachRequest | None] = asyncio.Queue()
         self._is_heartbeat_queued = False
         self._last_heard = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """How long the worker has said nothing."""
+        return time.monotonic() - self._last_heard
 
     def send(self, message: service_pb2.AttachRequest) -> None:
         """Queue a message. It is lost if the stream breaks before it has left."""
@@ -120,9 +125,8 @@ class AttachStream:
             if now - before > 2 * interval:
                 # It was this process that hung: what the worker sent is still to be read.
                 self._last_heard = max(self._last_heard, now - interval)
-            silence = now - self._last_heard
-            if silence > self._timings.dead_after_s:
-                raise LinkLostError(f"nothing heard for {silence:.1f} s")
+            if self.silence_s > self._timings.dead_after_s:
+                raise LinkLostError(f"nothing heard for {self.silence_s:.1f} s")
 
     def _beat(self) -> None:
         if not self._is_heartbeat_queued:

@@ -24,7 +24,6 @@ from pdserve_common.errors import (
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.beam_search import Beam, BeamSearch
-from pdserve_router.handoff import determinism
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
@@ -255,7 +254,7 @@ class BeamSearchRequest(LiveRequest):
             path=self._path,
             prefill_engine_id="",
             decode_engine_id=self._worker.engine_id,
-            determinism=determinism(filter(None, [self._worker.info])),
+            determinism=self._worker.origin.determinism,
             num_redrives=0,
         )
 

@@ -44,16 +44,18 @@ class RouterConfig(TlsConfig):
         False,
         "Refuse a request rather than have decode do it alone for want of a prefill worker, a "
         "proven pair or room in prefill's queue. What needs no handoff stays on decode as ever: "
-        "short and cached prompts, max_tokens=1, beam search.",
+        "short prompts, max_tokens=1, beam search; but no prompt for what should be cached there.",
     )
     require_transport: Transport = opt(
-        "any", "Use a pair of workers only if its KV blocks were seen to travel this way."
+        "any",
+        "Use a pair of workers only if its KV blocks were seen to travel this way, and no longer "
+        "once they were seen to travel another.",
     )
     disaggregation_threshold_tokens: int = opt(
         0,
         "Prompts of which decode has to compute at most so many tokens stay there; what it has "
-        "cached is estimated from what this router sent. 0: all of more than one token go to "
-        "prefill, nothing is estimated.",
+        "cached is estimated from what it answered this router. 0: all of more than one token go "
+        "to prefill, nothing is estimated.",
     )
     max_prefill_queue_tokens: int = opt(
         0,

@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
-    EngineInfo,
     ErrorCode,
     FinishReason,
     KVLost,
@@ -23,6 +22,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.attempt import Attempt
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.origin import Origin, joined
 from pdserve_router.output_processor import Ending, RequestOutput, RequestState, Usage
 from pdserve_router.redrive import KV_ERRORS, Recovery, RedriveQueue
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
@@ -59,6 +59,7 @@ class Handoff(LiveRequest):
         wake: asyncio.Event | None = None,
     ) -> None:
         super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        resumed = next((each for each in resume if each.index == index), None)
         self.state = RequestState(
             request,
             tokenizer=tokenizer,
@@ -66,11 +67,13 @@ class Handoff(LiveRequest):
             metrics=metrics,
             index=index,
             wake=wake,
-            resumed=next((each for each in resume if each.index == index), None),
+            resumed=resumed,
         )
         self.recovery = Recovery()
-        # Of every worker that took part in the answer.
-        self.infos: set[EngineInfo] = set()
+        # Of every worker that took part in the answer, also before it was resumed.
+        self.origins: set[Origin] = set()
+        if resumed is not None and resumed.is_begun:
+            self.origins.add(resumed.origin)
         self._metrics = metrics
         self._redrives = redrives
         self._attempt = Attempt(self._at_attempt(0), route, self)
@@ -112,7 +115,7 @@ class Handoff(LiveRequest):
         """Begin the next attempt. Workers that have the last one and not this one end it."""
         if not self.state.token_ids:
             # Nothing of the answer is theirs.
-            self.infos.clear()
+            self.origins.clear()
         lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
         self._count_handoff(lost, self._outcome)
         self.recovery.begin_attempt()
@@ -131,7 +134,7 @@ class Handoff(LiveRequest):
         try:
             stop_string = self.state.accept(output)
         except PdserveError as error:
-            logger.error("request %s: %s", output.request_id, error.message)
+            logger.error("request %s, %s: %s", output.request_id, worker.address, error.message)
             self._redrives.pool.report_failure(worker)
             self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome="decode_failed")
             return False
@@ -193,7 +196,8 @@ class Handoff(LiveRequest):
         )
 
     def _send(self) -> None:
-        self.infos.update(worker.info for worker in self.route.workers if worker.info is not None)
+        self.origins.update(worker.origin for worker in self.route.workers)
+        self.state.collector.origin = str(joined(self.origins))
         self._attempt.send()
 
     def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
@@ -205,8 +209,11 @@ class Handoff(LiveRequest):
             self._prefill_stats = output.prefill_stats or self._prefill_stats
         if num_before < 2:
             self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
-        if output.kv_transfer_stats is not None and self.route.prefill is not None:
-            self._redrives.pool.report_success((self.route.prefill, self.route.decode))
+        pool, prefill, decode = self._redrives.pool, self.route.prefill, self.route.decode
+        if output.kv_transfer_stats is not None and prefill is not None:
+            pool.report_transfer(prefill, decode, output.kv_transfer_stats)
+        if output.prefill_stats is not None and prefill is None:
+            pool.report_cached(self.route, output.prefill_stats)
 
     def _on_progress(self, worker: WorkerClient) -> None:
         if self not in self._redrives:
@@ -306,13 +313,6 @@ class Handoff(LiveRequest):
             path=self.route.path,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",
             decode_engine_id=decode.engine_id,
-            determinism=determinism(info for handoff in handoffs for info in handoff.infos),
+            determinism=joined(o for handoff in handoffs for o in handoff.origins).determinism,
             num_redrives=sum(handoff.recovery.num_redrives for handoff in handoffs),
         )
-
-
-def determinism(infos: Iterable[EngineInfo]) -> str:
-    """Return "exact" if all these workers compute the same tokens bit by bit, else "consistent"."""
-    kinds = {(info.determinism, info.numerics_id) for info in infos}
-    is_exact = len(kinds) == 1 and all(kind == "exact" for kind, _ in kinds)
-    return "exact" if is_exact else "consistent"

@@ -52,6 +52,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: EngineError | None = None
+    # Of the tokens so far.
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,7 @@ class RequestOutputCollector:
         "_token_ids",
         "_wake",
         "has_news",
+        "origin",
     )
 
     def __init__(
@@ -147,6 +150,8 @@ class RequestOutputCollector:
         self._is_first = True
         self._wake = wake or asyncio.Event()
         self.has_news = False
+        # What is told of where the tokens come from.
+        self.origin = ""
 
     def resume(self, text: str, token_ids: Sequence[int], *, has_logprobs: bool) -> None:
         """Begin behind what another stream has brought: deltas are only what follows."""
@@ -200,6 +205,7 @@ class RequestOutputCollector:
             token_ids=tuple(self._token_ids),
             logprobs=logprobs,
             cumulative_logprob=self._cumulative_logprob,
+            origin=self.origin,
         )
         output = RequestOutput(
             request_id=self._request.external_req_id or self._request.request_id,
@@ -304,7 +310,7 @@ class RequestState:
         self._prompt_logprobs: list[LogprobsLists] = []
         self._detokenizer = _detokenizer(tokenizer, params)
         self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
-        if resumed is not None and (resumed.token_ids or resumed.is_finished):
+        if resumed is not None and resumed.is_begun:
             self._resume(resumed)
 
     @property

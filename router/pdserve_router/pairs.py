@@ -45,7 +45,7 @@ class Pair:
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     # Why these two can never work; empty if they might.
     mismatch: str = ""
-    # What was found about the transport, which only a proof can tell.
+    # What was found about the transport, which only a transfer can tell.
     refused_transport: str = ""
     is_proven: bool = False
     is_probing: bool = False
@@ -134,12 +134,21 @@ class Pairs:
                 logger.warning("handoffs between %s fail: they are not used", pair)
                 self._on_change()
 
-    def report_success(self, prefill: WorkerClient, decode: WorkerClient) -> None:
-        """A handoff between the two went well."""
+    def report_transfer(
+        self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
+    ) -> None:
+        """A handoff between the two went well. Over another transport than required it is the last:
+        their link may have been made anew since the proof.
+        """
         pair = self._pairs.get((prefill, decode))
+        if pair is None:
+            return
         # A request from before the failures does not end the trial that is due.
-        if pair is not None and not pair.breaker.is_open:
+        if not pair.breaker.is_open:
             pair.breaker.report_success()
+        # Of what D had cached nothing travels.
+        if stats.num_blocks and not pair.mismatch and not self._has_right_transport(pair, stats):
+            self._on_change()
 
     def advance(self) -> None:
         """Start the proofs that are due, and come back for those that will be."""
@@ -235,13 +244,18 @@ class Pairs:
         self._probes.add(task)
         task.add_done_callback(lambda done: self._on_probed(pair, done))
 
+    def _has_right_transport(self, pair: Pair, stats: KVTransferStats) -> bool:
+        """False if the pair is refused from now on."""
+        if self._require_transport in ("any", stats.transport):
+            return True
+        pair.refused_transport = (
+            f"KV travels over {stats.transport}, --require-transport is {self._require_transport}"
+        )
+        self._check(pair)
+        return False
+
     def _on_proven(self, pair: Pair, stats: KVTransferStats) -> None:
-        if self._require_transport not in ("any", stats.transport):
-            pair.refused_transport = (
-                f"KV travels over {stats.transport}, --require-transport is "
-                f"{self._require_transport}"
-            )
-            self._check(pair)
+        if not self._has_right_transport(pair, stats):
             return
         logger.info("%s work together, over %s", pair, stats.transport)
         pair.is_proven = True

@@ -1,4 +1,4 @@
-"""What the decode workers may have cached of a prompt, as far as this router has sent it there."""
+"""What the decode workers may have cached of a prompt, as far as this router had them answer it."""
 
 import itertools
 from collections import OrderedDict
@@ -12,45 +12,56 @@ MAX_BLOCKS = 1 << 16
 
 
 class PrefixEstimate:
-    """Remembers for each decode worker the chained hashes of the blocks of tokens that were sent to
-    it or that it answered, the least recent ones go first. It is an estimate: the worker may have
+    """Remembers for each decode worker the chained hashes of the blocks of tokens that it had when
+    it answered requests, the least recent ones go first. It is an estimate: the worker may have
     evicted them, or have more from other routers. Too high a one has the worker compute a long
-    prompt itself, beside its decodes; too low a one costs a handoff that was not needed. Tokens are
-    right either way.
+    prompt itself, beside its decodes; then it says so, and `forget` corrects it. Too low a one
+    costs a handoff that was not needed. Tokens are right either way.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[WorkerClient, str], OrderedDict[int, None]] = {}
+        self._computed: dict[tuple[WorkerClient, str], OrderedDict[int, None]] = {}
 
     def num_cached_tokens(
         self, workers: Sequence[WorkerClient], request: EngineCoreRequest
     ) -> dict[WorkerClient, int]:
         """Return how many of the request's known tokens each worker should have, in whole blocks;
-        workers that were never attached are left out.
+        workers that were never attached, or cache nothing, are left out.
         """
-        sizes = {worker: worker.info.block_size for worker in workers if worker.info is not None}
+        sizes = {
+            worker: worker.info.block_size
+            for worker in workers
+            if worker.info is not None and worker.info.has_prefix_caching
+        }
         hashes = {size: _block_hashes(request, size) for size in set(sizes.values())}
         return {
-            worker: size * _num_leading(hashes[size], self._sent.get((worker, worker.epoch), ()))
+            worker: size
+            * _num_leading(hashes[size], self._computed.get((worker, worker.epoch), ()))
             for worker, size in sizes.items()
         }
 
-    def on_sent(self, worker: WorkerClient, request: EngineCoreRequest) -> None:
-        """The request's known tokens will be on the worker."""
+    def on_computed(self, worker: WorkerClient, request: EngineCoreRequest) -> None:
+        """The request's known tokens have been on the worker."""
         if worker.info is None:
             return
-        sent = self._sent.setdefault((worker, worker.epoch), OrderedDict())
+        computed = self._computed.setdefault((worker, worker.epoch), OrderedDict())
         # The first block last: without it the others are worth nothing.
         for block in reversed(_block_hashes(request, worker.info.block_size)):
-            sent[block] = None
-            sent.move_to_end(block)
-        while len(sent) > min(worker.info.num_blocks, MAX_BLOCKS):
-            sent.popitem(last=False)
+            computed[block] = None
+            computed.move_to_end(block)
+        while len(computed) > min(worker.info.num_blocks, MAX_BLOCKS):
+            computed.popitem(last=False)
+
+    def forget(self, worker: WorkerClient) -> None:
+        """The worker had less than it should. What it has dropped is not known: where blocks are
+        evicted, those of others that are as old are gone as well.
+        """
+        self._computed.pop((worker, worker.epoch), None)
 
     def keep(self, workers: Sequence[WorkerClient]) -> None:
         """Forget all other workers, and what these held before they were restarted."""
         kept = {(worker, worker.epoch) for worker in workers}
-        self._sent = {key: sent for key, sent in self._sent.items() if key in kept}
+        self._computed = {key: each for key, each in self._computed.items() if key in kept}
 
 
 def known_token_ids(request: EngineCoreRequest) -> tuple[int, ...]:

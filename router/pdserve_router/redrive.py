@@ -11,12 +11,12 @@ from typing import Protocol
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
-    EngineInfo,
     ErrorCode,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.origin import Origin
 from pdserve_router.route_chooser import Route
 from pdserve_router.worker_client import WorkerClient
 from pdserve_router.worker_pool import WorkerPool
@@ -114,7 +114,7 @@ class Redrive(Protocol):
     # Its first attempt.
     request: EngineCoreRequest
     # Of the workers that took part in its answer.
-    infos: set[EngineInfo]
+    origins: set[Origin]
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -141,8 +141,9 @@ class RedriveQueue:
 
     They go ahead of new work, so they are let onto a worker only a few at a time: those that have
     not brought a token since are one request, or hold at most one step's tokens, or a quarter of
-    those that wait there. So others lose a quarter of P at most when a D dies with many long
-    contexts. Where no worker is left a request waits for one, for `wait_s` or until its deadline.
+    those that wait there, of which this router takes its share. So others lose a quarter of P at
+    most when a D dies with many long contexts. Where no worker is left a request waits for one, for
+    `wait_s` or until its deadline.
     """
 
     def __init__(
@@ -291,17 +292,10 @@ class RedriveQueue:
         return self.pool.route(request, exclude=recovery.not_yet | barred)
 
     def _strangers(self, redrive: Redrive, request: EngineCoreRequest) -> frozenset[WorkerClient]:
-        """Return the workers that must not go on with an answer that has begun: with another model
-        or other weights they would go on with another answer.
-        """
+        """Return the workers that must not go on with an answer that has begun."""
         if not request.resume_output_token_ids:
             return frozenset()
-        models = {info.kv_compatibility_hash for info in redrive.infos}
-        return frozenset(
-            worker
-            for worker in (*self.pool.prefill, *self.pool.decode)
-            if worker.info is not None and worker.info.kv_compatibility_hash not in models
-        )
+        return self.pool.strangers(redrive.origins)
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""
@@ -318,7 +312,7 @@ class RedriveQueue:
             return True
         step = worker.info.max_num_batched_tokens if worker.info is not None else 0
         quarter = worker.stats.num_waiting_tokens // 4 if worker.stats is not None else 0
-        return num_sent_tokens + num_tokens <= max(step, quarter)
+        return num_sent_tokens + num_tokens <= max(step, quarter) // worker.num_routers
 
 
 def _num_known(request: EngineCoreRequest) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pdserve_common.engine_types import EngineCoreRequest, FinishReason, SamplingParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_token_ids
+from pdserve_router.origin import UNKNOWN, Origin
 
 # Of all completions together: a second's work for the detokenizer.
 MAX_RESUMED_TOKENS = 1 << 18
@@ -19,6 +20,12 @@ class ResumedCompletion:
     index: int
     token_ids: tuple[int, ...] = ()
     is_finished: bool = False
+    origin: Origin = UNKNOWN
+
+    @property
+    def is_begun(self) -> bool:
+        """False if it is like any other completion."""
+        return bool(self.token_ids) or self.is_finished
 
 
 class TokenEnd(NamedTuple):

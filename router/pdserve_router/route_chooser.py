@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, PrefillStats, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError, PdserveError
 from pdserve_router.pairs import Pairs
 from pdserve_router.prefix_estimate import PrefixEstimate, known_token_ids
@@ -45,9 +45,9 @@ class Route:
 
 class RouteChooser:
     """Applies the rules in this order: what need not cross the handoff (beam_search, max_tokens_1,
-    disabled, short_prompt, cached_prompt) stays on D; what cannot (no_prefill_worker,
-    no_proven_pair, prefill_queue) does too, unless disaggregation is required; all else is
-    disaggregated.
+    disabled, short_prompt) stays on D; so do, unless disaggregation is required, what D should have
+    cached (cached_prompt) and what cannot cross it (no_prefill_worker, no_proven_pair,
+    prefill_queue); all else is disaggregated.
     """
 
     def __init__(self, rules: RoutingRules, pairs: Pairs) -> None:
@@ -74,13 +74,22 @@ class RouteChooser:
         route = self._choose(request, prefill, _working(decode))
         for worker in route.workers:
             worker.breaker.on_use()
-        self.note_computed(route.decode, request)
         return route
 
     def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
-        """The request's known tokens have been, or are about to be, on the worker."""
+        """The request's known tokens have been on the worker."""
         if self._rules.disaggregation_threshold_tokens:
-            self._estimate.on_sent(decode, request)
+            self._estimate.on_computed(decode, request)
+
+    def report_cached(self, route: Route, stats: PrefillStats) -> None:
+        """A request's decode worker has said how much of the prompt it had cached."""
+        info = route.decode.info
+        if route.reason != "cached_prompt" or info is None:
+            return
+        # The last block of a prompt that ends with it is computed in any case.
+        num_left = stats.num_prompt_tokens - stats.num_cached_tokens - info.block_size
+        if num_left > self._rules.disaggregation_threshold_tokens:
+            self._estimate.forget(route.decode)
 
     def _choose(
         self,
@@ -121,9 +130,14 @@ class RouteChooser:
     def _with_prompt_cached(
         self, request: EngineCoreRequest, decode: Sequence[WorkerClient]
     ) -> list[WorkerClient]:
-        """Return the decode workers that would have little left to compute."""
+        """Return the decode workers that should have little left to compute. That is a guess, so
+        nobody relies on it where disaggregation is required.
+        """
         threshold = self._rules.disaggregation_threshold_tokens
-        if threshold == 0:
+        params = request.sampling_params
+        # Logprobs of a prompt have it computed whole.
+        is_read = params is None or params.prompt_logprobs is None
+        if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
         num_known = len(known_token_ids(request))
         cached = self._estimate.num_cached_tokens(decode, request)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from pdserve_common.errors import DrainingError, OverloadedError, PdserveError
+from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.beam_search_request import BeamSearchRequest
@@ -115,7 +115,7 @@ class Router:
             )
 
     async def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> LiveRequest:
-        route = self.pool.route(processed.request)
+        route = self._route(processed)
         timeline = Timeline(
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=processed.tokenize_start_ns,
@@ -135,6 +135,20 @@ class Router:
         # The last, as it may end at once.
         live.start()
         return live
+
+    def _route(self, processed: ProcessedInput) -> Route:
+        """Choose workers; an answer that has begun is for those of the same weights."""
+        begun = [
+            each.origin for each in processed.resume if each.token_ids and not each.is_finished
+        ]
+        barred = frozenset().union(*(self.pool.strangers([origin]) for origin in begun))
+        ready = [worker for worker in self.pool.decode if worker.is_ready]
+        if ready and barred.issuperset(ready):
+            raise NoWorkerError(
+                "the answer cannot be resumed here: no decode worker that is ready has the weights "
+                "that began it"
+            )
+        return self.pool.route(processed.request, exclude=barred)
 
     def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
         params = processed.request.sampling_params

@@ -18,6 +18,7 @@ from pdserve_common.validation import MAX_REQUEST_ID_CHARS
 from pdserve_router.input_processor import ChatMessage, GenerationRequest, trace_context
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
+from pdserve_router.origin import Origin
 from pdserve_router.output_processor import CompletionOutput, RequestOutput
 from pdserve_router.resume import ResumedCompletion
 from pdserve_router.router import Router
@@ -136,7 +137,10 @@ def _generation_request(
 
 def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
     return ResumedCompletion(
-        index=message.index, token_ids=tuple(message.token_ids), is_finished=message.finished
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        is_finished=message.finished,
+        origin=Origin.parse(message.origin),
     )
 
 
@@ -187,7 +191,10 @@ def _completion_to_proto(
     completion: CompletionOutput, token_text: TokenText | None
 ) -> pb2.CompletionOutput:
     message = pb2.CompletionOutput(
-        index=completion.index, text=completion.text, token_ids=completion.token_ids
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        origin=completion.origin,
     )
     if completion.logprobs is not None:
         message.logprobs.CopyFrom(

@@ -35,6 +35,7 @@ from pdserve_router.attach_client import (
     StreamBrokenError,
 )
 from pdserve_router.circuit_breaker import CircuitBreaker
+from pdserve_router.origin import UNKNOWN, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,9 @@ class WorkerClient:
     """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks.
 
     A stream that breaks is replaced at once, and its requests go on where they were if the worker
-    still has them. They get their error after `reattach_s`, or as soon as it is known that the
-    worker is gone, is another process than before, or lacks them. Silence means death: whether such
-    a worker ever comes back cannot be waited for.
+    still has them. They get their error after `dead_after_s` of silence, or as soon as it is known
+    that the worker is gone, is another process than before, or lacks them. Silence means death:
+    whether such a worker ever comes back cannot be waited for.
     """
 
     def __init__(
@@ -88,7 +89,11 @@ class WorkerClient:
         self.role = role
         self.state = WorkerState.CONNECTING
         self.info: EngineInfo | None = None
+        # Of what it computes; unknown until it was attached once.
+        self.origin = UNKNOWN
         self.stats: SchedulerStats | None = None
+        # Attached to it, this one among them.
+        self.num_routers = 1
         # Fed by the pool; a new process begins with a closed one.
         self.breaker = CircuitBreaker()
         self._router_id = router_id
@@ -279,6 +284,7 @@ class WorkerClient:
         if not is_same:
             self.breaker = CircuitBreaker()
         self.info = info
+        self.origin = Origin.of(info)
         self.state = self._held_state if is_same and was_held else WorkerState.READY
         logger.info(
             "%s worker %s at %s is %s, epoch %s, %d requests adopted",
@@ -341,6 +347,7 @@ class WorkerClient:
             listener.on_defect()
 
     def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
+        self.num_routers = max(1, heartbeat.num_routers)
         if heartbeat.draining:
             self._on_draining()
         elif self.state in (WorkerState.READY, WorkerState.PAUSED):
@@ -372,13 +379,21 @@ class WorkerClient:
             reason,
         )
         self._held_state = self.state
-        message = f"it did not attach again within {self._timings.reattach_s:g} s: {reason}"
+        message = f"it did not attach again in time: {reason}"
         self._hold_timer = asyncio.get_running_loop().call_later(
-            self._timings.reattach_s, self._lost, message
+            self._hold_s(), self._lost, message
         )
         self.stats = None
         self.state = WorkerState.REATTACHING
         self._on_change()
+
+    def _hold_s(self) -> float:
+        """What is left of the worker's time, and enough for one try if it was this process that
+        hung.
+        """
+        assert self._stream is not None, "it has just broken"
+        left_s = self._timings.dead_after_s - self._stream.silence_s
+        return max(left_s, self._timings.heartbeat_s)
 
     def _release_hold(self) -> None:
         if self._hold_timer is not None:
@@ -423,7 +438,7 @@ class WorkerClient:
 
 def _is_refused(error: Exception) -> bool:
     # gRPC has one status for all that can be wrong with a connection. If its words change, requests
-    # of a worker that is gone wait for reattach_s.
+    # of a worker that is gone wait for dead_after_s.
     return "Connection refused" in _reason(error)
 
 

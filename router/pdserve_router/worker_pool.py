@@ -5,16 +5,23 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, WorkerRole
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineInfo,
+    KVTransferStats,
+    PrefillStats,
+    WorkerRole,
+)
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.tls import Tls
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.discovery import Discovery
+from pdserve_router.origin import Origin
 from pdserve_router.pairs import SETTLE_S, Pairs
 from pdserve_router.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.worker_client import WorkerClient, WorkerState
@@ -160,11 +167,31 @@ class WorkerPool:
             decode=[w for w in self._distinct(self.decode) if w.is_ready and w not in exclude],
         )
 
+    def strangers(self, origins: Iterable[Origin]) -> frozenset[WorkerClient]:
+        """Return the workers of none of these weights: with an answer of that origin they would go
+        on as with another model's. Nobody is a stranger to an unknown one.
+        """
+        weights = {origin.weights for origin in origins} - {""}
+        if not weights:
+            return frozenset()
+        workers = (*self.prefill, *self.decode)
+        return frozenset(worker for worker in workers if worker.origin.weights not in weights)
+
     def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
         """A decode worker has had the KV of the request's known tokens: the next turn of a chat
         will find it there.
         """
         self._chooser.note_computed(decode, request)
+
+    def report_cached(self, route: Route, stats: PrefillStats) -> None:
+        """A request's decode worker has said how much of the prompt it had cached."""
+        self._chooser.report_cached(route, stats)
+
+    def report_transfer(
+        self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
+    ) -> None:
+        """A pair did its handoff: the KV came."""
+        self._pairs.report_transfer(prefill, decode, stats)
 
     def report_failure(self, failing: Failing) -> None:
         """A request failed because of a worker, or of a pair (prefill, decode). Three in a row keep
@@ -184,11 +211,8 @@ class WorkerPool:
             logger.warning("worker %s keeps failing: it gets no requests", failing.address)
             self._on_change()
 
-    def report_success(self, working: Failing) -> None:
-        """A worker did its part of a request, or a pair its handoff (the KV came)."""
-        if isinstance(working, tuple):
-            self._pairs.report_success(*working)
-            return
+    def report_success(self, working: WorkerClient) -> None:
+        """A worker did its part of a request."""
         was_open = working.breaker.is_open
         working.breaker.report_success()
         if was_open:

@@ -82,7 +82,9 @@ class FakeRouter(pb2_grpc.InferenceServiceServicer):
             finished=is_last,
         )
         completion = output.outputs.add(
-            text=f"{index} ", token_ids=[token_of(request.sampling_params.seed, index)]
+            text=f"{index} ",
+            token_ids=[token_of(request.sampling_params.seed, index)],
+            origin=f"of {index}",
         )
         if is_last:
             completion.finish_reason = core.FINISH_REASON_LENGTH
@@ -152,8 +154,10 @@ async def test_a_stream_cut_anywhere_goes_on_at_the_next_router(pair, cut) -> No
     # After its last message nothing is missing any more.
     assert len(pair[1].requests) == (cut < NUM_TOKENS)
     for request in pair[1].requests:
-        resumed = [(each.index, len(each.token_ids), each.finished) for each in request.resume]
-        assert resumed == ([(0, cut, False)] if cut else [])
+        resumed = [
+            (each.index, len(each.token_ids), each.finished, each.origin) for each in request.resume
+        ]
+        assert resumed == ([(0, cut, False, f"of {cut - 1}")] if cut else [])
 
 
 async def test_the_same_is_asked_for_again_but_for_what_has_come(pair) -> None:

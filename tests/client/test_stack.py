@@ -20,6 +20,7 @@ ANY_PORTS = dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_por
 def make_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStack:
     """make_stack(**settings) -> a stack, not started, on a machine of four cores."""
     monkeypatch.setattr(stacks, "usable_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr(stacks, "cpu_limit", lambda: None)
     monkeypatch.setattr(stacks, "share_cores", functools.partial(share_cores, system=tmp_path))
     (tmp_path / "config.json").touch()
 
@@ -61,6 +62,50 @@ def test_too_few_cores_are_shared_and_the_output_says_so(make_stack: MakeStack) 
 
 def test_more_threads_than_cores_share_them_too(make_stack: MakeStack) -> None:
     assert placements(make_stack(num_threads=3)) == [["--num-threads=3"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings", "num_threads"),
+    [
+        (1.5, {}, 1),
+        (3.0, {}, 1),
+        (5.0, {}, 2),
+        (2.0, {"prefill": 0}, 2),
+        (2.0, {"num_threads": 2}, 2),
+        (2.0, {"device": "cuda"}, 1),
+    ],
+)
+def test_services_share_a_containers_cpu_limit(
+    make_stack: MakeStack,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: float,
+    settings: dict[str, object],
+    num_threads: int,
+) -> None:
+    monkeypatch.setattr(stacks, "cpu_limit", lambda: limit)
+    for flags in placements(make_stack(**settings)):
+        assert flags[-1] == f"--num-threads={num_threads}"
+
+
+def test_a_limit_of_time_leaves_services_all_their_cores(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "cpu_limit", lambda: 2.0)
+    assert make_stack().placement == "prefill-0 on 0-1, decode-0 on 2-3"
+
+
+def test_prefill_and_decode_get_a_hardware_thread_each_of_a_single_core(
+    make_stack: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "usable_cores", lambda: frozenset({0, 1}))
+    for core in (0, 1):
+        folder = tmp_path / f"cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text("0-1\n")
+    assert placements(make_stack()) == [
+        ["--cpu-cores=0", "--num-threads=1"],
+        ["--cpu-cores=1", "--num-threads=1"],
+    ]
 
 
 @pytest.mark.parametrize(

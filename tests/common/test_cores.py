@@ -81,6 +81,15 @@ def test_two_hardware_threads_are_one_core(tmp_path: Path) -> None:
     assert share_cores((1, 2, 3), 2, system=system) == [(1,), (2,)]
 
 
+def test_hardware_threads_are_shared_out_where_there_are_too_few_cores(tmp_path: Path) -> None:
+    siblings = {core: f"{core % 2},{core % 2 + 2}" for core in range(4)}
+    system = machine(tmp_path, ["0-3"], siblings)
+    assert share_cores((0, 2), 2, system=system) == [(0,), (2,)]
+    assert share_cores(range(4), 2, min_size=2, system=system) == [(0, 2), (1, 3)]
+    assert share_cores(range(4), 4, system=system) == [(0,), (2,), (1,), (3,)]
+    assert share_cores(range(4), 5, system=system) is None
+
+
 def test_a_process_is_confined_with_all_its_threads() -> None:
     before = usable_cores()
     done = threading.Event()

@@ -1,6 +1,7 @@
 """docs/metrics.md and what is declared say the same."""
 
 import re
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_what_the_library_exports_is_documented() -> None:
     ProcessCollector(registry=registry)
     exported = {sample.name for family in registry.collect() for sample in family.samples}
     assert set(re.findall(r"`(process_\w+)`", DOCS.read_text())) == exported
+
+
+def test_a_process_says_when_it_was_started_before_it_has_anything_else_to_say() -> None:
+    server = metrics.MetricsServer("127.0.0.1", 0, CollectorRegistry(), probes={})
+    try:
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            assert "\nprocess_start_time_seconds " in response.read().decode()
+    finally:
+        server.close()
 
 
 def test_the_waterfalls_stages_are_documented() -> None:

@@ -161,6 +161,7 @@ INFO = types.EngineInfo(
     version="v",
     logits_processors=("x", "y"),
     kernels="cpu/avx2",
+    has_prefix_caching=False,
 )
 
 

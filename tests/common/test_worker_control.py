@@ -12,6 +12,7 @@ from worker_driver import Worker, add, collect, ends, has_started, read_until
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve_engine.core.step_watch import StepWatch
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,22 @@ async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> 
         assert not (await worker.load()).paused
 
 
+async def test_routers_hear_how_many_they_are(worker: Worker) -> None:
+    async with worker.attach("one") as one:
+        await read_until(one, lambda m: m.heartbeat.num_routers == 1)
+        async with worker.attach("two") as two:
+            for router in (one, two):
+                await read_until(router, lambda m: m.heartbeat.num_routers == 2)
+            await two.done_writing()
+            while await two.read() is not grpc.aio.EOF:
+                pass
+        await read_until(one, lambda m: m.heartbeat.num_routers == 1)
+
+
 async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(worker: Worker) -> None:
     assert await worker.is_alive()
-    worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_timeout_s=0.0)
+    watch = StepWatch(timeout_s=0.0)
+    worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_watch=watch)
     async with worker.attach("one") as router:
         await router.write(add("long", 1000))
         deadline = time.monotonic() + 10
@@ -151,7 +165,7 @@ async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worke
         first.cancel()
         progress, *_, last = await follow
         assert not progress.drained, "it follows the first one, with its timeout"
-        assert (last.num_requests, last.drained) == (0, True)
+        assert (last.num_requests, last.drained, last.num_handed_back) == (0, True, 0)
         (end,) = [m for m in await read_until(router, ends) if ends(m)]
         assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
         assert (await worker.load()).draining
@@ -163,7 +177,7 @@ async def test_a_drain_hands_back_what_is_left_at_its_timeout(worker: Worker) ->
         await read_until(router, has_started)
         call = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1), timeout=20)
         *_, last = await collect(call)
-        assert last.drained
+        assert (last.num_requests, last.drained, last.num_handed_back) == (0, True, 1)
         (end,) = [m for m in await read_until(router, ends) if ends(m)]
         assert end.outputs.outputs[-1].error.code == core_pb2.ERROR_CODE_DRAINING
         assert end.outputs.outputs[-1].error.retryable

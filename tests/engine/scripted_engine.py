@@ -217,7 +217,10 @@ class ScriptedConnector(KVConnector):
         self.deferred: list[str] = []
         self.zombies: dict[str, list[int]] = {}
 
-    # ---- what the scheduler calls
+    # ---- what the scheduler calls, and what is called for it
+
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        pass
 
     def register_kv_cache(self, kv_cache: object) -> None:
         pass

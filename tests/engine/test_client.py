@@ -3,8 +3,8 @@ test_engine_client_contract.py.
 """
 
 import asyncio
+import contextlib
 import ctypes
-import dataclasses
 import os
 import threading
 import time
@@ -20,6 +20,9 @@ from pdserve_common.cores import usable_cores
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.launch import launch_engine
+from pdserve_kernels import name_of, select
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -44,7 +47,11 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(
-        model=str(make_model()), num_threads=1, kv_connector="none", kv_cache_memory_mib=8
+        model=str(make_model()),
+        num_threads=1,
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        step_timeout_s=0.1,
     )
     engine: Any = await launch_engine(
         config, role="decode", engine_id="d", registry=CollectorRegistry()
@@ -56,7 +63,6 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
         time.sleep(0.5)
         return execute(*args)
 
-    engine._loaded = dataclasses.replace(engine._loaded, step_timeout_s=0.1)
     monkeypatch.setattr(executor, "execute_model", hang)
     messages: list[EngineCoreOutputs] = []
     index = engine.register_client(messages.append)
@@ -102,6 +108,54 @@ async def test_an_engine_stays_on_its_cores_with_a_thread_for_each(
     )
     await until(lambda: seen)
     assert seen == [(1, {core})]
+    await engine.close()
+
+
+def cores_of_threads() -> list[set[int]]:
+    """Of each thread of this process."""
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            found.append(os.sched_getaffinity(int(thread)))
+    return found
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+@pytest.mark.skipif(not name_of(select(CPU)).startswith("cpu/"), reason="needs compiled kernels")
+async def test_compute_threads_stay_on_a_core_each_and_sleep_when_idle(
+    make_model: Callable[..., Path], all_cores: frozenset[int]
+) -> None:
+    first, last = min(all_cores), max(all_cores)
+    config = EngineConfig(
+        model=str(make_model(dtype="bfloat16")),
+        cpu_cores=f"{first},{last}",
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        engine_process="inproc",
+    )
+    engine: Any = await launch_engine(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+    outputs: list[EngineCoreOutputs] = []
+    index = engine.register_client(outputs.append)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    engine.add_request(
+        EngineCoreRequest(
+            request_id="a", prompt_token_ids=(5, 6, 7), sampling_params=params, client_index=index
+        )
+    )
+    await until(lambda: any(o.finished for m in outputs for o in m.outputs))
+    # The loading thread's team ends some time after it.
+    await until(lambda: cores_of_threads().count({last}) == 1)
+    assert {first} not in cores_of_threads()
+    engines_own: list[set[int]] = []
+    engine._post(lambda: engines_own.append(os.sched_getaffinity(0)))
+    await until(lambda: engines_own)
+    assert engines_own == [{first, last}]
+
+    before = time.process_time()
+    await asyncio.sleep(1.0)
+    assert time.process_time() - before < 0.1
     await engine.close()
 
 

@@ -451,8 +451,8 @@ async def test_a_drain_ends_a_pause_and_refuses_verbs(make_model: Callable[..., 
     await client.start("frozen", 100)
     await engine.pause(PauseMode.KEEP, clear_cache=False)
     client.add("waits")
-    drained = await asyncio.gather(engine.drain(10.0), engine.drain(10.0))
-    assert drained == [True, True]
+    handed_back = await asyncio.gather(engine.drain(10.0), engine.drain(10.0))
+    assert handed_back == [0, 0]
     for request_id in ("frozen", "waits"):
         assert (await client.end_of(request_id)).finish_reason is FinishReason.LENGTH
     with pytest.raises(FailedPreconditionError, match="the worker is draining"):
@@ -467,7 +467,7 @@ async def test_a_drain_overtakes_a_pause_that_waits(make_model: Callable[..., Pa
     client.add("b")
     pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
     await until(lambda: engine.state().is_paused)
-    assert await engine.drain(10.0)
+    assert await engine.drain(10.0) == 0
     with pytest.raises(FailedPreconditionError, match="the worker is draining"):
         await pause
     assert (await client.end_of("b")).finish_reason is FinishReason.LENGTH
@@ -482,7 +482,7 @@ async def test_a_drain_hands_back_what_waits_for_a_sleeping_engine(
     await engine.sleep(2, PauseMode.WAIT)
     client.add("waits")
     started = time.monotonic()
-    assert await engine.drain(10.0)
+    assert await engine.drain(10.0) == 1
     error = (await client.end_of("waits")).error
     assert error is not None
     assert error.code is ErrorCode.DRAINING

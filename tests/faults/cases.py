@@ -92,6 +92,7 @@ FAULTS: Mapping[str, Strike] = {
     "freeze": lambda cluster, ends, victim: cluster.freeze_loop(victim, LONG_S),
     "part_from_peer": lambda cluster, ends, victim: cluster.partition(victim, ends.peer(victim)),
     "part_from_router": lambda cluster, ends, victim: cluster.partition(victim, ROUTER),
+    "hang_step": lambda cluster, ends, victim: cluster.controls(victim).hang_step(),
     "lossy": lambda cluster, ends, victim: cluster.loss(victim, ends.peer(victim), LOSS_PERCENT),
     **{fault: partial(_inject, fault) for fault in READ_FAULTS},
 }

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -50,14 +50,18 @@ HELD_SAMPLES = {
 }
 
 
+# The candidates' token ids, and their logprobs.
+Position = tuple[list[int], list[float]]
+
+
 @dataclass(slots=True)
 class Completion:
     """What a client has of one completion."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    # One position per token, if asked for: the candidates' token ids, and their logprobs.
-    logprobs: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    # One position per token, if asked for.
+    logprobs: list[Position] = field(default_factory=list)
     finish_reason: int = 0
     stop_reason: int | str | None = None
 
@@ -74,6 +78,8 @@ class Answer(NamedTuple):
     # Of the last message; empty if the stream broke.
     metrics: pb2.RequestMetrics
     usage: pb2.Usage
+    # One position per token of the prompt, if asked for.
+    prompt_logprobs: Sequence[Position] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -146,6 +152,7 @@ class Asker:
     ) -> None:
         started = time.monotonic()
         errors, num_ends, last = [], 0, pb2.RequestOutput()
+        prompt_logprobs: list[Position] = []
         try:
             # A salt of its own keeps what others have cached from hiding a transfer.
             salt = uuid.uuid4().hex
@@ -153,6 +160,7 @@ class Asker:
             for output in stream:
                 for completion in output.outputs:
                     _add(asking.completions[completion.index], completion)
+                prompt_logprobs += _logprobs(output.prompt_logprobs)
                 errors += list(_errors(output))
                 num_ends += output.finished
                 last = output if output.finished else last
@@ -163,17 +171,23 @@ class Asker:
             return
         seconds = time.monotonic() - started
         completions = dict(sorted(asking.completions.items()))
-        answer = Answer(completions, errors, num_ends, seconds, last.metrics, last.usage)
+        answer = Answer(
+            completions, errors, num_ends, seconds, last.metrics, last.usage, prompt_logprobs
+        )
         asking.answer.set_result(answer)
 
 
 def _add(known: Completion, new: pb2.CompletionOutput) -> None:
     known.token_ids += new.token_ids
     known.text += new.text
-    known.logprobs += [(list(p.token_ids), list(p.logprobs)) for p in new.logprobs.positions]
+    known.logprobs += _logprobs(new.logprobs)
     known.finish_reason = new.finish_reason or known.finish_reason
     if (reason := new.WhichOneof("stop_reason")) is not None:
         known.stop_reason = getattr(new, reason)
+
+
+def _logprobs(lists: core_pb2.LogprobsLists) -> list[Position]:
+    return [(list(position.token_ids), list(position.logprobs)) for position in lists.positions]
 
 
 def check_answer(
@@ -203,14 +217,19 @@ def _check_completions(answer: Answer, expected: Answer) -> None:
         assert completion.text == right.text
         assert completion.finish_reason == right.finish_reason
         assert completion.stop_reason == right.stop_reason
-        for (ids, values), (right_ids, right_values) in zip(
-            completion.logprobs, right.logprobs, strict=True
-        ):
-            assert ids == right_ids
-            assert max(abs(a - b) for a, b in zip(values, right_values, strict=True)) < 1e-5
+        _check_logprobs(completion.logprobs, right.logprobs)
+    _check_logprobs(answer.prompt_logprobs, expected.prompt_logprobs)
     assert answer.completions.keys() == expected.completions.keys()
     assert answer.usage.num_prompt_tokens == expected.usage.num_prompt_tokens
     assert answer.usage.num_output_tokens == expected.usage.num_output_tokens
+
+
+def _check_logprobs(logprobs: Sequence[Position], expected: Sequence[Position]) -> None:
+    assert len(logprobs) == len(expected)
+    for (ids, values), (right_ids, right_values) in zip(logprobs, expected, strict=True):
+        assert ids == right_ids
+        differences = (abs(a - b) for a, b in zip(values, right_values, strict=True))
+        assert max(differences, default=0.0) < 1e-5
 
 
 def wait_until_handing_off(
@@ -256,9 +275,13 @@ def held(cluster: Cluster) -> dict[str, Held]:
 
 
 def wait_for_baseline(
-    cluster: Cluster, baseline: dict[str, Held], *, timeout_s: float = SETTLE_TIMEOUT_S
+    cluster: Cluster,
+    baseline: dict[str, Held],
+    *,
+    slack: Mapping[str, int] = SLACK,
+    timeout_s: float = SETTLE_TIMEOUT_S,
 ) -> None:
-    """Wait until each running process holds what it did, but for SLACK. Raises ClusterError with
+    """Wait until each running process holds what it did, but for `slack`. Raises ClusterError with
     the rest.
     """
 
@@ -268,7 +291,7 @@ def wait_for_baseline(
                 line
                 for name, member in cluster.members.items()
                 if member.is_running
-                for line in _compare(name, baseline[name], _held(cluster, name))
+                for line in _compare(name, baseline[name], _held(cluster, name), slack)
             ]
         except (OSError, ControlError) as error:
             return f"no answer: {error}"
@@ -277,9 +300,9 @@ def wait_for_baseline(
     cluster.wait_for(find_more, timeout_s=timeout_s)
 
 
-def _compare(name: str, before: Held, now: Held) -> Iterator[str]:
+def _compare(name: str, before: Held, now: Held, slack: Mapping[str, int]) -> Iterator[str]:
     for what, old, new in zip(Held._fields, before, now, strict=True):
-        if new > old + SLACK[what] if what in SLACK else new != old:
+        if new > old + slack[what] if what in slack else new != old:
             yield f"{name} holds {new:g} {what}, held {old:g}"
 
 

@@ -63,6 +63,7 @@ class Member:
     controls: Controls
     process: "subprocess.Popen[bytes] | None" = field(default=None)
     is_stopped: bool = False
+    # Or asked to end.
     is_killed: bool = False
 
     @property
@@ -101,6 +102,19 @@ class Member:
         if self.process is not None:
             self.process.kill()
             self.process.communicate(timeout=EXIT_TIMEOUT_S)
+
+    def terminate(self) -> None:
+        """SIGTERM. Raises ClusterError if it is not running."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.is_killed = True
+
+    def wait_exit(self, timeout_s: float = EXIT_TIMEOUT_S) -> int:
+        """Wait for its end and return its exit status. Raises ClusterError."""
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"{self.name} still runs after {timeout_s:g} s") from None
 
     def check_exit(self) -> None:
         """Raise ClusterError if it ended by itself, unless it did so to be started again."""
@@ -184,6 +198,10 @@ class Cluster:
     def kill(self, name: str) -> None:
         """SIGKILL."""
         self.members[name].kill()
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM: a worker drains and ends."""
+        self.members[name].terminate()
 
     def stop(self, name: str) -> None:
         """SIGSTOP."""

@@ -1,6 +1,7 @@
 """Fixtures of the fault suites."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,24 @@ sys.path.append(str(FOLDER))
 sys.path.append(str(FOLDER / "plugin"))
 importlib.import_module("pdserve_faults")
 sys.path.remove(str(FOLDER / "plugin"))
+
+
+def pytest_report_header() -> str:
+    """Say which cases are run, so that others can be run next time."""
+    return f"fault matrix: PDSERVE_FAULTS={os.environ.get('PDSERVE_FAULTS', '0')}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly what this machine has not tested."""
+    skipped = [
+        report.longrepr[2]
+        for report in terminalreporter.stats.get("skipped", ())
+        if "tests/faults/" in report.nodeid and "needs " in report.longrepr[2]
+    ]
+    if skipped:
+        reasons = "; ".join(sorted(set(skipped)))
+        terminalreporter.section("faults that were not tested", red=True)
+        terminalreporter.write_line(f"{len(skipped)} tests: {reasons}")
 
 
 @pytest.fixture(scope="session")

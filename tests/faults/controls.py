@@ -45,6 +45,10 @@ class Controls:
         """Let every step of this worker's engine take so much longer."""
         self._command("slow_down", step_s=step_s)
 
+    def hang_step(self) -> None:
+        """Let the next step of this worker's engine hang, until `reset`."""
+        self._command("hang_step")
+
     def reset(self) -> None:
         """Disarm all stages, forget all faults, let everybody go on."""
         self._command("reset")

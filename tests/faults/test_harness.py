@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +147,19 @@ def test_a_stage_that_nobody_reaches_says_so(cluster: Cluster) -> None:
 
 
 # ---- processes
+
+
+def test_a_step_hangs_while_the_rest_of_the_process_answers(
+    cluster: Cluster, asker: Asker, expected: dict[str, Answer]
+) -> None:
+    cluster.controls("decode-0").hang_step()
+    asking = asker.start(PROMPT, PARAMS["greedy"])
+    asking.wait_for_tokens(1)
+    time.sleep(0.5)
+    assert len(asking.token_ids) == 1, "P's"
+    assert cluster.is_serving("decode-0")
+    cluster.controls("decode-0").reset()
+    check_answer(asking.answer.result(10), expected["greedy"], within_s=10.0)
 
 
 def test_a_killed_worker_ends_its_streams_and_comes_back(
@@ -414,11 +427,18 @@ def test_a_wrong_answer_does_not_pass(answer: Answer) -> None:
         check_answer(answer, GOOD[0], within_s=1.0, may_fail=True)
 
 
-def test_other_logprobs_do_not_pass() -> None:
-    expected = with_logprob(GOOD[0], -1.0)
-    check_answer(with_logprob(GOOD[0], -1.000001), expected, within_s=1.0)
-    with pytest.raises(AssertionError):
-        check_answer(with_logprob(GOOD[0], -1.0001), expected, within_s=1.0)
+def with_prompt_logprob(answer: Answer, logprob: float) -> Answer:
+    # Nothing precedes the first token.
+    return answer._replace(prompt_logprobs=[([], []), ([7], [logprob])])
+
+
+@pytest.mark.parametrize("with_one", [with_logprob, with_prompt_logprob])
+def test_other_logprobs_do_not_pass(with_one: Callable[[Answer, float], Answer]) -> None:
+    expected = with_one(GOOD[0], -1.0)
+    check_answer(with_one(GOOD[0], -1.000001), expected, within_s=1.0)
+    for wrong in (with_one(GOOD[0], -1.0001), GOOD[0]):
+        with pytest.raises(AssertionError):
+            check_answer(wrong, expected, within_s=1.0)
 
 
 def test_a_slow_answer_or_an_error_does_not_pass_where_none_may_be() -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cases import ROUTER, Case, run_case
-from checks import Answer, Asker, check_answer, wait_for_baseline, wait_until_handing_off
+from checks import Answer, Asker, check_answer, held, wait_for_baseline, wait_until_handing_off
 from cluster import Cluster
-from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, restored
+from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, restored, run_on_all
 from network import missing_for_partitions
 
 from pdserve_common.engine_types import SamplingParams
@@ -20,6 +21,11 @@ MID_STREAM = 8
 # A worker or a router is back after some seconds; a request waits so long for it.
 REDRIVE_WAIT_S = 30.0
 RESTART_BOUND_S = 25.0
+# A short step counts as hung after 10 s; then the worker leaves its streams to others and exits.
+HANG_BOUND_S = 10.0 + BOUND_S
+HANG_DEADLINE_S = 30.0
+# A worker that has nothing left to wait for has ended by then.
+END_S = 1.0
 
 SAMPLED = PARAMS["sampled"]
 LONG = dataclasses.replace(SAMPLED, max_tokens=1000)
@@ -69,8 +75,10 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grou
 
 @pytest.mark.parametrize("kind", RICH_PARAMS)
 def test_an_answer_goes_on_as_it_was_when_its_decode_worker_dies(pools: Ground, kind: str) -> None:
-    answer = run_killed(pools.cluster, RICH_PARAMS[kind])
-    check_answer(answer, pools.expected[kind], within_s=BOUND_S)
+    expected = pools.expected[kind]
+    has_prompt_logprobs = RICH_PARAMS[kind].prompt_logprobs is not None
+    assert len(expected.prompt_logprobs) == has_prompt_logprobs * len(PROMPT)
+    check_answer(run_killed(pools.cluster, RICH_PARAMS[kind]), expected, within_s=BOUND_S)
 
 
 def test_a_stop_string_is_found_across_the_border(pools: Ground) -> None:
@@ -145,6 +153,47 @@ def run_alone(pair: Ground, case: Case) -> Answer:
         check_answer(answer, pair.expected["sampled"], within_s=RESTART_BOUND_S)
     wait_for_baseline(pair.cluster, pair.baseline)
     return answer
+
+
+# ---- workers that hang, or are told to end
+
+
+def test_a_worker_whose_step_hangs_ends_and_its_streams_go_on(pair: Ground, pools: Ground) -> None:
+    """Its event loop, and so its heartbeat, goes on."""
+    run_on_all(
+        [
+            partial(run_hung, pair, Case("queued", "hang_step", "prefill")),
+            partial(run_hung, pools, Case("mid_stream", "hang_step", "decode", MID_STREAM)),
+        ]
+    )
+
+
+def run_hung(ground: Ground, case: Case) -> None:
+    with restored(ground.cluster), Asker(ground.cluster.addresses) as asker:
+        wait_until_handing_off(ground.cluster, asker)
+        question = (PROMPT, SAMPLED)
+        (answer,) = run_case(ground.cluster, asker, case, [question], deadline_s=HANG_DEADLINE_S)
+        check_answer(answer, ground.expected["sampled"], within_s=HANG_BOUND_S)
+        assert answer.metrics.num_redrives > 0
+    wait_for_baseline(ground.cluster, ground.baseline)
+
+
+def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> None:
+    prefill, decode = pair.cluster.members["prefill-0"], pair.cluster.controls("decode-0")
+    with restored(pair.cluster), Asker(pair.cluster.addresses) as asker:
+        wait_until_handing_off(pair.cluster, asker)
+        decode.arm("mid_transfer", hold=True)
+        asking = asker.start(PROMPT, SAMPLED)
+        decode.wait_reached("mid_transfer")
+        pair.cluster.terminate("prefill-0")
+        time.sleep(END_S)
+        now = held(pair.cluster)["prefill-0"]
+        assert (now.running, now.waiting, now.sessions) == (0, 0, 1)
+        decode.go("mid_transfer")
+        assert prefill.wait_exit() == 0
+        answer = asking.answer.result(DEADLINE_S)
+        check_answer(answer, pair.expected["sampled"], within_s=BOUND_S)
+        assert (answer.path, answer.metrics.num_redrives) == ("disaggregated", 0)
 
 
 # ---- links that heal

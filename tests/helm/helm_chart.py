@@ -90,6 +90,11 @@ MATRIX: dict[str, dict[str, Any]] = {
         **CPU_VALUES,
         "tls": {"source": "secret", "secretName": "certificates", "serverName": "llm.internal"},
     },
+    "decode_alone_scales": {
+        "prefill": {"replicas": 0},
+        "worker": {"autoscaling": {"maxPeers": 1}},
+        "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus.monitoring:9090"},
+    },
     "decode_alone_without_extras": {
         "prefill": {"replicas": 0},
         "networkPolicy": {"enabled": False},

@@ -1,6 +1,7 @@
 """What the chart asks Prometheus: the queries of panels, rules and autoscaling, and their names."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -40,6 +41,18 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
         for panel in dashboard["panels"]:
             if panel["type"] != "row":
                 yield dashboard["title"], panel
+
+
+def variable_queries() -> Iterator[tuple[Query, str]]:
+    """Yield for each variable that Prometheus fills the selector it asks, and the label."""
+    for path in DASHBOARDS:
+        dashboard = json.loads(path.read_text())
+        for variable in dashboard["templating"]["list"]:
+            if variable["type"] == "query":
+                asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+                assert asked is not None
+                expr = _put_in(asked[1], VARIABLES)
+                yield Query(f"{dashboard['title']}: {variable['name']}", expr), asked[2]
 
 
 def panel_queries(**variables: str) -> list[Query]:

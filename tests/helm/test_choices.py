@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import pytest
 import yaml
 from helm_chart import (
     CHART,
@@ -54,6 +55,37 @@ def test_a_pool_grows_with_the_other_one() -> None:
         f'sum(pdserve_kv_cache_usage_ratio{{{selector}"decode"}})': "0.8",
         f'count(pdserve_build_info{{{selector}"prefill"}})': "2",
     }
+
+
+def test_a_pool_of_none_is_not_scaled_and_nobodys_peer() -> None:
+    for kind, found in (("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")):
+        scaling = {"kind": kind, "prometheusAddress": "http://prometheus:9090"}
+        manifests = render({"autoscaling": scaling, "prefill": {"replicas": 0}})
+        (scaler,) = of_kind(manifests, found)
+        assert scaler["spec"]["scaleTargetRef"]["name"] == "demo-pdserve-decode"
+        assert "pdserve_build_info" not in str(scaler["spec"])
+        assert find(manifests, "Deployment", "prefill")["spec"]["replicas"] == 0
+
+
+def required_transports(values: dict[str, Any]) -> list[str]:
+    """What router, prefill and decode are told, in this order; nothing for one that is not."""
+    manifests = render(values)
+    processes = (
+        container(find(manifests, "Deployment", each)) for each in ("router", "prefill", "decode")
+    )
+    flag = "--require-transport="
+    return ["".join(arg for arg in process["args"] if flag in arg) for process in processes]
+
+
+def test_who_asks_for_rdma_devices_requires_rdma_unless_told_otherwise() -> None:
+    rdma, other = "--require-transport=rdma", "--require-transport=any"
+    devices = {"rdma": {"resource": "rdma/hca"}}
+    unset: dict[str, Any] = {"config": {"require_transport": "any"}}
+    assert required_transports({}) == ["", "", ""]
+    assert required_transports({"worker": devices}) == [rdma, rdma, rdma]
+    assert required_transports({"decode": devices}) == ["", "", rdma]
+    assert required_transports({"worker": devices | unset}) == ["", other, other]
+    assert required_transports({"worker": devices, "router": unset}) == [other, rdma, rdma]
 
 
 def revision(values: dict[str, Any]) -> str:
@@ -133,6 +165,7 @@ def test_the_download_goes_where_the_processes_read() -> None:
         assert "--model=/models/qwen" in spec["containers"][0]["args"]
         mounts = [m for m in download["volumeMounts"] if m["name"] == "model"]
         assert mounts == [{"name": "model", "mountPath": "/models"}]
+        assert {"requests", "limits"} <= download["resources"].keys(), "quotas refuse Pods without"
 
 
 def test_routers_read_api_keys_where_the_secret_is_mounted() -> None:
@@ -178,3 +211,14 @@ def test_dashboards_and_alerts_arrive_as_they_are(tmp_path: Path) -> None:
     assert config_map["data"]["sample.json"].strip() == dashboard
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert rules in [m["spec"] for m in of_kind(manifests, "PrometheusRule")]
+
+
+@pytest.mark.parametrize("base", ["https://wiki.example.com/pdserve", "http://wiki/"])
+def test_alerts_link_to_their_runbooks_where_somebody_serves_them(base: str) -> None:
+    expected = yaml.safe_load((CHART / "alerts" / "pdserve.yaml").read_text())
+    for rule in (rule for group in expected["groups"] for rule in group["rules"]):
+        if "alert" in rule:
+            url = f"{base.rstrip('/')}/{rule['annotations']['runbook']}"
+            rule["annotations"] |= {"runbook_url": url}
+    manifests = render({"prometheusRule": {"enabled": True, "runbookBaseUrl": base}})
+    assert [m["spec"] for m in of_kind(manifests, "PrometheusRule")] == [expected]

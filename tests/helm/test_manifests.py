@@ -24,6 +24,7 @@ from pdserve_common.rpc import LIVENESS_SERVICE
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig
+from pdserve_router.discovery import DnsSource
 
 # Else it reads megabytes for each manifest.
 kubernetes_validate.utils.schema_contents = functools.cache(
@@ -41,6 +42,8 @@ CONFIGS: dict[str, type[Any]] = {
 REQUESTED_CPUS = "4"
 # Kubernetes' for names that become labels or host names.
 MAX_NAME = 63
+# CoreDNS' default, for names that are missing as well.
+DNS_CACHE_S = 30
 WARNING = 2
 
 
@@ -118,6 +121,13 @@ def test_ports_that_are_named_are_there(manifests: list[Manifest]) -> None:
         assert all(ports <= port_names(pod) for pod in by_component.values())
 
 
+def test_only_pods_that_run_are_scraped(manifests: list[Manifest]) -> None:
+    for monitor in of_kind(manifests, "PodMonitor"):
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        phase = {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Running"}
+        assert phase | {"action": "keep"} in endpoint["relabelings"]
+
+
 def config_of(component: str, process: dict[str, Any]) -> Any:
     """What a component's process makes of its flags and environment."""
     model = f"--model={ROOT / 'models' / 'pdserve-tiny'}"
@@ -181,6 +191,22 @@ def test_pods_are_not_killed_while_they_drain(manifests: list[Manifest], compone
         assert sleep_s > 0, "load balancers send to it for a while"
 
 
+def test_old_routers_are_gone_before_their_decode_workers_are(manifests: list[Manifest]) -> None:
+    """After a change of the revision neither finds the other's successors: time keeps order."""
+    router, decode = (find(manifests, "Deployment", each) for each in ("router", "decode"))
+    # New routers all wait already when the first new decode worker gets ready.
+    assert router["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": "100%", "maxUnavailable": 0}
+    process = container(router)
+    taking_over_s = (
+        DNS_CACHE_S
+        + DnsSource.interval_s
+        + process["readinessProbe"]["periodSeconds"]
+        + router["spec"]["minReadySeconds"]
+        + process["lifecycle"]["preStop"]["sleep"]["seconds"]
+    )
+    assert decode["spec"]["minReadySeconds"] > taking_over_s
+
+
 def test_routers_look_for_workers_where_services_list_them(manifests: list[Manifest]) -> None:
     args = container(find(manifests, "Deployment", "router"))["args"]
     matches = (re.fullmatch(r"--(\w+)=dns://(.+)", arg) for arg in args)
@@ -228,6 +254,27 @@ def test_what_scales_a_pool_is_there_and_sets_its_replicas_alone(manifests: list
     assert scaled <= set(deployments)
     for name, spec in deployments.items():
         assert ("replicas" in spec) is (name not in scaled)
+    assert not [scaler for scaler in scalers if component_of(scaler) not in pools_in_use(manifests)]
+
+
+def pools_in_use(manifests: list[Manifest]) -> set[str]:
+    """Roles whose workers routers look for."""
+    args = container(find(manifests, "Deployment", "router"))["args"]
+    return {match[1] for arg in args if (match := re.match("--(prefill|decode)=", arg))}
+
+
+def test_workers_that_no_router_looks_for_are_none(manifests: list[Manifest]) -> None:
+    for role in {"prefill", "decode"} - pools_in_use(manifests):
+        assert find(manifests, "Deployment", role)["spec"]["replicas"] == 0
+
+
+def test_routers_require_the_transport_that_both_pools_require(manifests: list[Manifest]) -> None:
+    configs = {
+        component: config_of(component, container(find(manifests, "Deployment", component)))
+        for component in CONFIGS
+    }
+    of_workers = {configs[role].require_transport for role in ("prefill", "decode")}
+    assert {configs["router"].require_transport} == of_workers
 
 
 def test_the_test_hook_generates_through_the_router(manifests: list[Manifest]) -> None:

@@ -19,6 +19,7 @@ from monitoring import (
     rule_queries,
     rules,
     selectors,
+    variable_queries,
 )
 
 import update_dashboards
@@ -33,6 +34,8 @@ BUILT_IN = {
     "ALERTS": TARGET_LABELS | {"alertname", "alertstate", "severity"},
 }
 MAX_WIDTH = 24
+# Grafana's own variables.
+GRAFANAS = {"__rate_interval", "__all"}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,23 @@ def test_autoscaling_asks_for_series_and_labels_that_exist(series: dict[str, set
     assert len(queries) == 6
     for query in queries:
         assert_known(query, series)
+
+
+def test_variables_are_filled_from_series_and_labels_that_exist(
+    series: dict[str, set[str]],
+) -> None:
+    asked = list(variable_queries())
+    assert len(asked) == 3 * len(DASHBOARDS)
+    for query, label in asked:
+        assert_known(query, series)
+        assert all(label in series[str(selector.name)] for selector in selectors(query.expr))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_dashboards_use_no_variable_that_they_do_not_have(path: Path) -> None:
+    text = path.read_text()
+    declared = {variable["name"] for variable in json.loads(text)["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(\w+)", text)) <= declared | GRAFANAS
 
 
 def assert_known(query: Query, series: dict[str, set[str]]) -> None:
@@ -151,9 +171,20 @@ def test_the_operators_pages_name_only_what_exists(series: dict[str, set[str]]) 
     families = {re.sub("_(bucket|sum|count)$", "", name) for name in names}
     for page in OPERATIONS.glob("*.md"):
         text = page.read_text()
-        named = set(re.findall(r"\b(?:pdserve_[a-z_]+|Pdserve\w+)\b(?!/)", text))
+        named = set(re.findall(r"\b(?:pdserve_[a-z_]+|Pdserve\w+)\b(?!/|\.\w)", text))
         unknown = named - families - names
         assert not unknown, f"{page.name}: {unknown}"
+
+
+def test_the_operators_pages_quote_what_processes_say() -> None:
+    """Plain words between backticks, a number or N for what differs."""
+    code = "\n".join(path.read_text() for path in ROOT.glob("*/pdserve_*/**/*.py"))
+    text = "\n".join(page.read_text() for page in OPERATIONS.glob("*.md"))
+    quoted = set(re.findall(r"`(?:\.\.\. )?([a-z]+(?: [a-z]+| \d+| N){2,})`", text))
+    assert len(quoted) >= 3
+    for words in quoted:
+        said = re.sub(r"\b(\d+|N)\b", r"(%\\w+|\\{[^}]+\\})", words)
+        assert re.search(said, code), f"nobody says {words!r}"
 
 
 def test_the_chart_ships_one_file_of_rules() -> None:

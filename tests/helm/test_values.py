@@ -82,6 +82,8 @@ def test_the_chart_is_of_this_version() -> None:
         ({"tls": {"source": "certManager"}}, "tls.certManager.issuer.name is empty"),
         ({"router": {"config": {"tls_cert_file": "/a"}}}, "tls_cert_file"),
         ({"model": {"source": "hub", "hub": {"repository": "--x/y"}}}, "repository"),
+        ({"prometheusRule": {"runbookBaseUrl": "wiki/pdserve"}}, "runbookBaseUrl"),
+        ({"model": {"hub": {"resources": {"request": {}}}}}, "request"),
         ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusAddress is empty"),
         (
             {"autoscaling": KEDA, "worker": {"autoscaling": {"minReplicas": 9}}},

@@ -35,6 +35,14 @@ def test_settings_of_services_are_fields_of_their_config(path: str) -> None:
         assert {key.removeprefix("PDSERVE_").lower() for key in environment} <= fields
 
 
+def test_variables_are_documented() -> None:
+    compose = (ROOT / "compose.yaml").read_text()
+    page = (ROOT / "docs" / "docker.md").read_text()
+    table = page.partition("| variable | default | |")[2].partition("\n\n")[0]
+    variables = set(re.findall(r"\$\{(PDSERVE_\w+)", compose))
+    assert variables == set(re.findall(r"`(PDSERVE_\w+)`", table))
+
+
 def test_the_grace_period_outlasts_the_drain() -> None:
     for name in CONFIGS:
         service = load("compose.yaml")["services"][name]

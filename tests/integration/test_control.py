@@ -245,15 +245,32 @@ def test_help_names_every_verb() -> None:
 def test_a_drained_worker_stays_up_until_it_is_told_to_stop(
     make_served_model: Callable[..., Path], start_stack: Any
 ) -> None:
-    model = make_served_model("LlamaForCausalLM", max_position_embeddings=1024)
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=8192)
     with start_stack(model=model, dtype="float32", num_threads=1, prefill=0) as stack:
-        assert do(stack, "decode-0", "drain").endswith("drained\n")
-        assert do(stack, "decode-0", "drain").endswith("drained\n")
+        with long_request(stack):
+            drained = do(stack, "decode-0", "drain", "--drain-timeout", "0.1")
+        assert drained.endswith("drained, 1 requests handed back\n")
+        assert do(stack, "decode-0", "drain").endswith("drained, 1 requests handed back\n")
         assert "the worker is draining" in refusal(stack, "decode-0", "pause")
         assert state(stack, "decode-0") == "draining"
         (decode,) = stack.workers
         assert health(decode.port) == health_pb2.HealthCheckResponse.NOT_SERVING
         wait_for_worker_state(stack, "decode", "draining")
+
+
+@contextlib.contextmanager
+def long_request(stack: Any) -> Iterator[None]:
+    """A request that the decode worker is busy with for many seconds."""
+    (decode,) = stack.workers
+    params = core_pb2.SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
+    request = core_pb2.EngineCoreRequest(
+        request_id="long", prompt_token_ids=[5, 6, 7], sampling_params=params
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{decode.port}") as channel:
+        generate = service_grpc.EngineCoreServiceStub(channel).Generate
+        call = generate(service_pb2.EngineCoreServiceGenerateRequest(request=request), timeout=60)
+        next(call)
+        yield
 
 
 def test_a_worker_asked_to_stop_while_loading_goes_at_once() -> None:

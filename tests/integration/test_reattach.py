@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 200
 NUM_CUTS = 5
+# Of the 5 s for which a worker keeps a router's requests.
+PARTED_S = 3.0
 
 
 class Relay:
@@ -29,6 +31,9 @@ class Relay:
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
+        # Who comes while it is clear waits.
+        self.is_passing = asyncio.Event()
+        self.is_passing.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -45,7 +50,13 @@ class Relay:
             writer.transport.abort()
         self._writers.clear()
 
+    def pause(self, duration_s: float) -> None:
+        """Take new connections, but pass nothing on for a while."""
+        self.is_passing.clear()
+        asyncio.get_running_loop().call_later(duration_s, self.is_passing.set)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self.is_passing.wait()
         target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers |= {writer, target_writer}
         for source, sink in ((reader, target_writer), (target_reader, writer)):
@@ -67,6 +78,29 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+@contextlib.asynccontextmanager
+async def attached(
+    relay: Relay, timings: LinkTimings
+) -> AsyncIterator[tuple[WorkerClient, list[WorkerState]]]:
+    """A router's client over the relay, and the states it has been in."""
+    states: list[WorkerState] = []
+    async with relay.address() as address:
+        client = WorkerClient(
+            address,
+            role=WorkerRole.DECODE,
+            router_id="other",
+            router_epoch="0" * 32,
+            on_change=lambda: states.append(client.state),
+            timings=timings,
+        )
+        client.start()
+        try:
+            await until(lambda: client.is_ready)
+            yield client, states
+        finally:
+            await client.close()
+
+
 async def test_a_request_survives_every_reset_with_the_same_tokens(
     make_served_model: Callable[..., Path], start_stack: Any
 ) -> None:
@@ -74,34 +108,33 @@ async def test_a_request_survives_every_reset_with_the_same_tokens(
     with start_stack(model=model, dtype="float32", prefill=0) as stack:
         (worker,) = stack.workers
         relay = Relay(worker.port)
-        async with relay.address() as address:
-            states: list[WorkerState] = []
-            client = WorkerClient(
-                address,
-                role=WorkerRole.DECODE,
-                router_id="other",
-                router_epoch="0" * 32,
-                on_change=lambda: states.append(client.state),
-                timings=LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01),
-            )
-            client.start()
-            try:
-                await until(lambda: client.is_ready)
-                whole = await generate(client, "whole", lambda num_tokens: None)
-                cuts = iter(range(1, NUM_TOKENS, NUM_TOKENS // NUM_CUTS))
-                next_cut = next(cuts)
+        timings = LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01)
+        async with attached(relay, timings) as (client, states):
+            whole = await generate(client, "whole", lambda num_tokens: None)
+            cuts = iter(range(1, NUM_TOKENS, NUM_TOKENS // NUM_CUTS))
+            next_cut = next(cuts)
 
-                def cut_sometimes(num_tokens: int) -> None:
-                    nonlocal next_cut
-                    if num_tokens >= next_cut:
-                        next_cut = next(cuts, NUM_TOKENS + 1)
-                        asyncio.get_running_loop().call_soon(relay.cut)
+            def cut_sometimes(num_tokens: int) -> None:
+                nonlocal next_cut
+                if num_tokens >= next_cut:
+                    next_cut = next(cuts, NUM_TOKENS + 1)
+                    asyncio.get_running_loop().call_soon(relay.cut)
 
-                assert await generate(client, "cut", cut_sometimes) == whole
-                assert states.count(WorkerState.REATTACHING) >= 3
-                assert WorkerState.DOWN not in states
-            finally:
-                await client.close()
+            assert await generate(client, "cut", cut_sometimes) == whole
+            assert states.count(WorkerState.REATTACHING) >= 3
+            assert WorkerState.DOWN not in states
+        async with attached(relay, LinkTimings()) as (client, states):
+            began = asyncio.get_running_loop().time()
+
+            def part_once(num_tokens: int) -> None:
+                if relay.is_passing.is_set() and WorkerState.REATTACHING not in states:
+                    asyncio.get_running_loop().call_soon(relay.cut)
+                    relay.pause(PARTED_S)
+
+            assert await generate(client, "parted", part_once) == whole
+            assert asyncio.get_running_loop().time() - began > PARTED_S
+            assert states.count(WorkerState.REATTACHING) == 1
+            assert WorkerState.DOWN not in states
         stack.assert_idle()
 
 

@@ -233,7 +233,7 @@ async def test_a_drain_hands_back_what_is_left_and_tells_everyone_first(
         assert await call.code() is grpc.StatusCode.OK
     _, log = await asyncio.to_thread(worker.communicate, timeout=10)
     assert worker.returncode == 0
-    assert "handed the rest back" in log
+    assert "requests that the drain has handed back: 1" in log
 
 
 async def test_a_drain_waits_for_kv_sessions_and_says_how_many_there_are(
@@ -256,6 +256,7 @@ async def test_a_drain_waits_for_kv_sessions_and_says_how_many_there_are(
         counts = [(p.num_requests, p.num_open_kv_sessions, p.drained) for p in progress]
         assert (2, 2, False) in counts
         assert counts[-1] == (0, 0, True)
+        assert progress[-1].num_handed_back == 2
         worker.send_signal(signal.SIGTERM)
         ends = await outputs_by_request(call)
         errors = {ends[name].error.code for name in ("one", "two")}

@@ -159,10 +159,10 @@ def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param not in supported_isas():
         pytest.skip(f"this processor has no {request.param}")
     try:
-        library = compiled.load_library(request.param)
+        loaded = compiled.Loaded(request.param, compiled.load_library(request.param))
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(compiled, "_load_once", lambda: library)
+    monkeypatch.setattr(compiled, "_load_once", lambda: loaded)
 
 
 @pytest.fixture

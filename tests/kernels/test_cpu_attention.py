@@ -78,12 +78,31 @@ def test_a_window_and_a_softcap_match_dense_attention(make_bf16, dense_attention
     assert_near(attend(batch), dense_attention(batch))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_batch(make_bf16, dense_attention, seed):
-    rng = random.Random(seed)
+def dense_query(query):
+    return query
+
+
+def query_within_wider_rows(query):
+    """Heads follow each other, as in the rows of a fused QKV projection."""
+    num_tokens, num_heads, head_dim = query.shape
+    wide = torch.full((num_tokens, num_heads * head_dim + 48), torch.nan, dtype=query.dtype)
+    return wide[:, 16:-32].view(query.shape).copy_(query)
+
+
+def query_with_heads_apart(query):
+    return query.repeat_interleave(2, 1)[:, ::2]
+
+
+@pytest.mark.parametrize("layout", [dense_query, query_within_wider_rows, query_with_heads_apart])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 256])
+def test_any_batch(make_bf16, dense_attention, head_dim, layout):
+    rng = random.Random(f"{head_dim} {layout.__name__}")
     num_decodes, num_chunks = rng.randint(0, 4), rng.randint(0, 3)
     seq_lens = [rng.choice(LENGTHS) for _ in range(num_decodes + num_chunks + 1)]
-    query_lens = [1] * num_decodes + [rng.randint(1, n) for n in seq_lens[num_decodes:]]
+    query_lens = [1] * num_decodes + [rng.randint(0, n) for n in seq_lens[num_decodes:]]
+    # One without tokens, and one that has nothing to compute.
+    seq_lens += [0, rng.choice(LENGTHS)]
+    query_lens += [0, 0]
     group_size, num_kv_heads = rng.choice([1, 2, 3, 7]), rng.randint(1, 3)
     batch = make_bf16(
         query_lens,
@@ -91,11 +110,12 @@ def test_any_batch(make_bf16, dense_attention, seed):
         num_decodes=num_decodes,
         num_heads=group_size * num_kv_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=rng.choice([16, 48, 64, 112, 128]),
+        head_dim=head_dim,
         block_size=rng.choice([16, 32, 48, 64]),
         window=rng.choice([None, None, rng.randint(1, 600)]),
         softcap=rng.choice([0.0, 0.0, 20.0]),
     )
+    batch = replace(batch, query=layout(batch.query))
     assert_near(attend(batch), dense_attention(batch))
 
 
@@ -178,9 +198,8 @@ def test_a_query_may_be_a_part_of_a_wider_tensor(make_bf16):
 
 def test_requests_without_query_tokens_are_passed_over(make_bf16):
     batch = make_bf16([1, 0, 5], [9, 20, 30], num_decodes=1)
-    metadata = replace(batch.metadata)
-    metadata.seq_lens[1] = 0
-    metadata = replace(metadata, seq_lens_host=(9, 0, 30))
+    seq_lens = torch.tensor([9, 0, 30], dtype=torch.int32)
+    metadata = replace(batch.metadata, seq_lens=seq_lens, seq_lens_host=(9, 0, 30))
     assert torch.equal(attend(replace(batch, metadata=metadata)), attend(batch))
 
 
@@ -214,6 +233,11 @@ def test_what_does_not_fit_is_refused(make_bf16, change, message):
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table has 16 positions"),
         ({"seq_lens": torch.tensor([9, 20])}, "seq_lens must be dense int32"),
         ({"seq_lens_host": (9, 2)}, "query_lens must be at most seq_lens"),
+        (
+            {"seq_lens_host": (9, 21)},
+            r"seq_lens is \[9, 20\], by the lengths on the host \[9, 21\]",
+        ),
+        ({"block_table": torch.full((2, 2), 99, dtype=torch.int32)}, "blocks are 0 to 99, must be"),
     ],
 )
 def test_metadata_that_the_kernels_cannot_read_is_refused(make_bf16, change, message):

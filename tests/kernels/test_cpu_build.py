@@ -21,7 +21,7 @@ from pdserve_kernels.cpu import compiled
 from pdserve_kernels.cpu import isa as isas
 from pdserve_kernels.cpu.build import build, compile_library
 from pdserve_kernels.cpu.compiled import library as loaded_library
-from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
+from pdserve_kernels.cpu.isa import KernelsUnavailable, wanted_isas
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_kernels = pytest.mark.skipif(
@@ -103,6 +103,25 @@ def test_without_a_compiler_the_error_says_what_to_install(no_compiler: None) ->
 
 
 @needs_compiler
+def test_without_a_compiler_the_newest_that_one_has_left_is_taken(
+    small_kernel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = build(ISA)
+    newer = older.parent.with_name("another compiler") / older.name
+    shutil.copytree(older.parent, newer.parent)
+    os.utime(older, (0, 0))
+    monkeypatch.setenv("PATH", str(small_kernel))
+    assert build(ISA) == newer
+    (small_kernel / "touch.cpp").write_text(KERNEL + "// changed\n")
+    with pytest.raises(KernelsUnavailable):
+        build(ISA)
+    (small_kernel / "touch.cpp").write_text(KERNEL)
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, "-g"))
+    with pytest.raises(KernelsUnavailable):
+        build(ISA)
+
+
+@needs_compiler
 def test_what_the_compiler_says_is_in_the_error(small_kernel: Path, tmp_path: Path) -> None:
     (small_kernel / "touch.cpp").write_text("int x = no_such_name;\n")
     with pytest.raises(KernelsUnavailable, match="no_such_name"):
@@ -153,19 +172,19 @@ def test_under_sanitizers_the_sanitized_kernels_are_tested() -> None:
 @pytest.mark.parametrize(
     ("machine", "flags", "expected"),
     [
-        ("x86_64", isas._CPU_FLAGS["avx512bf16"] | isas._CPU_FLAGS["avx2"], "avx512bf16"),
-        ("x86_64", {"avx2", "fma", "avx512f"}, "avx2"),
-        ("x86_64", {"sse4_2"}, None),
-        ("aarch64", {"bf16"}, None),
+        ("x86_64", set.union(*isas._CPU_FLAGS.values()), ("avx512bf16", "avx2")),
+        ("x86_64", {"avx2", "fma", "avx512f"}, ("avx2",)),
+        ("x86_64", {"sse4_2"}, ()),
+        ("aarch64", {"bf16"}, ()),
     ],
 )
 def test_the_best_instruction_set_is_chosen(
-    machine: str, flags: set[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+    machine: str, flags: set[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(isas.ISA_VARIABLE, raising=False)
     monkeypatch.setattr(isas.platform, "machine", lambda: machine)
     monkeypatch.setattr(isas, "_processor_flags", lambda: flags)
-    assert cpu_isa() == expected
+    assert wanted_isas() == expected
 
 
 def test_an_instruction_set_can_be_asked_for_if_it_is_there(
@@ -173,23 +192,49 @@ def test_an_instruction_set_can_be_asked_for_if_it_is_there(
 ) -> None:
     monkeypatch.setattr(isas, "supported_isas", lambda: ("avx2",))
     monkeypatch.setenv(isas.ISA_VARIABLE, "avx2")
-    assert cpu_isa() == "avx2"
+    assert wanted_isas() == ("avx2",)
     monkeypatch.setenv(isas.ISA_VARIABLE, "reference")
-    assert cpu_isa() is None
+    assert wanted_isas() == ()
     monkeypatch.setenv(isas.ISA_VARIABLE, "avx512bf16")
     with pytest.raises(ValueError, match="is avx512bf16, this processor has avx2"):
-        cpu_isa()
+        wanted_isas()
     monkeypatch.setenv(isas.ISA_VARIABLE, "sse9")
     with pytest.raises(ValueError, match="'sse9', must be one of avx512bf16, avx2, reference"):
-        cpu_isa()
+        wanted_isas()
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("load_library", "_load_once"):
+        monkeypatch.setattr(compiled, name, cache(getattr(compiled, name).__wrapped__))
+
+
+@needs_compiler
+@pytest.mark.skipif("avx2" not in isas.supported_isas(), reason="needs a processor with AVX2")
+@pytest.mark.parametrize(("told", "runs"), [(None, "cpu/avx2"), ("avx512bf16", "reference")])
+def test_a_compiler_too_old_for_the_best_instruction_set_makes_the_next_unless_told_which(
+    told: str | None,
+    runs: str,
+    nothing_loaded: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(isas, "supported_isas", lambda: ("avx512bf16", "avx2"))
+    monkeypatch.setitem(isas.COMPILER_FLAGS, "avx512bf16", ("-march=not-known-yet",))
+    if told is None:
+        monkeypatch.delenv(isas.ISA_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(isas.ISA_VARIABLE, told)
+    assert [name_of(select(torch.device("cpu"))) for _ in range(2)] == [runs, runs]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == compiled.__name__]
+    assert "not-known-yet" in line
+    assert line.startswith(f"the CPU runs on {'kernels for avx2' if told is None else 'reference'}")
 
 
 @pytest.mark.skipif(not isas.supported_isas(), reason="needs a processor with AVX2")
 def test_without_a_compiler_the_reference_kernels_run_and_one_line_says_why(
-    no_compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    no_compiler: None, nothing_loaded: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("load_library", "_load_once"):
-        monkeypatch.setattr(compiled, name, cache(getattr(compiled, name).__wrapped__))
     names = [name_of(select(torch.device("cpu"))) for _ in range(2)]
     assert names == ["reference", "reference"]
     assert caplog.text.count("install g++ 11 or newer") == 1

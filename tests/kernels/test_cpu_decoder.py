@@ -32,11 +32,12 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    pytest.param(Shape(), id="q and k norms"),
+    pytest.param(Shape(head_dim=128), id="q and k norms"),
     pytest.param(Shape(has_bias=True, has_qk_norm=False, num_heads=6, intermediate=72), id="bias"),
     pytest.param(Shape(head_dim=80, hidden=100, num_kv_heads=4), id="odd sizes"),
-    pytest.param(Shape(windows=(None, 20, 20, None)), id="windows in two groups"),
+    pytest.param(Shape(head_dim=96, windows=(None, 20, 20, None)), id="windows in two groups"),
     pytest.param(Shape(hidden=520, num_heads=8, num_kv_heads=1, head_dim=64), id="mqa"),
+    pytest.param(Shape(num_heads=2, head_dim=256), id="large heads"),
 ]
 
 
@@ -261,38 +262,66 @@ def test_what_does_not_fit_is_refused_before_anything_is_read():
     packed, cache = cpu.pack_decoder(model.decoder), model.new_cache()
     hidden_states, positions, metadata = model.step(MIXED)
     cases = {
-        "positions": (hidden_states, positions[1:], cache, metadata),
+        "positions:": (hidden_states, positions[1:], cache, metadata),
         "hidden_states": (hidden_states[:, 1:], positions, cache, metadata),
         "hidden_states is": (hidden_states.float(), positions, cache, metadata),
         "a block's heads": (hidden_states, positions, cache[:, :1], metadata),
-        "slot_mapping of group 0": (
-            hidden_states,
-            positions,
-            cache,
-            [with_padding(metadata[0], 1)],
-        ),
         "2 KV groups": (hidden_states, positions, cache, metadata * 2),
-        "a request has 201": (
-            hidden_states,
-            positions,
-            cache,
-            [dataclasses.replace(metadata[0], seq_lens_host=(201, 1, 1, 1))],
-        ),
-        "block_table and positions go to 32": (
-            hidden_states,
-            positions,
-            cache,
-            [dataclasses.replace(metadata[0], block_table=metadata[0].block_table[:, :2])],
-        ),
-        "slot_mapping is torch.int32": (
-            hidden_states,
-            positions,
-            cache,
-            [dataclasses.replace(metadata[0], slot_mapping=metadata[0].slot_mapping.int())],
-        ),
         "a layer is in slot 1": (hidden_states, positions, cache[:, :, :1], metadata),
+        "positions are 0 to 200,": (hidden_states, with_last(positions, 200), cache, metadata),
+        "positions are -1 to": (hidden_states, with_last(positions, -1), cache, metadata),
     }
     for message, (states, at, kv_cache, groups) in cases.items():
         with pytest.raises(ValueError, match=message):
             cpu.run_decoder(states, packed, at, kv_cache, groups)
     assert cache.isnan().all()
+
+
+def with_last(indices: torch.Tensor, value: int) -> torch.Tensor:
+    return torch.cat((indices[:-1], indices.new_tensor([value])))
+
+
+def test_metadata_that_points_out_of_the_cache_is_refused_before_anything_is_written():
+    model = Model(Shape())
+    packed, cache = cpu.pack_decoder(model.decoder), model.new_cache()
+    hidden_states, positions, (metadata,) = model.step(MIXED)
+    slots, table = metadata.slot_mapping, metadata.block_table
+    beyond = table.clone()
+    beyond[2, 2] = len(cache)  # the last of the three blocks of a request of 33 tokens
+    cases = {
+        "slot_mapping of group 0": {"slot_mapping": with_last(slots, 0)[1:]},
+        "slot_mapping is torch.int32": {"slot_mapping": slots.int()},
+        rf"slots are .* to {16 * len(cache)}, must be in \[-1, {16 * len(cache)}\)": {
+            "slot_mapping": with_last(slots, 16 * len(cache))
+        },
+        "slots are -2 to": {"slot_mapping": with_last(slots, -2)},
+        "a request has 201": {"seq_lens_host": (201, 1, 1, 1)},
+        "block_table and positions go to 32": {"block_table": table[:, :2]},
+        r"block_table is \[3, 40\], must have 4 rows": {"block_table": table[1:]},
+        f"blocks are 0 to {len(cache)}, must be": {"block_table": beyond},
+        "blocks are -1 to": {"block_table": beyond.clamp_max(-1)},
+        r"query_start_loc is \[1, .*on the host \[0,": {
+            "query_start_loc": metadata.query_start_loc + 1
+        },
+        r"query_start_loc is \[0, 1\]": {"query_start_loc": metadata.query_start_loc[:2]},
+        r"seq_lens is \[2, 2, 34, 17\], .* \[1, 1, 33, 16\]": {"seq_lens": metadata.seq_lens + 1},
+    }
+    for message, changes in cases.items():
+        group = dataclasses.replace(metadata, **changes)
+        with pytest.raises(ValueError, match=message):
+            cpu.run_decoder(hidden_states, packed, positions, cache, [group])
+    assert cache.isnan().all()
+
+
+def test_what_follows_a_request_s_last_block_may_be_anything():
+    model = Model(Shape())
+    packed = cpu.pack_decoder(model.decoder)
+    hidden_states, positions, (metadata,) = model.step(MIXED)
+    table = metadata.block_table.clone()
+    for row, length in enumerate(metadata.seq_lens_host):
+        table[row, -(-length // 16) :] = -(2**31) if row else 2**31 - 1
+    plain, other = (
+        cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), [group])
+        for group in (metadata, dataclasses.replace(metadata, block_table=table))
+    )
+    assert torch.equal(plain, other)

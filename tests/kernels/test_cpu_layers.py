@@ -6,6 +6,7 @@ import torch
 from pdserve_kernels import cpu, reference
 
 SIZES = [16, 80, 100, 1024, 2057]
+HEAD_DIMS = [64, 80, 96, 128, 256]
 # How far rounding to bf16 moves a number, relative to it.
 ROUNDING = 2.0**-8
 
@@ -38,17 +39,25 @@ def test_rms_norm(size):
         assert torch.equal(cpu.rms_norm(x[row : row + 1], weight, 1e-6)[0], normed[row])
 
 
-def test_rms_norm_takes_rows_within_wider_ones_and_nothing_at_all():
-    qkv, weight = bf16(7, 5, 64), bf16(64)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_rms_norm_of_heads_within_wider_rows(head_dim):
+    torch.manual_seed(head_dim)
+    qkv, weight = bf16(7, 5, head_dim) * 3, bf16(head_dim)
     heads = qkv[:, 1:4]
-    expected = cpu.rms_norm(heads.contiguous().view(21, 64), weight, 1e-5).view(7, 3, 64)
-    assert torch.equal(cpu.rms_norm(heads, weight, 1e-5), expected)
-    assert torch.equal(cpu.rms_norm(heads.transpose(0, 1), weight, 1e-5), expected.transpose(0, 1))
-    columns = bf16(64, 7).T
+    normed = cpu.rms_norm(heads, weight, 1e-6)
+    assert_near(normed, norm_in_fp64(heads, weight, 1e-6))
+    assert torch.equal(
+        cpu.rms_norm(heads.contiguous().flatten(0, 1), weight, 1e-6).view_as(normed), normed
+    )
+    assert torch.equal(cpu.rms_norm(heads.transpose(0, 1), weight, 1e-6), normed.transpose(0, 1))
+
+
+def test_rms_norm_takes_columns_and_nothing_at_all():
+    weight, columns = bf16(64), bf16(64, 7).T
     assert torch.equal(
         cpu.rms_norm(columns, weight, 1e-5), cpu.rms_norm(columns.contiguous(), weight, 1e-5)
     )
-    assert cpu.rms_norm(qkv[:0], weight, 1e-5).shape == (0, 5, 64)
+    assert cpu.rms_norm(bf16(0, 5, 64), weight, 1e-5).shape == (0, 5, 64)
 
 
 def test_rms_norm_refuses_a_weight_of_another_size():
@@ -91,7 +100,9 @@ def make_rotary(rot_dim):
     return torch.cat((angle.cos(), angle.sin()), -1)
 
 
-@pytest.mark.parametrize(("head_dim", "rot_dim"), [(16, 16), (64, 64), (80, 80), (128, 50)])
+@pytest.mark.parametrize(
+    ("head_dim", "rot_dim"), [*zip(HEAD_DIMS, HEAD_DIMS, strict=True), (16, 16), (128, 50)]
+)
 def test_rotary_embedding_rotates_slices_in_place(head_dim, rot_dim):
     torch.manual_seed(0)
     cache, positions = make_rotary(rot_dim), torch.randint(0, 4096, (11,))
@@ -119,6 +130,15 @@ def test_rotary_embedding_refuses_other_counts_of_tokens():
         )
 
 
+@pytest.mark.parametrize(("position", "message"), [(4096, "7 to 4096"), (-1, "-1 to 7")])
+def test_rotary_embedding_refuses_positions_without_angles(position, message):
+    heads = bf16(2, 2, 16)
+    before = heads.clone()
+    with pytest.raises(ValueError, match=rf"positions are {message}, must be in \[0, 4096\)"):
+        cpu.rotary_embedding(torch.tensor([7, position]), heads, heads, make_rotary(16))
+    assert torch.equal(heads, before)
+
+
 def unpack(kv_cache):
     """Tiles as [block_size, head_dim], number by number from the definition of the format."""
     block_size, head_dim = kv_cache.shape[-2:]
@@ -129,7 +149,10 @@ def unpack(kv_cache):
     return torch.stack((tiles[..., 0, :][..., in_keys], tiles[..., 1, :][..., in_values]), -3)
 
 
-@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 16), (16, 128), (32, 80), (64, 64)])
+@pytest.mark.parametrize(
+    ("block_size", "head_dim"),
+    [(16, 16), (16, 128), (16, 256), (32, 80), (48, 96), (64, 64), (128, 256)],
+)
 def test_the_cache_holds_what_the_reference_writes_in_packed_tiles(block_size, head_dim):
     torch.manual_seed(0)
     assert cpu.kv_tile_format(torch.bfloat16, block_size, head_dim) == "vnni16"
@@ -163,6 +186,11 @@ def test_the_cache_write_refuses_other_shapes_and_dtypes():
         cpu.reshape_and_cache(bf16(3, 2, 32), bf16(3, 2, 31), cache, 0, slots)
     with pytest.raises(ValueError, match=r"key must be .*float32"):
         cpu.reshape_and_cache(torch.zeros(3, 2, 32), bf16(3, 2, 32), cache, 0, slots)
+    for slot in (32, -2):
+        elsewhere = torch.tensor([0, slot, 2])
+        with pytest.raises(ValueError, match=r"slots are .*, must be in \[-1, 32\)"):
+            cpu.reshape_and_cache(bf16(3, 2, 32), bf16(3, 2, 32), cache, 0, elsewhere)
+    assert not cache.any()
     with pytest.raises(ValueError, match=r"layer must be in \[0, 1\), got 1"):
         cpu.reshape_and_cache(bf16(3, 2, 32), bf16(3, 2, 32), cache, 1, slots)
 

@@ -45,7 +45,6 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.kv_transfer.pull import LossReason
 from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
-from pdserve_engine.kv_transfer.pull_table import EARLY_TIMEOUT_S
 
 State = ConsumerState
 
@@ -75,6 +74,18 @@ class World:
     @now.setter
     def now(self, now: float) -> None:
         self.pair.now = now
+
+    def pass_time(self, seconds: float) -> None:
+        """P's heartbeats come, and D's ticks, when they should: every second."""
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.say(KVLinkHeartbeat(step_seq=0))
+            self.d.on_tick()
+
+    def hang(self, seconds: float) -> None:
+        """D's event loop does nothing; then it ticks before it reads what P has said meanwhile."""
+        self.now += seconds
+        self.d.on_tick()
 
     def session(self) -> KVSessionId:
         """A new session of this link."""
@@ -267,12 +278,10 @@ def test_a_release_may_be_confirmed_in_parts(world: World) -> None:
     world.transport.land(1)
     world.transport.land(0)
     world.say(ack(session, 1))
-    world.now += ACK_TIMEOUT_S - 1
-    world.d.on_tick()
+    world.pass_time(ACK_TIMEOUT_S - 1)
     world.say(ack(session, 2))
     assert world.told() == [BlocksConfirmed(request, 16), BlocksConfirmed(request, 32)]
-    world.now += 2 * ACK_TIMEOUT_S
-    world.d.on_tick()
+    world.pass_time(2 * ACK_TIMEOUT_S)
     assert world.told() == [], "no answer is owed"
     world.end(request)
 
@@ -338,12 +347,26 @@ def test_a_claim_may_come_before_its_ticket(world: World) -> None:
     world.end(request)
 
 
-def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) -> None:
+def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
+    """The engine takes tickets between two steps, and a long prompt of its own makes long ones."""
     session = world.session()
     world.say(ask(session))
-    world.now += EARLY_TIMEOUT_S
-    world.d.on_tick()
-    assert CancelRequest(request_id="r0", attempt=0, reason="expired") in world.heard()
+    world.pass_time(90)
+    assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
+    request = world.pair.ticket()
+    assert world.told() == [BlocksClaimed(request)]
+    assert world.pair.reserve(request)
+    assert world.heard() == [Granted(session=session, first_block=0)]
+    world.end(request)
+
+
+def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) -> None:
+    world.say(ask(world.session()))
+    world.pass_time(599)
+    cancel = CancelRequest(request_id="r0", attempt=0, reason="expired")
+    assert cancel not in world.heard(), "it is kept for as long as a ticket is"
+    world.pass_time(1)
+    assert cancel in world.heard()
     request = world.pair.ticket()
     assert world.told() == []
     world.say(ask(world.session()))  # P may ask again: the ticket is here now
@@ -357,8 +380,7 @@ def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.M
         world.say(ask(world.session(), f"r{i}"))
     assert world.heard() == [CancelRequest(request_id="r2", attempt=0, reason="unwanted")]
     assert world.gauge("sessions", "early") == 2
-    world.now += EARLY_TIMEOUT_S
-    world.d.on_tick()
+    world.d.link_lost(world.pair.d_link, "cut")
     assert world.gauge("sessions", "early") == 0
 
 
@@ -510,8 +532,7 @@ def fail_checksum(world: World, request: Request, session: KVSessionId) -> None:
 
 
 def let_announcements_stop(world: World, request: Request, session: KVSessionId) -> None:
-    world.now += 600
-    world.d.on_tick()
+    world.pass_time(600)
 
 
 LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
@@ -532,8 +553,7 @@ LOSSES: dict[str, Callable[[World, Request, KVSessionId], None]] = {
 
 
 def let_the_answer_stay_out(world: World, request: Request, session: KVSessionId) -> None:
-    world.now += ACK_TIMEOUT_S
-    world.d.on_tick()
+    world.pass_time(ACK_TIMEOUT_S)
 
 
 # When all has landed nothing of the transport can go wrong, but P may not answer.
@@ -563,19 +583,16 @@ def test_a_lost_pull_is_reported_held_and_then_failed(world: World, reason: str)
     world.say(ready(session, 2, 2), done(session), ack(session, 2))
     assert world.told() == []
 
-    world.now += HOLD_S - 1
-    world.d.on_tick()
+    world.pass_time(HOLD_S - 1)
     assert world.told() == [], "the router has time to decide"
-    world.now += 1
-    world.d.on_tick()
+    world.pass_time(1)
     (failed,) = world.told()
     is_expiry = reason in ("expired", "fenced", "not_valid")
     assert failed.error.code is (
         ErrorCode.KV_EXPIRED if is_expiry else ErrorCode.KV_TRANSFER_FAILED
     )
     assert failed.error.is_retryable
-    world.now += HOLD_S
-    world.d.on_tick()
+    world.pass_time(HOLD_S)
     assert world.told() == [], "once"
     world.end(request)
 
@@ -626,8 +643,7 @@ def test_a_request_that_p_ends_is_void_at_once(world: World, stage: str, reason:
     assert failed.error.code is ErrorCode.CANCELLED
     assert not failed.error.is_retryable
     assert failed.error.message == f"P p0 ended it: {reason}"
-    world.now += 1000
-    world.d.on_tick()
+    world.pass_time(1000)
     assert world.told() == [], "it is not held"
     kept = world.pair.end_d(request)
     assert len(kept) == len(world.transport.held), "READs may still land (K5)"
@@ -636,11 +652,12 @@ def test_a_request_that_p_ends_is_void_at_once(world: World, stage: str, reason:
 
 @pytest.mark.parametrize("word", ["expired", "fenced:weights"])
 def test_p_says_why_it_has_ended_a_session(world: World, word: str) -> None:
-    request, session = world.granted()
+    request, session = world.confirmed()
     world.say(ended(session, word))
     lost = world.lost(request)
     assert lost.reason == word.partition(":")[0]
     assert lost.message == f"P p0 ended it: {word}"
+    assert lost.num_confirmed_tokens == 16, "D's blocks are its own: P's fence does not touch them"
     world.end(request)
 
 
@@ -654,13 +671,9 @@ def test_every_state_has_a_deadline(world: World, stage: str) -> None:
         request = world.pair.ticket()
     else:
         request, _ = getattr(world, stage)()
-    for _ in range(599):
-        world.now += 1
-        world.say(KVLinkHeartbeat(step_seq=0))
-        world.d.on_tick()
-        assert world.told() == []
-    world.now += 1
-    world.d.on_tick()
+    world.pass_time(599)
+    assert world.told() == []
+    world.pass_time(1)
     lost = world.lost(request)
     assert lost.reason == "expired"
     assert world.gauge("sessions", "lost") == 1
@@ -670,22 +683,36 @@ def test_every_state_has_a_deadline(world: World, stage: str) -> None:
 def test_p_has_to_answer_a_release_in_time(world: World) -> None:
     request, _ = world.pulling()
     world.transport.land()
-    world.now += ACK_TIMEOUT_S
-    world.d.on_tick()
+    world.pass_time(ACK_TIMEOUT_S)
     assert world.lost(request).reason == "expired"
+    world.end(request)
+
+
+def test_an_answer_that_came_while_ds_event_loop_hung_counts(world: World) -> None:
+    request, session = world.landed()
+    world.hang(ACK_TIMEOUT_S + 600)
+    world.say(ack(session, 3))
+    assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    world.end(request)
+
+
+def test_the_router_has_its_time_though_ds_event_loop_hangs(world: World) -> None:
+    request, session = world.confirmed()
+    world.say(ended(session, "error"))
+    world.lost(request)
+    world.hang(HOLD_S + 1)
+    assert world.told() == []
+    world.pass_time(HOLD_S - 1)
+    assert len(world.told()) == 1
     world.end(request)
 
 
 def test_the_last_word_of_p_says_how_long_it_will_wait(world: World) -> None:
     request, session = world.granted()
     world.say(ready(session, 0, 5, 9, 2), done(session, timeout_s=10.0))
-    for _ in range(9):
-        world.now += 1
-        world.say(KVLinkHeartbeat(step_seq=0))
-        world.d.on_tick()
+    world.pass_time(9)
     assert world.told() == []
-    world.now += 1
-    world.d.on_tick()
+    world.pass_time(1)
     assert world.lost(request).reason == "expired"
     world.end(request)
 
@@ -731,6 +758,7 @@ def test_zombies_keep_their_blocks_until_they_have_landed(world: World) -> None:
     world.transport.land()
     assert world.told() == [BlocksFreed((table[0],))]
     assert world.gauge("zombie_reads") == 1
+    assert world.gauge("abandoned_reads") == 2, "also what lands between two scrapes"
     world.end(request)
 
 
@@ -952,6 +980,21 @@ def test_a_link_is_asked_for_once_and_before_it_is_needed(world: World) -> None:
     assert world.told() == []
     world.pair.cut()
     world.lost(request)
+    world.end(request)
+
+
+def test_a_link_is_asked_for_before_the_engine_takes_the_ticket(world: World) -> None:
+    """P does not wait for a link for as long as a step of D's engine may take."""
+    world.pair.cut()
+    core = world.pair.request("d").request
+    world.d.on_dispatched(core)
+    assert world.dialed == ["p0"]
+    world.d.on_dispatched(replace(core, kv_transfer_params=None))
+    world.d.link_failed("p0", "refused")
+    request = world.pair.ticket()
+    assert world.dialed == ["p0", "p0"], "once more"
+    world.pair.connect()
+    assert world.told() == []
     world.end(request)
 
 

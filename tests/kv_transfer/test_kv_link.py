@@ -28,6 +28,7 @@ from pdserve_engine.kv_transfer.base import (
 )
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
 
 pytestmark = pytest.mark.slow
 
@@ -204,11 +205,13 @@ async def test_waiting_costs_little_cpu(d: D, start_p: Any, transport: str) -> N
     p = start_p(transport=transport)
     await d.pull(p, "r0", [0])
     request = await d.announced(p, "r1", [1, 2])
-    ours, theirs = time.process_time(), p.state()["cpu_s"]
-    await asyncio.sleep(1.0)
-    shares = time.process_time() - ours, p.state()["cpu_s"] - theirs
+    await asyncio.sleep(CONNECT_S)  # so long P helps a new peer to connect
+    ours, theirs, start = time.process_time(), p.state()["cpu_s"], time.monotonic()
+    await asyncio.sleep(3.0)
+    used = time.process_time() - ours, p.state()["cpu_s"] - theirs
+    shares = [seconds / (time.monotonic() - start) for seconds in used]
     print(f"{transport}: open session, quiet: D {shares[0]:.1%}, P {shares[1]:.1%} of a core")
-    assert max(shares) < 0.1, "the goal is 3 %, a shared machine adds to it"
+    assert max(shares) < 0.05, "the goal is 3 %, a shared machine adds to it"
     assert d.end(request) == {1, 2}
     d.transport.let_go()
     await d.wait_for(BlocksFreed)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,12 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
-from pdserve_engine.kv_transfer.nixl import RemoteDisconnectError
+from pdserve_engine.kv_transfer.nixl import (
+    MAX_LEFT_OPEN,
+    NixlAgent,
+    RemoteDisconnectError,
+    has_rdma_device,
+)
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 BLOCK_BYTES = 1 << 20
@@ -41,6 +47,7 @@ class FakeAgent:
         self.num_posts = 0
         self.post_error: Exception | None = None
         self.peers: list[str] = []
+        self.num_left_open = 0
         self.num_progressed = 0
         self.is_closed = False
 
@@ -337,6 +344,17 @@ def test_the_label_says_how_the_peer_is_reached(
     rig.transport.close()
 
 
+def test_an_rdma_device_of_the_machine_counts_if_it_was_given_to_us(tmp_path: Path) -> None:
+    devices, verbs = tmp_path / "devices", tmp_path / "verbs"
+    assert not has_rdma_device(devices, verbs)
+    (devices / "mlx5_0").mkdir(parents=True)
+    verbs.mkdir()
+    (verbs / "rdma_cm").touch()
+    assert not has_rdma_device(devices, verbs)
+    (verbs / "uverbs0").touch()
+    assert has_rdma_device(devices, verbs)
+
+
 def test_a_required_transport_that_is_not_used_loses_the_peer(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,3 +364,41 @@ def test_a_required_transport_that_is_not_used_loses_the_peer(
     rig.connect()
     assert "require_transport is shm" in kit.wait_until(lambda: rig.lost)[0]
     rig.transport.close()
+
+
+def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(
+    rig: Rig, kit: SimpleNamespace
+) -> None:
+    def come_back(num_left_open: int) -> None:
+        rig.agent.num_left_open = num_left_open
+        rig.transport.remove_peer(rig.peer)
+        rig.connect()
+        rig.read(1)
+        rig.wait_posted(1)
+        rig.end_posted()
+        kit.wait_until(lambda: not rig.agent.posted)
+
+    come_back(MAX_LEFT_OPEN)
+    assert rig.transport.failure is None
+    come_back(MAX_LEFT_OPEN + 1)
+    assert rig.transport.failure == "more than 64 broken connections cannot be closed"
+
+
+@pytest.mark.slow
+def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open(
+    kit: SimpleNamespace,
+) -> None:
+    p, d = (NixlAgent(name, kit.make_pool(1), transport="any") for name in ("p0.x", "d0.x"))
+
+    def come_and_go(*, is_broken: bool) -> None:
+        d.remove_peer("p0.x", d.add_peer("p0.x", p.endpoint), is_broken=is_broken)
+
+    come_and_go(is_broken=False)
+    come_and_go(is_broken=True)
+    assert d.num_left_open == 0, "it was kept the first time, and may be dead the second"
+    come_and_go(is_broken=True)
+    come_and_go(is_broken=False)
+    come_and_go(is_broken=False)
+    assert d.num_left_open == 2
+    d.close()
+    p.close()

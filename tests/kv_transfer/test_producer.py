@@ -59,7 +59,17 @@ class World:
         return getattr(self.side, name)
 
     def pass_time(self, seconds: float) -> None:
+        """D's heartbeats come, and P's ticks, when they should: every second."""
+        for _ in range(int(seconds)):
+            self.side.now += 1
+            if self.side.p_link is not None:
+                self.say(KVLinkHeartbeat(step_seq=1))
+            self.side.p.on_tick()
+
+    def hang(self, seconds: float) -> None:
+        """P's event loop does nothing; then it ticks before it reads what D has said meanwhile."""
         self.side.now += seconds
+        self.side.p.on_tick()
 
     def connect(self, engine_id: str = "d0") -> tuple[Any, Any]:
         """A D dials; returns the wire to it, after the welcome, and P's link."""
@@ -160,7 +170,7 @@ def acks(messages: list[Any]) -> list[bool]:
 def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
     request, session = world.asked()
     assert world.num_sessions(State.ASKING) == 1
-    world.pass_time(0.25)
+    world.side.now += 0.25
     world.say(Granted(session=session, first_block=0))
     assert world.take_p_news() == [StartAllowed(request)]
     assert request.grant_wait_s == 0.25
@@ -311,16 +321,22 @@ def test_a_request_is_asked_for_when_d_has_dialed(world: World) -> None:
     (message,) = wire.messages
     assert (message.request_id, message.attempt, message.num_tokens) == ("r0", 0, 40)
     world.pass_time(LINK_WAIT_S + 1)
-    world.p.on_tick()
     assert world.take_p_news() == [], "a D that is merely full is waited for"
     world.say(Granted(session=message.session, first_block=0))
     assert world.take_p_news() == [StartAllowed(request)]
 
 
+def test_a_d_that_dials_while_ps_event_loop_hangs_is_in_time(world: World) -> None:
+    world.ask()
+    world.hang(LINK_WAIT_S + 60)
+    assert world.take_p_news() == []
+    wire, _ = world.connect()
+    assert [type(message) for message in wire.messages] == [GrantRequest]
+
+
 def test_a_d_that_never_dials_fails_the_request(world: World) -> None:
     request = world.ask()
     world.pass_time(LINK_WAIT_S)
-    world.p.on_tick()
     (failed,) = world.take_p_news()
     assert failed.request is request
     assert failed.error.code is ErrorCode.KV_TRANSFER_FAILED
@@ -432,7 +448,6 @@ def test_d_hears_of_an_end_before_any_session(
 def test_an_end_that_cannot_be_told_is_forgotten(world: World) -> None:
     world.end_p(world.request("p"), RequestStatus.FINISHED_STOPPED)
     world.pass_time(31)
-    world.p.on_tick()
     wire, _ = world.connect()
     assert not wire.messages
 
@@ -562,17 +577,10 @@ def test_progress_puts_the_deadline_off(world: World) -> None:
     world.pass_time(20)
     world.say(Release(session=session, through_block=2))
     world.pass_time(29)
-    keep_alive(world)
     assert world.p.num_open_sessions() == 1
     world.pass_time(1)
-    keep_alive(world)
     assert world.num_ended("expired") == 1
     world.check_baseline()
-
-
-def keep_alive(world: World) -> None:
-    world.say(KVLinkHeartbeat(step_seq=1))
-    world.p.on_tick()
 
 
 def test_p_exports_while_something_is_announced(
@@ -624,7 +632,6 @@ def finish(world: World, request: Request, session: KVSessionId) -> None:
 
 def expire(world: World, request: Request, session: KVSessionId) -> None:
     world.pass_time(31)
-    keep_alive(world)
 
 
 DRIVERS: dict[Event, Driver] = {
@@ -823,7 +830,6 @@ class Traffic:
             self.world.p.fence_all("test")
         elif what == 2:
             self.world.pass_time(31)
-            keep_alive(self.world)
         else:
             self.world.p.abort_session(f"r{self.rng.randint(1, self.num_asked)}")
 

@@ -4,18 +4,25 @@ Rules are those of the chart with durations scaled (prometheus.py); thresholds a
 """
 
 import contextlib
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from monitoring import rule_name, rules
+from cluster import Member
+from monitoring import rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
 
 FIRE_TIMEOUT_S = 60.0
 # The longest window that one test leaves to the next.
 QUIET_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 30.0
 # Whatever else breaks.
 NEVER_BY_CHANCE = {"PdserveDuplicateTokenMismatch", "PdserveCorruptBlocks"}
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -42,6 +49,16 @@ def slow_decode(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def full_prefill_queues(world: World) -> Iterator[None]:
+    """So many prompts that routers send some to decode alone."""
+    with (
+        world.load(clients=80, prompt_tokens=(300, 400), max_tokens=4),
+        slowed(world, PREFILL, step_s=0.15),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def slowed(world: World, names: Sequence[str], *, step_s: float) -> Iterator[None]:
     for name in names:
         world.cluster.controls(name).slow_down(step_s)
@@ -52,7 +69,8 @@ def slowed(world: World, names: Sequence[str], *, step_s: float) -> Iterator[Non
 
 @contextlib.contextmanager
 def lost_reads(world: World) -> Iterator[None]:
-    with faulty_reads(world, "remote_disconnect", count=10):
+    """None works: workers are ready, and no pair of them is proven any more."""
+    with faulty_reads(world, "remote_disconnect", count=10_000):
         yield
 
 
@@ -86,6 +104,28 @@ def held_reads(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def drained_before_reads(world: World) -> Iterator[None]:
+    """A prefill worker that has to go before decode has fetched what it holds."""
+    with world.load(clients=8, prompt_tokens=(50, 100)):
+        for name in DECODE:
+            world.cluster.controls(name).arm("chunk", hold=True)
+        for name in DECODE:
+            world.cluster.controls(name).wait_reached("chunk")
+        try:
+            drain(world.cluster.members["prefill-0"], timeout_s=1)
+            yield
+        finally:
+            world.cluster.kill("prefill-0")  # it would take no request any more
+
+
+def drain(member: Member, *, timeout_s: int) -> None:
+    ctl = [sys.executable, "-m", "pdserve_client", "ctl", member.address]
+    subprocess.run(
+        [*ctl, "drain", f"--drain-timeout={timeout_s}"], check=True, timeout=DRAIN_TIMEOUT_S
+    )
+
+
+@contextlib.contextmanager
 def wrong_repetition(world: World) -> Iterator[None]:
     with world.load(clients=4):
         for name in DECODE:
@@ -111,17 +151,40 @@ def dead_decode(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restarts(world: World) -> Iterator[None]:
-    started = 'process_start_time_seconds{pod="prefill-1"}'
-    for _ in range(3):
-        before = world.prometheus.query(started)
-        world.cluster.restart("prefill-1")
-        world.wait_until(
-            lambda: world.prometheus.query(started) not in ([], before),  # noqa: B023
-            "it is scraped again",
-            timeout_s=30,
-        )
+def dead_router(world: World) -> Iterator[None]:
+    world.cluster.kill("router-0")
     yield
+
+
+@contextlib.contextmanager
+def deaths_while_loading(world: World) -> Iterator[None]:
+    """A worker that is killed again and again before it is ready."""
+    started = 'process_start_time_seconds{pod="prefill-1"}'
+    with hanging_storage(world.cluster.members["prefill-1"]):
+        for _ in range(3):
+            before = world.prometheus.query(started)
+            world.cluster.restart("prefill-1")
+            world.wait_until(
+                lambda: world.prometheus.query(started) not in ([], before),  # noqa: B023
+                "it is scraped again",
+                timeout_s=30,
+            )
+            assert not world.prometheus.query('pdserve_build_info{pod="prefill-1"}'), "it is ready"
+    yield
+
+
+@contextlib.contextmanager
+def hanging_storage(member: Member) -> Iterator[None]:
+    """Starts of it wait for ever for the first byte of its model; the last one ends with this."""
+    command = member.command
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(Path(folder, "config.json"))
+        member.command = [*command, f"--model={folder}"]
+        try:
+            yield
+        finally:
+            member.command = command
+            member.kill()
 
 
 class Case(NamedTuple):
@@ -155,11 +218,16 @@ CASES = [
             alert("PdservePrefillDecodeImbalance", short_of="decode"),
         ),
     ),
-    Case(lost_reads, (alert("PdserveTransferFailures"),)),
+    Case(full_prefill_queues, (alert("PdserveDowngrade", reason="prefill_queue"),)),
+    Case(
+        lost_reads,
+        (alert("PdserveTransferFailures"), alert("PdserveDowngrade", reason="no_proven_pair")),
+    ),
     # Both: what one still has to raise would be found in the next test.
     Case(damaged_reads, tuple(alert("PdserveCorruptBlocks", pod=name) for name in DECODE)),
     Case(slow_reads, (alert("PdserveTransferSlow"),)),
     Case(held_reads, (alert("PdserveSessionsExpiredOrFenced", reason="expired"),)),
+    Case(drained_before_reads, (alert("PdserveSessionsExpiredOrFenced", reason="fenced"),)),
     Case(wrong_repetition, (alert("PdserveDuplicateTokenMismatch"),)),
     Case(
         dead_prefill,
@@ -174,7 +242,11 @@ CASES = [
         dead_decode,
         (alert("PdserveNoReadyWorker", role="decode"), alert("PdserveErrorRatio")),
     ),
-    Case(restarts, (alert("PdserveRestartLoop", pod="prefill-1"),)),
+    Case(
+        dead_router,
+        (alert("PdserveNoRouter"), alert("PdserveTargetDown", pod="router-0")),
+    ),
+    Case(deaths_while_loading, (alert("PdserveRestartLoop", pod="prefill-1"),)),
 ]
 
 
@@ -186,6 +258,24 @@ def test_every_alert_has_a_cause() -> None:
     }
     assert caused == {
         (rule_name(rule), rule["labels"]["severity"]) for rule in rules() if "alert" in rule
+    }
+
+
+def test_every_reason_of_an_alert_has_a_cause() -> None:
+    caused = {
+        (labels["alertname"], labels["reason"])
+        for case in CASES
+        for labels in case.alerts
+        if "reason" in labels
+    }
+    assert caused == {
+        (rule_name(rule), reason)
+        for rule in rules()
+        if "alert" in rule
+        for selector in selectors(rule["expr"])
+        for matcher in selector.matchers.matchers
+        if matcher.name == "reason"
+        for reason in matcher.value.split("|")
     }
 
 

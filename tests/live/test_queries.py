@@ -10,15 +10,24 @@ ANSWER_TIMEOUT_S = 90.0
 VICTIM = "decode-1"
 
 
-def queries() -> list[Query]:
+def queries(world: World) -> list[Query]:
     recorded = [Query(rule["record"], rule["record"]) for rule in rules() if "record" in rule]
-    panels = panel_queries(namespace=NAMESPACE, release=RELEASE, __rate_interval="15s")
+    panels = panel_queries(
+        namespace=NAMESPACE, release=RELEASE, model=find_model(world), __rate_interval="15s"
+    )
     return [*panels, *recorded, *autoscaling_queries()]
+
+
+def find_model(world: World) -> str:
+    """Ask for it as the dashboards do: router and workers have to call it the same."""
+    of_release = f'{{namespace="{NAMESPACE}", release="{RELEASE}"}}'
+    ((labels, _),) = world.prometheus.query(f"group by (model) (pdserve_build_info{of_release})")
+    return labels["model"]
 
 
 def test_all_queries_have_data(world: World) -> None:
     """Under load. Only what counts lost workers, lost transfers and alerts needs a fault."""
-    empty = queries()
+    empty = queries(world)
     with world.restored(), world.load(clients=8, max_tokens=48):
         time.sleep(3)
         world.cluster.controls("decode-0").inject("remote_disconnect", count=4)

@@ -130,6 +130,26 @@ CASES = [
         {"no_decode": {PAGE}, "no_prefill": {PAGE}},
     ),
     Case(
+        "PdserveNoRouter",
+        80,
+        {
+            "down": {'up{component="router", pod="r"}': "1x5 0x100"},
+            "one_of_two_down": {
+                'up{component="router", pod="r"}': "1x5 0x100",
+                'up{component="router", pod="s"}': "1x100",
+            },
+            "never_up": {'up{component="router", pod="r"}': "0x100"},
+            "gone": {'up{component="router", pod="r"}': "1x60"},
+            "gone_for_an_hour": {'up{component="router", pod="r"}': "1x15"},
+            "replaced": {
+                'up{component="router", pod="r"}': "1x60",
+                'up{component="router", pod="s"}': "_x60 1x40",
+            },
+            "of_others": {'up{component="database", pod="r"}': "1x5 0x100"},
+        },
+        {"down": {PAGE}, "never_up": {PAGE}, "gone": {PAGE}},
+    ),
+    Case(
         "PdserveTargetDown",
         10,
         {
@@ -159,11 +179,12 @@ CASES = [
         {
             "lost": routed("0+10x60", "1x3 0x60"),
             "unproven": routed("0+10x60", "1x60", "no_proven_pair"),
+            "queueing": routed("0+10x60", "1x60", "prefill_queue"),
             "now_and_then": routed("0+4x60", "1x60"),
             "on_purpose": routed("0+90x60", "1x60", "cached_prompt"),
             "decode_alone": routed("0+10x60", "0x60"),
         },
-        {"lost": {TICKET}, "unproven": {TICKET}},
+        {"lost": {TICKET}, "unproven": {TICKET}, "queueing": {TICKET}},
     ),
     Case(
         "PdservePrefillQueue",

@@ -23,9 +23,7 @@ from pdserve_router.server import RouterServer
 from pdserve_router.tokenizer import Tokenizer
 
 ANSWER_TEXT = "hello world, the quick fox"
-TIMINGS = LinkTimings(
-    heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1, reattach_s=0.3
-)
+TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,7 @@ async def prefill(running: Running) -> None:
         tokens[num_known],
         at=num_known,
         finish=finish,
-        prefill_stats=PREFILL_STATS if num_known == 0 else None,
+        prefill_stats=running.worker.prefill_stats if num_known == 0 else None,
         kv_transfer_params=params,
     )
 
@@ -225,8 +225,8 @@ async def decode(running: Running) -> None:
             *tokens[begin:end],
             at=begin,
             finish=finish if is_last else None,
-            prefill_stats=PREFILL_STATS if is_first and num_known == 0 else None,
-            kv_transfer_stats=KV_STATS if is_first and is_remote else None,
+            prefill_stats=running.worker.prefill_stats if is_first and num_known == 0 else None,
+            kv_transfer_stats=running.worker.kv_stats if is_first and is_remote else None,
             # Only P knows how likely its token was.
             num_repeated=1 if is_first and is_remote else 0,
         )
@@ -247,6 +247,10 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.heartbeat_s: float | None = 0.1
         self.is_draining = False
         self.is_paused = False
+        self.num_routers = 1
+        # What it says of every prompt and of every pull.
+        self.prefill_stats = PREFILL_STATS
+        self.kv_stats = KV_STATS
         # Whether requests live on when the stream is cut.
         self.adopts = True
         self.requests: list[EngineCoreRequest] = []
@@ -400,5 +404,9 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
             await asyncio.sleep(self.heartbeat_s or 3600)
             if self.heartbeat_s is not None:
                 async with lock:
-                    heartbeat = pb2.Heartbeat(draining=self.is_draining, paused=self.is_paused)
+                    heartbeat = pb2.Heartbeat(
+                        draining=self.is_draining,
+                        paused=self.is_paused,
+                        num_routers=self.num_routers,
+                    )
                     await context.write(pb2.AttachResponse(heartbeat=heartbeat))

@@ -10,6 +10,8 @@ from fake_worker import KV_STATS, FakeWorker, Running, decode, prefill
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, until
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
@@ -252,6 +254,36 @@ async def test_another_transport_than_required_is_refused(start, caplog) -> None
             _ = stage.path
 
 
+@pytest.mark.parametrize("required", ["shm", "any"])
+async def test_a_transport_that_changes_ends_a_pair(start_stack, caplog, required) -> None:
+    """As after a link was made anew between the same two processes."""
+
+    async def path_of(stack: object) -> str:
+        call = stack.stub.Generate(pb2.GenerateRequest(text="hello"), timeout=10)
+        outputs = [response.output async for response in call]
+        assert outputs[-1].outputs[0].finish_reason == core.FINISH_REASON_STOP
+        return outputs[-1].metrics.path
+
+    async with start_stack(require_transport=required) as stack:
+        assert await path_of(stack) == "disaggregated"
+        # Nothing travelled: D had all of it.
+        stack.decode.kv_stats = replace(KV_STATS, num_blocks=0, transport="")
+        assert await path_of(stack) == "disaggregated"
+        stack.decode.kv_stats = replace(KV_STATS, transport="tcp")
+        assert await path_of(stack) == "disaggregated"
+        assert await path_of(stack) == ("local" if required == "shm" else "disaggregated")
+        is_refused = "KV travels over tcp, --require-transport is shm" in caplog.text
+        assert is_refused == (required == "shm")
+        assert stack.metric("pdserve_worker_pairs", state="mismatched") == is_refused
+        # A new process may do better.
+        stack.decode.kv_stats = KV_STATS
+        stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
+        stack.decode.cut()
+        await until(lambda: stack.metric("pdserve_worker_pairs", state="proven") == 1)
+        await until(lambda: len(stack.decode.hellos) == 2 and stack.server.pool.is_ready)
+        await stack.assert_idle()
+
+
 async def test_the_required_transport_is_used(start) -> None:
     async with start(require_transport="shm") as stage:
         await until(lambda: stage.pool.is_ready)
@@ -285,7 +317,7 @@ async def test_failing_handoffs_call_for_another_proof(start) -> None:
         stage.decode[0].behave_probe = hang
         pair = (stage.pool.prefill[0], stage.pool.decode[0])
         stage.pool.report_failure(pair)
-        stage.pool.report_success(pair)
+        stage.pool.report_transfer(*pair, KV_STATS)
         for _ in range(2):
             stage.pool.report_failure(pair)
         assert stage.path == "disaggregated"

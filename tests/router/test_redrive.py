@@ -5,6 +5,7 @@ import dataclasses
 import time
 from typing import TypeVar
 
+import pytest
 import uvloop
 from fake_worker import engine_info
 from prometheus_client import CollectorRegistry
@@ -12,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
-    EngineInfo,
     ErrorCode,
     SamplingParams,
+    SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.origin import Origin
 from pdserve_router.redrive import Recovery, RedriveQueue
 from pdserve_router.route_chooser import Route
 
@@ -38,7 +40,7 @@ class LostRequest:
 
     request: EngineCoreRequest
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
-    infos: set[EngineInfo] = dataclasses.field(default_factory=set)
+    origins: set[Origin] = dataclasses.field(default_factory=set)
     given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
@@ -73,8 +75,9 @@ def lost_request(name: str, kind: type[L] = LostRequest) -> L:
 class Worker:
     """What the queue asks a worker."""
 
-    stats = None
+    stats: SchedulerStats | None = None
     is_ready = True
+    num_routers = 1
 
     def __init__(self, role: WorkerRole, step_tokens: int) -> None:
         self.role = role
@@ -116,6 +119,28 @@ async def test_many_short_requests_take_time_in_proportion() -> None:
     for request in requests:
         queue.on_token(request)
     assert not queue._num_sent_tokens
+
+
+@pytest.mark.parametrize(
+    ("num_waiting_tokens", "num_routers", "num_sent"),
+    [(0, 1, 4), (0, 2, 2), (0, 3, 1), (0, 100, 1), (80, 1, 10), (80, 2, 5)],
+)
+async def test_routers_share_what_they_may_send_again(
+    num_waiting_tokens, num_routers, num_sent
+) -> None:
+    """Of one step of 8 tokens or a quarter of P's queue, in requests of 2; one is always let on."""
+    pool = OnePairPool(step_tokens=8)
+    pool.prefill[0].stats = SchedulerStats(num_waiting_tokens=num_waiting_tokens)
+    pool.prefill[0].num_routers = num_routers
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    requests = [lost_request(f"request-{i}", SentRequest) for i in range(20)]
+    for request in requests:
+        queue.add(request)
+    await asyncio.sleep(0.01)
+    assert sum(request.is_sent for request in requests) == num_sent
+    for request in requests:
+        queue.discard(request)
 
 
 async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill() -> None:

@@ -1,13 +1,14 @@
 """A client goes on with an answer whose stream broke."""
 
 import threading
+from dataclasses import replace
 
 import grpc
 import pytest
 from fake_worker import EOS, decode, logprobs_of
 from prometheus_client import CollectorRegistry
 
-from conftest import ANSWER_TEXT
+from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -241,6 +242,82 @@ async def test_when_all_were_finished_only_the_end_is_told(stack, answer) -> Non
     assert [completion.text for completion in kinds[-1].outputs] == [ANSWER_TEXT] * 2
 
 
+def origins_of(outputs) -> set[str]:
+    return {part.origin for output in outputs for part in output.outputs}
+
+
+async def change(stack, number, **fields) -> None:
+    """Restart a decode worker as another one."""
+    worker, client = stack.decodes[number], stack.server.pool.decode[number]
+    worker.info = replace(worker.info, epoch=str(number) * 32, **fields)
+    worker.cut()
+    await until(lambda: client.info == worker.info and client.is_ready)
+
+
+async def test_an_answer_goes_on_exactly_where_it_came_from(stack, answer) -> None:
+    whole = await generate(stack, n=2)
+    (origin,) = origins_of(whole)
+    assert origin
+    resume = [{"index": i, "token_ids": answer[:3], "origin": origin} for i in range(2)]
+    outputs = await generate(stack, resume=resume, n=2)
+    assert origins_of(outputs) == {origin}
+    assert outputs[-1].metrics.determinism == whole[-1].metrics.determinism == "exact"
+    # Of a part of the answer nobody knows who computed it.
+    del resume[1]["origin"]
+    outputs = await generate(stack, resume=resume, n=2)
+    assert outputs[-1].metrics.determinism == "consistent"
+    assert {part.origin for part in parts_of(outputs, 0)} == {origin}
+    (weights,) = {part.origin for part in parts_of(outputs, 1)}
+    assert origin.startswith(f"{weights}-")
+
+
+async def test_an_answer_that_was_over_is_as_exact_as_it_was(stack, answer) -> None:
+    (origin,) = origins_of(await generate(stack))
+    for fields, determinism in (({"origin": origin}, "exact"), ({}, "consistent")):
+        outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer, **fields}])
+        assert outputs[-1].metrics.determinism == determinism
+
+
+async def test_no_other_weights_go_on_with_an_answer(start_stack, answer) -> None:
+    """As in the middle of an update: what they would say is the end of another answer."""
+    async with start_stack(decode=2) as stack:
+        (origin,) = origins_of(await generate(stack))
+        await change(stack, 1, kv_compatibility_hash="updated")
+        resume = [{"index": 0, "token_ids": answer[:3], "origin": origin}]
+        for _ in range(4):
+            outputs = await generate(stack, resume=resume)
+            assert tokens_of(outputs) == answer[3:]
+            assert outputs[-1].metrics.determinism == "exact"
+        assert not [leg for leg in stack.decodes[1].requests if leg.resume_output_token_ids]
+        await change(stack, 0, kv_compatibility_hash="updated")
+        num_before = sum(len(worker.requests) for worker in stack.workers)
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be resumed here") as raised:
+            await generate(stack, resume=resume)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        # One completion of two would be another model's.
+        (updated,) = origins_of(await generate(stack)) - {origin}
+        resume.append({"index": 1, "token_ids": answer[:2], "origin": updated})
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be resumed here"):
+            await generate(stack, resume=resume, n=2)
+        # What nothing came of, and what is over, is nobody's any more.
+        resume[0]["finished"] = True
+        outputs = await generate(stack, resume=[*resume, {"index": 2, "origin": origin}], n=3)
+        assert tokens_of(outputs, 1) == answer[2:]
+        assert sum(len(worker.requests) for worker in stack.workers) > num_before
+        await stack.assert_idle()
+
+
+async def test_other_arithmetic_goes_on_but_not_exactly(start_stack, answer) -> None:
+    async with start_stack() as stack:
+        (origin,) = origins_of(await generate(stack))
+        await change(stack, 0, numerics_id="another machine")
+        resume = [{"index": 0, "token_ids": answer[:3], "origin": origin}]
+        outputs = await generate(stack, resume=resume)
+        assert tokens_of(outputs) == answer[3:]
+        assert outputs[-1].metrics.determinism == "consistent"
+        await stack.assert_idle()
+
+
 async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) -> None:
     async def fail_once(running) -> None:
         if running.request.attempt:
@@ -316,6 +393,7 @@ async def test_a_resume_of_too_many_tokens_is_refused(stack, answer, monkeypatch
             "resume has 3 tokens of completion 0, max_tokens is 2",
         ),
         ([{"index": 0}], {"seed": None}, "resume needs sampling_params.seed"),
+        ([{"index": 0, "origin": "here"}], {}, "resume.origin is 'here' (4 characters), must be"),
         ([{"index": 0}], {"n": 2, "best_of": 3}, "resume is set with best_of"),
         (
             [{"index": 0}],

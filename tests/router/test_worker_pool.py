@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_worker import FakeWorker, engine_info
+from fake_worker import PREFILL_STATS, FakeWorker, engine_info
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, until
@@ -77,6 +77,12 @@ class Stage:
 
     def route(self, *args: object, exclude: frozenset = frozenset(), **fields: object) -> Route:
         return self.pool.route(request(*args, **fields), exclude=exclude)
+
+    def serve(self, *args: object, **fields: object) -> Route:
+        """Have a request answered."""
+        route = self.route(*args, **fields)
+        self.pool.note_computed(route.decode, request(*args, **fields))
+        return route
 
 
 Start = Callable[..., "contextlib.AbstractAsyncContextManager[Stage]"]
@@ -327,13 +333,85 @@ async def test_tokens_of_earlier_attempts_count(start) -> None:
 
 async def test_a_prompt_that_decode_should_have_cached_stays_there(start) -> None:
     async with start(1, 2, disaggregation_threshold_tokens=BLOCK) as stage:
-        first = stage.route(4 * BLOCK)
+        for _ in range(2):
+            assert stage.route(4 * BLOCK).path == "disaggregated", "nobody has answered it"
+        first = stage.serve(4 * BLOCK)
         assert first.path == "disaggregated"
-        again = stage.route(5 * BLOCK)
+        again = stage.serve(5 * BLOCK)
         assert (again.reason, again.decode) == ("cached_prompt", first.decode)
         assert stage.route(5 * BLOCK, cache_salt="another").path == "disaggregated"
         assert stage.route(5 * BLOCK, first=6).path == "disaggregated"
         assert stage.route(5 * BLOCK + BLOCK + 1).path == "disaggregated"
+
+
+async def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(start) -> None:
+    async with start(disaggregation_threshold_tokens=BLOCK) as stage:
+        stage.serve(4 * BLOCK)
+        assert stage.route(4 * BLOCK).reason == "cached_prompt"
+        params = {"prompt_logprobs": 0}
+        assert stage.route(4 * BLOCK, params=params).path == "disaggregated"
+
+
+async def test_decode_that_caches_nothing_is_not_relied_on(make) -> None:
+    stage = await make(1, 1)
+    stage.decode[0].info = replace(stage.decode[0].info, has_prefix_caching=False)
+    addresses = [stage.prefill[0].address], [stage.decode[0].address]
+    stage.start(*addresses, disaggregation_threshold_tokens=BLOCK)
+    await stage.proven(1)
+    for _ in range(2):
+        assert stage.serve(4 * BLOCK).path == "disaggregated"
+
+
+async def test_required_disaggregation_relies_on_no_guess(start) -> None:
+    rules = {"require_disaggregation": True, "disaggregation_threshold_tokens": BLOCK}
+    async with start(**rules) as stage:
+        for _ in range(2):
+            assert stage.serve(4 * BLOCK).path == "disaggregated"
+        assert stage.route(BLOCK).reason == "short_prompt"
+
+
+@pytest.mark.parametrize(
+    ("num_cached_blocks", "is_believed"),
+    # The last block of a prompt is computed in any case, and another may be by the rules.
+    [(7, True), (6, True), (5, False), (0, False)],
+)
+async def test_decode_that_had_less_than_it_should_is_not_relied_on(
+    start, num_cached_blocks, is_believed
+) -> None:
+    async with start(disaggregation_threshold_tokens=BLOCK) as stage:
+        stats = replace(
+            PREFILL_STATS,
+            num_prompt_tokens=8 * BLOCK,
+            num_cached_tokens=num_cached_blocks * BLOCK,
+        )
+        for prompt in ({}, {"first": 6}):
+            route = stage.serve(8 * BLOCK, **prompt)
+            stage.pool.report_cached(route, stats)
+        route = stage.serve(8 * BLOCK)
+        assert route.reason == "cached_prompt", "what others had cached said nothing"
+        stage.pool.report_cached(route, stats)
+        for prompt in ({}, {"first": 6}):
+            assert (stage.route(8 * BLOCK, **prompt).reason == "cached_prompt") == is_believed
+
+
+async def test_decode_without_its_cache_is_found_out_by_one_answer(start_stack) -> None:
+    """As after ResetPrefixCache, or when the blocks have been evicted."""
+    async with start_stack(disaggregation_threshold_tokens=2 * BLOCK) as stack:
+        prompts = [[*range(first, first + 8 * BLOCK)] for first in (5, 6, 7)]
+
+        async def path_of(prompt: list[int], num_cached_tokens: int = 0) -> str:
+            stack.decode.prefill_stats = replace(
+                PREFILL_STATS, num_prompt_tokens=len(prompt), num_cached_tokens=num_cached_tokens
+            )
+            tokens = pb2.TokenPrompt(token_ids=prompt)
+            call = stack.stub.Generate(pb2.GenerateRequest(tokens=tokens), timeout=10)
+            return [response.output async for response in call][-1].metrics.path
+
+        assert [await path_of(prompt) for prompt in prompts] == ["disaggregated"] * 3
+        assert await path_of(prompts[0], 7 * BLOCK) == "local"
+        assert await path_of(prompts[1], 0) == "local"
+        assert await path_of(prompts[2]) == "disaggregated"
+        assert await path_of(prompts[1], 7 * BLOCK) == "local", "it has just computed it"
 
 
 async def test_the_next_turn_of_a_chat_finds_its_answer_cached(start_stack) -> None:
@@ -357,13 +435,15 @@ async def test_the_estimate_is_bounded_and_ends_with_the_process(start) -> None:
     async with start(disaggregation_threshold_tokens=BLOCK) as stage:
         client = stage.pool.decode[0]
         num_blocks = client.info.num_blocks
-        assert stage.route(4 * BLOCK).path == "disaggregated"
+        assert stage.serve(4 * BLOCK).path == "disaggregated"
         assert stage.route(4 * BLOCK).reason == "cached_prompt"
         for i in range(num_blocks // 4 + 1):
-            stage.route(4 * BLOCK, cache_salt=str(i))
+            stage.serve(4 * BLOCK, cache_salt=str(i))
         assert stage.route(4 * BLOCK).path == "disaggregated"
-        (sent,) = stage.pool._chooser._estimate._sent.values()
-        assert len(sent) == num_blocks
+        (computed,) = stage.pool._chooser._estimate._computed.values()
+        assert len(computed) == num_blocks
+        assert stage.serve(4 * BLOCK).reason == ""
+        assert stage.route(4 * BLOCK).reason == "cached_prompt"
         stage.decode[0].info = replace(stage.decode[0].info, epoch="1" * 32)
         stage.decode[0].cut()
         await until(lambda: client.epoch == "1" * 32)

@@ -307,6 +307,7 @@ _INFO_FIELDS = (
     "version",
     "logits_processors",
     "kernels",
+    "has_prefix_caching",
 )
 
 

@@ -179,6 +179,10 @@ class Attachments:
         self._by_router: dict[tuple[str, str], Attachment] = {}
         self._expiries: dict[Attachment, asyncio.TimerHandle] = {}
 
+    def __len__(self) -> int:
+        """Those whose stream broke count: they come back with their requests."""
+        return len(self._by_router)
+
     def attach(
         self, router: tuple[str, str], resume: Resume | None
     ) -> tuple[Attachment, list[RequestAttempt]]:

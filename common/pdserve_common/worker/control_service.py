@@ -35,7 +35,7 @@ class Readiness:
         self._engine = engine
         self._server = server
         self._servicer = servicer
-        self._drain: asyncio.Task[bool] | None = None
+        self._drain: asyncio.Task[int] | None = None
         self._told: tuple[bool, bool] | None = None
 
     @property
@@ -62,16 +62,16 @@ class Readiness:
         """Ask to be restarted: the engine is broken, and what is left to do here may hang."""
         await self._server.set_alive(False)
 
-    def start_drain(self, timeout_s: float) -> "asyncio.Task[bool]":
+    def start_drain(self, timeout_s: float) -> "asyncio.Task[int]":
         """Begin to drain the engine, which goes on without the caller; or return the drain that is
-        under way.
+        under way. Its result is how many requests were handed back.
         """
         if self._drain is None:
             logger.info("asked to drain within %g s", timeout_s)
             self._drain = asyncio.create_task(self._run_drain(timeout_s))
         return self._drain
 
-    async def _run_drain(self, timeout_s: float) -> bool:
+    async def _run_drain(self, timeout_s: float) -> int:
         await self.withdraw()
         return await self._engine.drain(timeout_s)
 
@@ -124,12 +124,12 @@ class ControlServicer(control_grpc.ControlServiceServicer):
         async with rpc_errors(context):
             drain = self._readiness.start_drain(self._timeout_s(request))
             while not drain.done():
-                yield self._progress(drained=False)
+                yield self._progress()
                 await asyncio.wait([drain], timeout=PROGRESS_S)
-            drain.result()
+            num_handed_back = drain.result()
             if (problem := self._engine.problem()) is not None:
                 raise EngineDeadError(problem)
-            yield self._progress(drained=True)
+            yield self._progress(drained=True, num_handed_back=num_handed_back)
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
@@ -195,12 +195,15 @@ class ControlServicer(control_grpc.ControlServiceServicer):
             )
         return request.timeout_ms / 1000
 
-    def _progress(self, *, drained: bool) -> control_pb2.DrainResponse:
+    def _progress(
+        self, *, drained: bool = False, num_handed_back: int = 0
+    ) -> control_pb2.DrainResponse:
         stats = self._engine.stats()
         return control_pb2.DrainResponse(
             num_requests=stats.num_running_reqs + stats.num_waiting_reqs,
             num_open_kv_sessions=stats.num_open_kv_sessions,
             drained=drained,
+            num_handed_back=num_handed_back,
         )
 
 

@@ -122,8 +122,8 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     problem = await _wait_for_the_end(stop, worker.engine, readiness)
     await readiness.withdraw()
     drain_timeout_s = config.drain_timeout_s if problem is None else 0.0
-    if not await worker.engine.drain(drain_timeout_s):
-        logger.warning("drain timed out after %g s, handed the rest back", drain_timeout_s)
+    if num_handed_back := await worker.engine.drain(drain_timeout_s):
+        logger.warning("requests that the drain has handed back: %d", num_handed_back)
     problem = problem or worker.engine.problem()
     servicer.stop()
     await worker.close()

@@ -200,7 +200,10 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     def _heartbeat(self) -> service_pb2.AttachResponse:
         draining, paused = self._availability()
         heartbeat = service_pb2.Heartbeat(
-            step_seq=self._engine.step_seq(), draining=draining, paused=paused
+            step_seq=self._engine.step_seq(),
+            draining=draining,
+            paused=paused,
+            num_routers=len(self._attachments),
         )
         return service_pb2.AttachResponse(heartbeat=heartbeat)
 

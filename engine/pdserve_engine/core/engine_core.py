@@ -16,6 +16,7 @@ from pdserve_engine.core.outputs import ClientOutputs
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.core.step_watch import RunningStep, work_of
 from pdserve_engine.kv_transfer.base import KVConnector
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,9 @@ class StepResult(NamedTuple):
 
     outputs: ClientOutputs
     stats: SchedulerStats
-    # Whether results of the model came in.
+    # Whether results of the model came in, and what there was to compute (step_watch.work_of).
     has_computed: bool
+    work: int
     # False: stepping again is of no use before something changes from outside.
     has_progressed: bool
 
@@ -60,6 +62,7 @@ class _Batch(NamedTuple):
     """A step that was handed to the model."""
 
     scheduled: SchedulerOutput
+    work: int
     future: Future[_Executed]
 
 
@@ -68,6 +71,7 @@ class _Taken(NamedTuple):
 
     has_progressed: bool
     num_tokens: int = 0
+    work: int = 0
     duration_s: float = 0.0
 
 
@@ -94,12 +98,14 @@ class EngineCore:
         self._take_aborts = take_aborts
         self._batch_queue: deque[_Batch] = deque()
         self._model_thread = ModelThread() if async_scheduling else None
-        # Since when (time.monotonic) a step is computed or waited for; any thread may look.
-        self.step_started: float | None = None
+        # The step that is computed or waited for; any thread may look.
+        self.running_step: RunningStep | None = None
         self._is_broken_off = False
         # The last step that computed something. Unknown is taken for long.
         self._last = _Taken(has_progressed=False, num_tokens=1, duration_s=MAX_LOOKAHEAD_STEP_S)
         self._num_failures_in_a_row = 0
+        # Requests that `hand_back` has ended; any thread may look.
+        self.num_handed_back = 0
         self.step_seq = 0
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -123,6 +129,9 @@ class EngineCore:
         """
         error = DrainingError("the worker is shutting down").to_engine_error()
         request_ids = list(self.scheduler.requests)
+        num_sessions = self.connector.num_open_sessions() if self.connector is not None else 0
+        # On P every request has a session, on D every session that lives has a request.
+        self.num_handed_back += max(len(request_ids), num_sessions)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         if self.connector is not None:
             self.connector.fence_all("shutdown")
@@ -169,7 +178,7 @@ class EngineCore:
         """Call where the model runs, after the steps in flight, and return what it returns."""
         if self._model_thread is None:
             return function()
-        return self._wait_for(self._model_thread.submit(function))
+        return self._wait_for(self._model_thread.submit(function), work=None)
 
     def close(self) -> bool:
         """End the model's thread after the steps in flight; False if it hangs in one."""
@@ -188,18 +197,19 @@ class EngineCore:
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         execute = functools.partial(self._execute, scheduled)
+        work = work_of(scheduled)
         future: Future[_Executed]
         if self._model_thread is not None:
             future = self._model_thread.submit(execute)
         else:
-            self.step_started = time.monotonic()
+            self.running_step = RunningStep(time.monotonic(), work)
             future = Future()
             try:
                 future.set_result(execute())
             except Exception as error:  # kept for _take_oldest, as the thread's would be
                 future.set_exception(error)
-            self.step_started = None
-        self._batch_queue.append(_Batch(scheduled, future))
+            self.running_step = None
+        self._batch_queue.append(_Batch(scheduled, work, future))
 
     def _execute(self, scheduled: SchedulerOutput) -> _Executed:
         """On the model's thread. Nothing runs behind a step that failed: the runner's state lacks
@@ -215,17 +225,17 @@ class EngineCore:
             raise
         return output, time.monotonic() - start
 
-    def _wait_for(self, future: "Future[T]") -> T:
-        self.step_started = time.monotonic()
+    def _wait_for(self, future: "Future[T]", work: int | None) -> T:
+        self.running_step = RunningStep(time.monotonic(), work)
         try:
             return future.result()
         finally:
-            self.step_started = None
+            self.running_step = None
 
     def _take_oldest(self) -> _Taken:
-        scheduled, future = self._batch_queue.popleft()
+        scheduled, work, future = self._batch_queue.popleft()
         try:
-            output, duration_s = self._wait_for(future)
+            output, duration_s = self._wait_for(future, work)
         except Exception as error:  # whatever a model, a kernel or a plugin may raise
             self._isolate(scheduled, error)
             return _Taken(has_progressed=True)
@@ -235,6 +245,7 @@ class EngineCore:
         taken = _Taken(
             has_progressed=bool(scheduled.num_scheduled_tokens or scheduled.preempted_req_ids),
             num_tokens=scheduled.total_num_scheduled_tokens,
+            work=work,
             duration_s=duration_s,
         )
         if taken.num_tokens:
@@ -280,4 +291,4 @@ class EngineCore:
         )
         outputs = self.scheduler.take_outputs()
         outputs.pop(NO_CLIENT, None)
-        return StepResult(outputs, stats, taken.num_tokens > 0, taken.has_progressed)
+        return StepResult(outputs, stats, taken.num_tokens > 0, taken.work, taken.has_progressed)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from pdserve_common.engine_types import EngineError, KVLost, KVTransferStats
+from pdserve_common.engine_types import EngineCoreRequest, EngineError, KVLost, KVTransferStats
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome
 from pdserve_engine.kv_groups import num_skipped_blocks
@@ -130,6 +130,14 @@ class KVConnector(ABC):
     """One worker's side of the handoff. P and D differ by subclass; what concerns only one of them
     does nothing on the other.
     """
+
+    # ---- the event loop's thread
+
+    @abstractmethod
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        """A request has come and waits until the engine thread is between two steps, which may take
+        long. D dials its P meanwhile, who does not wait for ever for a link. P: nothing.
+        """
 
     # ---- the engine thread
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import (
     KVLinkHello,
     KVLinkRequestMessage,
@@ -92,6 +93,13 @@ class ConsumerConnector(KVConnector):
         """Set what dials `(engine_id, host, port)` and ends in link_up or link_failed."""
         self._request_link = request_link
 
+    # ---- the event loop's thread
+
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        params = request.kv_transfer_params
+        if params is not None and params.do_remote_prefill:
+            self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
+
     # ---- the engine thread
 
     def register_kv_cache(self, kv_cache: "KVCache") -> None:
@@ -104,6 +112,7 @@ class ConsumerConnector(KVConnector):
             return
         with self._lock:
             self._table.add_ticket(request)
+        # Again: there may have been no link to be had when it was dispatched.
         self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
 
     def grant(
@@ -238,9 +247,10 @@ class ConsumerConnector(KVConnector):
         """
         with self._lock:
             now = self._clock()
-            for link in self._links.tick(now, self._step_seq()):
+            tick = self._links.tick(now, self._step_seq())
+            for link in tick.silent:
                 self._drop_link(link, "silent")
-            self._table.expire(now)
+            self._table.expire(now, tick.overslept_s)
 
     # ---- the transfer thread
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -44,6 +44,16 @@ class KVLink:
         return (session.p_epoch, session.d_epoch, session.link) == ours
 
 
+class Tick(NamedTuple):
+    """What a tick has found."""
+
+    # Links whose peer has gone silent.
+    silent: list[KVLink]
+    # For so long our own event loop hung. Messages that came meanwhile are read after this tick:
+    # they must not find that somebody has given up waiting for them.
+    overslept_s: float
+
+
 class LinkTable:
     """The open links, at most one for each peer engine. Guarded by its connector's lock."""
 
@@ -74,16 +84,15 @@ class LinkTable:
         del self._links[link.engine_id]
         return True
 
-    def tick(self, now: float, step_seq: int) -> list[KVLink]:
-        """Send heartbeats and return the links whose peer has gone silent."""
-        # Messages that came while our own event loop hung are read after this tick: not the
-        # peers' silence.
-        overslept = max(0.0, now - self._last_tick - TICK_S)
+    def tick(self, now: float, step_seq: int) -> Tick:
+        """Send heartbeats and see who has gone silent, other than for our own absence."""
+        overslept_s = max(0.0, now - self._last_tick - TICK_S)
         self._last_tick = now
         for link in self._links.values():
-            link.last_heard = min(now, link.last_heard + overslept)
+            link.last_heard = min(now, link.last_heard + overslept_s)
             link.handle.send(KVLinkHeartbeat(step_seq=step_seq))
-        return [link for link in self._links.values() if now - link.last_heard > SILENCE_S]
+        silent = [link for link in self._links.values() if now - link.last_heard > SILENCE_S]
+        return Tick(silent, overslept_s)
 
 
 class RecentKeys:

@@ -6,6 +6,7 @@ UCX makes progress only inside NIXL calls.
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from nixl._bindings import (
 from numpy.typing import NDArray
 
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
+from pdserve_engine.kv_transfer.links import RecentKeys
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
@@ -35,8 +37,12 @@ logger = logging.getLogger(__name__)
 # Registrations beyond 4 GiB are slow on some NICs.
 MAX_REGION_BYTES = 2 << 30
 PROBE_BYTES = 64
+RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_VERBS = Path("/dev/infiniband")
 # Peers whose links have ended, as when a network was down for some seconds.
 MAX_UNUSED_PEERS = 16
+# Connections to living peers that NIXL will never close. After so many a new process is cheaper.
+MAX_LEFT_OPEN = 64
 
 # They have no base class of their own.
 NIXL_ERRORS = (
@@ -81,6 +87,8 @@ class NixlAgent:
         ]
         self._local = self._prep("NIXL_INIT_AGENT", regions, memory_type)
         self._num_uses: dict[str, int] = {}
+        self._removed = RecentKeys()
+        self.num_left_open = 0
         self.endpoint = KVEndpoint(
             nixl_metadata=self._agent.get_agent_metadata(),
             memory_type=memory_type,
@@ -102,6 +110,8 @@ class NixlAgent:
                 raise ValueError(f"{name} sent the metadata of {loaded}")
             self._forget_predecessors(name)
             self._num_uses[name] = 0
+            # It was removed, and lives: its name is that of one start of a process (K1).
+            self.num_left_open += name in self._removed
         try:
             dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
         except NIXL_ERRORS:
@@ -116,6 +126,7 @@ class NixlAgent:
 
         NIXL 1.5 never closes the sockets of a peer that is removed and lives: only what is broken,
         or one of too many, is removed. The others keep their connection, should they come back.
+        `num_left_open` counts those that do come back after they were removed.
         """
         dlist.release()
         self._num_uses[name] -= 1
@@ -137,6 +148,7 @@ class NixlAgent:
 
     def _remove(self, name: str) -> None:
         del self._num_uses[name]
+        self._removed.add(name)
         try:
             self._agent.remove_remote_agent(name)
         except NIXL_ERRORS as error:
@@ -203,9 +215,14 @@ class NixlAgent:
         return self._agent.prep_xfer_dlist(name, np.array(rows, dtype=np.uint64), memory_type)
 
 
-def has_rdma_device() -> bool:
-    path = "/sys/class/infiniband"
-    return os.path.isdir(path) and bool(os.listdir(path))
+def has_rdma_device(devices: Path = RDMA_DEVICES, verbs: Path = RDMA_VERBS) -> bool:
+    """Is there an RDMA device that this process may open?
+
+    A container sees all devices of its machine in `devices`, and in `verbs` those it was given.
+    """
+    return any(devices.glob("*")) and any(
+        os.access(path, os.R_OK | os.W_OK) for path in verbs.glob("uverbs*")
+    )
 
 
 def _regions(kv_cache: "KVCache", device_id: int) -> tuple[KVMemoryRegion, ...]:

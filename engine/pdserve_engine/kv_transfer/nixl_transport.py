@@ -27,7 +27,12 @@ from pdserve_engine.kv_transfer.base import (
     check_block_ids,
     num_region_blocks,
 )
-from pdserve_engine.kv_transfer.nixl import NIXL_ERRORS, NixlAgent, has_rdma_device
+from pdserve_engine.kv_transfer.nixl import (
+    MAX_LEFT_OPEN,
+    NIXL_ERRORS,
+    NixlAgent,
+    has_rdma_device,
+)
 from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
@@ -292,6 +297,8 @@ class NixlTransport(KVTransport):
         peer.connect_by = time.monotonic() + CONNECT_S
         try:
             peer.dlist = self._agent.add_peer(peer.agent_name, peer.welcome.endpoint)
+            if self._agent.num_left_open > MAX_LEFT_OPEN:
+                self._fail(f"more than {MAX_LEFT_OPEN} broken connections cannot be closed")
             self._post_probe(peer)
         except (*NIXL_ERRORS, ValueError) as error:
             self._lose(peer, f"cannot connect: {error}")

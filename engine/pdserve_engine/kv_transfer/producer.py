@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     PROTOCOL_VERSION,
@@ -106,6 +107,11 @@ class ProducerConnector(KVConnector):
     def identity(self) -> KVIdentity:
         """Who this worker is to its peers."""
         return self._identity
+
+    # ---- the event loop's thread
+
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        """Nothing: D dials."""
 
     # ---- the engine thread
 
@@ -250,9 +256,11 @@ class ProducerConnector(KVConnector):
         idle.
         """
         with self._lock:
-            for link in self._links.tick(self._clock(), self._step_seq()):
+            now = self._clock()
+            tick = self._links.tick(now, self._step_seq())
+            for link in tick.silent:
                 self._drop_link(link, "silent")
-            self._machine.expire()
+            self._machine.expire(now, tick.overslept_s)
 
     # ---- under the lock
 

@@ -149,6 +149,8 @@ class Pull:
     transfer: Transfer | None = None
     # Blocks of the transfer that was given back last, under READs that had not landed by then.
     kept: frozenset[int] = frozenset()
+    # D's own blocks are about to change hands. P's fences say nothing about what D has confirmed.
+    is_fenced: bool = False
     # Why it was given up, once it is lost.
     reason: LossReason = "aborted"
     message: str = ""
@@ -184,10 +186,17 @@ class Pull:
             return self.deadline
         return min(self.deadline, self.granted.ack_deadline)
 
+    def postpone(self, seconds: float) -> None:
+        """Wait so much longer for whatever it waits for."""
+        self.deadline += seconds
+        if self.transfer is not None:
+            self.transfer.ack_deadline += seconds
+
     def num_confirmed_tokens(self, block_size: int) -> int:
-        """Tokens from the request's start whose KV is on D and right."""
-        num_blocks = self.transfer.num_confirmed if self.transfer is not None else 0
-        return min(num_blocks * block_size, self.num_tokens)
+        """Tokens from the request's start whose KV is on D and right, and stays."""
+        if self.transfer is None or self.is_fenced:
+            return 0
+        return min(self.transfer.num_confirmed * block_size, self.num_tokens)
 
 
 def make_transfer(

@@ -134,8 +134,9 @@ class PullMachine:
         self._news.append(news)
         self._wakeup()
 
-    def show_zombies(self, change: int) -> None:
-        self._num_zombies += change
+    def zombie_landed(self) -> None:
+        """A READ whose pull is over has landed."""
+        self._num_zombies -= 1
         self._metrics.zombie_reads.set(self._num_zombies)
 
     def has_news_of_claim(self, request: Request) -> bool:
@@ -227,7 +228,9 @@ class PullMachine:
         zombies = pull.transfer.drop_reads()
         pull.kept = frozenset(i for read in zombies for i in read.local_block_ids)
         pull.transfer = None
-        self.show_zombies(len(zombies))
+        self._num_zombies += len(zombies)
+        self._metrics.zombie_reads.set(self._num_zombies)
+        self._metrics.abandoned_reads.inc(len(zombies))
 
     def _send_cancel(self, pull: Pull) -> None:
         link = self._link_of(pull.engine_id)
@@ -238,9 +241,7 @@ class PullMachine:
         pull.deadline = self._clock() + HOLD_S
         self._metrics.transfer_failures.labels(pull.engine_id, pull.reason).inc()
         logger.warning("KV pull of %s is lost: %s", pull.request_id, pull.message)
-        # What D has may change hands after a fence.
-        is_kept = pull.reason != "fenced"
-        num_tokens = pull.num_confirmed_tokens(self._layout.block_size) if is_kept else 0
+        num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         lost = KVLost(num_confirmed_tokens=num_tokens, reason=pull.reason, message=pull.message)
         self.tell(TransferLost(pull.ticket, lost))
 

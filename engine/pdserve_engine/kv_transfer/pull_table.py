@@ -42,9 +42,9 @@ from pdserve_engine.kv_transfer.pull import (
 )
 from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
 
-# P may ask before the router's ticket is here; so many questions are remembered, for so long.
+# P may ask before D's engine has taken the router's ticket, which it does between two steps,
+# however long these are. So many questions are remembered.
 MAX_EARLY = 4096
-EARLY_TIMEOUT_S = 5.0
 
 # How P's reasons to end a session look to D; any other is a loss like "session_ended".
 _VOID_REASONS = frozenset({"finished", "aborted", "superseded"})
@@ -147,6 +147,7 @@ class PullTable:
     def fence(self, reason: str) -> None:
         """Blocks are about to change hands: nothing that is here counts any more."""
         for pull in list(self._machine.pulls.values()):
+            pull.is_fenced = True
             self._machine.lose(
                 pull, ConsumerEvent.FENCED, "fenced", f"KV pull was fenced: {reason}"
             )
@@ -177,9 +178,12 @@ class PullTable:
         for pull in [pull for pull in self._machine.pulls.values() if pull.engine_id == engine_id]:
             self._machine.lose(pull, ConsumerEvent.SESSION_LOST, reason, message)
 
-    def expire(self, now: float) -> None:
-        """End what is overdue."""
-        for pull in [pull for pull in self._machine.pulls.values() if pull.due <= now]:
+    def expire(self, now: float, overslept_s: float) -> None:
+        """End what is overdue, `overslept_s` of which is not P's or the router's delay but ours."""
+        pulls = self._machine.pulls.values()
+        for pull in pulls:
+            pull.postpone(overslept_s)
+        for pull in [pull for pull in pulls if pull.due <= now]:
             if pull.state is ConsumerState.LOST:
                 pull.deadline = math.inf
                 self._machine.advance(pull, ConsumerEvent.HOLD_EXPIRED)
@@ -197,7 +201,7 @@ class PullTable:
             by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
             by_transport.inc(result.num_bytes)
         if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
-            self._machine.show_zombies(-1)
+            self._machine.zombie_landed()
             self._machine.tell(BlocksFreed(read.local_block_ids))
         elif not result.is_ok:
             self._machine.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
@@ -234,7 +238,7 @@ class PullTable:
         if key in self._machine.ended or self._machine.num_in[ConsumerState.EARLY] >= MAX_EARLY:
             link.handle.send(make_cancel(key, "unwanted"))
             return False
-        pull = self._machine.add(key, ConsumerState.EARLY, EARLY_TIMEOUT_S)
+        pull = self._machine.add(key, ConsumerState.EARLY, self._ticket_timeout_s)
         pull.num_tokens = message.num_tokens
         self._machine.open_session(pull, link, message.session)
         return True

@@ -44,7 +44,8 @@ from pdserve_engine.kv_transfer.session import Session
 logger = logging.getLogger(__name__)
 
 MAX_UNDELIVERED = 4096
-# How long a session waits for its D to dial.
+# How long a session waits for its D to dial, which it does when it hears of the request, also in
+# the midst of a step.
 LINK_WAIT_S = 5.0
 
 Checksum = Callable[[Sequence[int]], tuple[int, ...]]
@@ -173,11 +174,12 @@ class SessionMachine:
             if session.engine_id == link.engine_id and session.link is None:
                 self.open(session, link)
 
-    def expire(self) -> None:
-        """End what is overdue."""
-        now = self._clock()
-        for session in [s for s in self._sessions.values() if s.deadline <= now]:
-            self.advance(session, ProducerEvent.EXPIRED, "expired")
+    def expire(self, now: float, overslept_s: float) -> None:
+        """End what is overdue, `overslept_s` of which is not D's delay but our own."""
+        for session in self.all():
+            session.deadline += overslept_s
+            if session.deadline <= now:
+                self.advance(session, ProducerEvent.EXPIRED, "expired")
         while self._undelivered and next(iter(self._undelivered.values()))[0] <= now:
             self._undelivered.popitem(last=False)
 

@@ -1,6 +1,8 @@
 """The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data."""
 
+import logging
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,13 +11,19 @@ from torch.nn import functional as F
 from pdserve_engine.kv_groups import group_layers, slots_of
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint
-from pdserve_engine.models.quantized_weights import read_projection, stored_shapes
+from pdserve_engine.models.quantized_weights import (
+    check_unused_biases,
+    read_projection,
+    stored_shapes,
+)
 from pdserve_engine.models.rope import build_cos_sin_cache
-from pdserve_kernels import select
+from pdserve_kernels import name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax
+
+logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -97,12 +105,15 @@ class LlamaModel:
     """The family behind the interface of `models.base.Model`."""
 
     def __init__(self, config: LlamaConfig, checkpoint: Checkpoint, device: torch.device) -> None:
-        expected = stored_shapes(weight_shapes(config), checkpoint.names, config.quantization)
+        dense = weight_shapes(config)
+        expected = stored_shapes(dense, checkpoint.names, config.quantization)
         checkpoint.check(expected, optional=(LM_HEAD,))
+        check_unused_biases(checkpoint, dense.keys())
         self.config = config
         self.device = device
         self._checkpoint = checkpoint
         self._kernels = select(device)
+        _warn_if_integers_save_nothing(config, self._kernels)
         self.is_row_independent = self._kernels.is_row_independent(config.dtype)
         # The largest come first: while one is packed, memory holds it twice.
         self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
@@ -201,3 +212,16 @@ class LlamaModel:
         )
         bias = self._read(*(f"{name}.bias" for name in names)) if projection.has_bias else None
         return self._kernels.pack_linear(weight, bias, num_parts=num_parts)
+
+
+def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: ModuleType) -> None:
+    if config.quantization is None:
+        return
+    name = name_of(kernels)
+    if name == "reference" or config.dtype != torch.bfloat16:
+        logger.warning(
+            "quantization saves nothing here: in %s the %s kernels multiply with dense weights; "
+            "the compiled ones in bfloat16 keep integers",
+            config.dtype_name,
+            name,
+        )

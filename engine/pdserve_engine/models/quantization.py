@@ -13,11 +13,12 @@ INT4_GROUP_SIZE = 32
 # Fields that may hold only these values where they are there at all, in every format's own words.
 _COMPRESSED_FIELDS: Mapping[str, tuple[object, ...]] = {
     "format": ("pack-quantized",),
-    "quantization_status": ("compressed", None),
+    # The stage that a tool was at; how weights are stored is for the format to say.
+    "quantization_status": ("compressed", "frozen", None),
     "kv_cache_scheme": (None,),
-    "sparsity_config": (None, {}),
     "transform_config": (None, {}),
 }
+_COMPRESSED_SPARSITY_FIELDS: Mapping[str, tuple[object, ...]] = {"format": ("dense",)}
 _COMPRESSED_GROUP_FIELDS: Mapping[str, tuple[object, ...]] = {
     "format": ("pack-quantized", None),
     "input_activations": (None,),
@@ -40,9 +41,9 @@ _AWQ_FIELDS: Mapping[str, tuple[object, ...]] = {
     "zero_point": (True,),
 }
 _GPTQ_FIELDS: Mapping[str, tuple[object, ...]] = {
+    # Not desc_act: it scatters a group's inputs over the row in some checkpoints only, which their
+    # g_idx says.
     "bits": (4, 8),
-    # True: a group's inputs are scattered over the row, and would have to be gathered at each step.
-    "desc_act": (False,),
     "checkpoint_format": ("gptq", "gptq_v2", None),
     "format": ("gptq", "gptq_v2", None),
     "is_marlin_format": (False, None),
@@ -104,6 +105,9 @@ def _at_load(requested: LoadQuantization) -> Quantization:
 def _read_compressed_tensors(raw: Mapping[str, Any]) -> Quantization:
     place = "quantization_config"
     _check(raw, place, _COMPRESSED_FIELDS)
+    _check(
+        raw.get("sparsity_config") or {}, f"{place}.sparsity_config", _COMPRESSED_SPARSITY_FIELDS
+    )
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError(f"{place}.config_groups is {groups}, supported is one group")

@@ -4,7 +4,8 @@ Formats differ in how they pack integers into int32. All store unsigned ones; ou
 so are our zero points: half of the range is taken off both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.quantization import Quantization
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, stack
 
-WEIGHT = ".weight"
+WEIGHT, BIAS = ".weight", ".bias"
 # Which 4 bits of an int32, lowest first, hold its 8 outputs in turn.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -35,7 +36,11 @@ def stored_shapes(
     names: frozenset[str],
     quantization: Quantization | None,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the weights a checkpoint with these names must have, given those of a dense one."""
+    """Return the weights a checkpoint with these names must have, given those of a dense one.
+
+    Tools for GPTQ may write a bias beside every `qweight`: it is among them if it is there, though
+    the dense model may have none (`check_unused_biases`).
+    """
     if quantization is None or quantization.method == "load":
         return dict(expected)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -46,7 +51,16 @@ def stored_shapes(
             stem = name.removesuffix(WEIGHT)
             parts = _shapes_of(quantization, *shape)
             shapes |= {f"{stem}.{part}": part_shape for part, part_shape in parts.items()}
+            if "qweight" in parts and (bias := stem + BIAS) in names:
+                shapes[bias] = shape[:1]
     return shapes
+
+
+def check_unused_biases(checkpoint: Checkpoint, used: Collection[str]) -> None:
+    """Raise ModelError unless all biases beside those that a model has a use for are zero."""
+    for name in sorted(checkpoint.names.difference(used)):
+        if name.endswith(BIAS) and checkpoint.read_as_stored(name).any():
+            raise ModelError(f"{name} is not zero, and the model has no place for it")
 
 
 def read_projection(
@@ -61,7 +75,8 @@ def read_projection(
     """Return some weights, named without `.weight`, stacked by rows, for activations of `dtype`.
 
     Integers if the checkpoint has them or they are to be made at load time. Raises ModelError if
-    some of the weights are quantized and others are not, or for integers that do not fit `shape`.
+    some of the weights are quantized and others are not, for integers that do not fit `shape`, or
+    weights that differ in how they are quantized.
     """
     dense_names = [name + WEIGHT for name in names if name + WEIGHT in checkpoint.names]
     if quantization is None or len(dense_names) == len(names):
@@ -72,7 +87,10 @@ def read_projection(
     if dense_names:
         raise ModelError(f"of {', '.join(names)}, which are one product, only some are quantized")
     weights = [_read_integers(checkpoint, name, quantization, dtype) for name in names]
-    stacked = stack(weights)
+    try:
+        stacked = _without_idle_zeros(stack(weights))
+    except ValueError as error:
+        raise ModelError(f"{', '.join(names)}: {error}") from error
     if stacked.shape != shape:
         raise ModelError(
             f"{', '.join(names)}: shape is {tuple(stacked.shape)}, the config asks {shape}"
@@ -87,7 +105,7 @@ def _read_integers(
     tensors = {
         stored.rpartition(".")[2]: checkpoint.read_as_stored(stored)
         for stored in parts
-        if not stored.endswith(".bias")
+        if not stored.endswith(BIAS)
     }
     try:
         integers = _DECODERS[quantization.method](tensors, quantization)
@@ -99,8 +117,6 @@ def _read_integers(
 def _signed(integers: _Integers, quantization: Quantization, dtype: torch.dtype) -> QuantizedWeight:
     bits, columns = quantization.bits, integers.values.shape[1]
     zeros = None if integers.zeros is None else _less_half(integers.zeros, bits).contiguous()
-    if zeros is not None and not zeros.any():
-        zeros = None
     scales = integers.scales.contiguous()
     return QuantizedWeight(
         values=_less_half(integers.values, bits),
@@ -110,6 +126,16 @@ def _signed(integers: _Integers, quantization: Quantization, dtype: torch.dtype)
         group_size=quantization.group_size or columns,
         dtype=dtype,
     )
+
+
+def _without_idle_zeros(weight: QuantizedWeight) -> QuantizedWeight:
+    """Without zero points if all are at the middle of the range, as symmetric formats store them.
+
+    Only of a whole product: its parts must agree in having some.
+    """
+    if weight.zeros is None or weight.zeros.any():
+        return weight
+    return replace(weight, zeros=None)
 
 
 def _less_half(unsigned: torch.Tensor, bits: int) -> torch.Tensor:
@@ -171,7 +197,9 @@ def _decode_gptq(tensors: Tensors, quantization: Quantization) -> _Integers:
     columns = values.shape[1]
     size = quantization.group_size or columns
     if not torch.equal(tensors["g_idx"].long(), torch.arange(columns) // size):
-        raise ValueError("g_idx scatters a group's inputs over the row, which is not supported")
+        raise ValueError(
+            "g_idx scatters a group's inputs over the row (desc_act), which is not supported"
+        )
     stored = _unpack(tensors["qzeros"], quantization.bits)
     zeros = (stored + quantization.zero_offset) & ((1 << quantization.bits) - 1)
     return _Integers(values, tensors["scales"].T, zeros.T)

@@ -238,14 +238,14 @@ class SubprocessEngineClient:
 
     # ---- the end
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, timeout_s: float) -> int:
         self._is_draining = True
         try:
-            return await self._call(Drain(timeout_s), bool, timeout_s + ANSWER_MARGIN_S)
+            return await self._call(Drain(timeout_s), int, timeout_s + ANSWER_MARGIN_S)
         except EngineDeadError:
-            return True  # nothing is left; `problem` tells
+            return 0  # nothing is left; `problem` tells
         except DeadlineExceededError:
-            return False
+            return len(self._owners)
 
     async def close(self) -> None:
         """Stop the engine, wait for its process to end and kill it if it does not."""

@@ -1,12 +1,14 @@
 """Paged attention over packed tiles, decodes and prefill chunks by the same arithmetic."""
 
 import ctypes
+from itertools import accumulate
 
 import torch
 
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
 from pdserve_kernels.cpu.compiled import library
+from pdserve_kernels.cpu.layers import are_within, check_indices
 from pdserve_kernels.metadata import AttentionMetadata
 
 
@@ -24,13 +26,16 @@ class Batch(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata, num_tokens: int) -> "Batch":
+    def of(cls, metadata: AttentionMetadata, num_tokens: int, kv_cache: torch.Tensor) -> "Batch":
         """Describe a step of `num_tokens` rows, padding included.
 
         Raises ValueError if there are fewer rows than query tokens, if a request has more query
-        tokens than positions, or if a tensor is not what the kernels read.
+        tokens than positions, or if a tensor is not what the kernels read: of another dtype, other
+        lengths than the host's, or with blocks that the cache has not. (Those before a window are
+        not read, but must be blocks as well.)
         """
         _validate_batch(metadata, num_tokens)
+        _validate_block_table(metadata, kv_cache)
         return cls(
             metadata.num_reqs,
             num_tokens,
@@ -65,7 +70,7 @@ def paged_attention(
     if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
         query = query.contiguous()
     num_tokens, num_heads, _ = query.shape
-    kv, batch = PagedKV.of(kv_cache), Batch.of(metadata, num_tokens)
+    kv, batch = PagedKV.of(kv_cache), Batch.of(metadata, num_tokens, kv_cache)
     out, scratch = query.new_empty(query.shape), _scratch(metadata, num_heads, kv, batch)
     library().pds_paged_attention(
         query.data_ptr(),
@@ -114,6 +119,21 @@ def _validate_batch(metadata: AttentionMetadata, num_tokens: int) -> None:
                 f"{name} must be dense int32 on cpu, is {tensor.dtype} on {tensor.device} with"
                 f" strides {tensor.stride()}"
             )
+    on_host = {"query_start_loc": [0, *accumulate(query_lens)], "seq_lens": list(seq_lens)}
+    for name, expected in on_host.items():
+        if (values := getattr(metadata, name).tolist()) != expected:
+            raise ValueError(f"{name} is {values}, by the lengths on the host {expected}")
+
+
+def _validate_block_table(metadata: AttentionMetadata, kv_cache: torch.Tensor) -> None:
+    """Only entries in use: what follows a request's last block may be anything."""
+    table, seq_lens = metadata.block_table, metadata.seq_lens
+    num_blocks, block_size = kv_cache.shape[0], kv_cache.shape[4]
+    if table.dim() != 2 or len(table) != len(seq_lens):
+        raise ValueError(f"block_table is {list(table.shape)}, must have {len(seq_lens)} rows")
+    if not are_within(table, 0, num_blocks):  # mostly it is, and a closer look takes longer
+        in_use = torch.arange(table.shape[1]) * block_size < seq_lens[:, None]
+        check_indices("blocks", table.where(in_use, 0), end=num_blocks)
 
 
 def _validate(

@@ -2,7 +2,7 @@
 
 `python -m pdserve_kernels.cpu.build --output DIR` makes the libraries for every instruction set,
 for images; PDSERVE_KERNELS_DIR names that folder at run time. What is not there is compiled, and
-kept in $XDG_CACHE_HOME/pdserve/kernels.
+kept in $XDG_CACHE_HOME/pdserve/kernels, for each compiler apart.
 """
 
 import argparse
@@ -45,11 +45,16 @@ LOCK_POLL_S = 0.05
 ERROR_LINES = 8
 
 
+class NoCompiler(KernelsUnavailable):
+    """There is no compiler, or not under its name; the message says what to install."""
+
+
 def build(isa: str) -> Path:
     """Return the library for an instruction set: prebuilt, from the cache, or compiled now.
 
-    Takes seconds when it compiles, and may be called by several processes at once. Raises
-    KernelsUnavailable without a compiler, or with what the compiler says.
+    Takes seconds when it compiles, and may be called by several processes at once. Without a
+    compiler the cache's newest will do. Raises KernelsUnavailable if there is neither, or with what
+    the compiler says.
     """
     name = _library_name(isa)
     prebuilt = os.environ.get(PREBUILT_VARIABLE)
@@ -57,9 +62,15 @@ def build(isa: str) -> Path:
         if (library := Path(prebuilt, name)).exists():
             return library
         logger.warning("%s is %s, which has no %s", PREBUILT_VARIABLE, prebuilt, name)
-    toolchain = _toolchain_digest(isa)
     try:
-        folder = _cache_folder() / toolchain
+        compiler = _compiler_digest()
+    except NoCompiler:
+        if (left := _newest_in_cache(name)) is None:
+            raise
+        logger.info("no compiler: taking %s, which one has left", left)
+        return left
+    try:
+        folder = _cache_folder() / compiler
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return _build_once(isa, folder)
     except OSError as error:
@@ -118,7 +129,7 @@ def _run_compiler(command: Sequence[str]) -> str:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except FileNotFoundError:
-        raise KernelsUnavailable(
+        raise NoCompiler(
             f"no C++ compiler: install {COMPILER} 11 or newer (Debian: apt-get install g++) "
             f"or point {PREBUILT_VARIABLE} at compiled kernels"
         ) from None
@@ -131,17 +142,25 @@ def _run_compiler(command: Sequence[str]) -> str:
 
 
 def _library_name(isa: str) -> str:
-    """A name that fits the sources beside us alone: a stale library is never loaded."""
-    digest = hashlib.sha256()
+    """A name that fits our flags and the sources beside us alone: none that is stale is loaded."""
+    digest = hashlib.sha256("\n".join((*FLAGS, *COMPILER_FLAGS[isa])).encode())
     for path in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{isa}-{digest.hexdigest()[:16]}.so"
 
 
-def _toolchain_digest(isa: str) -> str:
+def _compiler_digest() -> str:
     version = _run_compiler([COMPILER, "--version"])
-    toolchain = "\n".join((version, *FLAGS, *COMPILER_FLAGS[isa]))
-    return hashlib.sha256(toolchain.encode()).hexdigest()[:16]
+    return hashlib.sha256(version.encode()).hexdigest()[:16]
+
+
+def _newest_in_cache(name: str) -> Path | None:
+    """What any compiler has made of our sources, if one has."""
+    try:
+        libraries = _cache_folder().glob(f"*/{name}")
+        return max(libraries, key=lambda library: library.stat().st_mtime, default=None)
+    except OSError:
+        return None
 
 
 def _cache_folder() -> Path:

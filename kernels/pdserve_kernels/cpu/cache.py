@@ -6,7 +6,7 @@ import torch
 
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled import library
-from pdserve_kernels.cpu.layers import as_contiguous_int64
+from pdserve_kernels.cpu.layers import as_contiguous_int64, check_indices
 
 PACKED_FORMAT = "vnni16"
 # Positions that lie side by side in a tile of keys, dims in one of values.
@@ -56,6 +56,12 @@ def has_packed_tiles(kv_cache: torch.Tensor) -> bool:
     return kv_tile_format(kv_cache.dtype, *kv_cache.shape[-2:]) == PACKED_FORMAT
 
 
+def check_slots(slot_mapping: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Raise ValueError unless all slots are in the cache, or -1."""
+    num_slots = kv_cache.shape[0] * kv_cache.shape[4]
+    check_indices("slots", slot_mapping, first=-1, end=num_slots)
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -76,6 +82,7 @@ def reshape_and_cache(
             )
     if not 0 <= layer < kv_cache.shape[2]:
         raise ValueError(f"layer must be in [0, {kv_cache.shape[2]}), got {layer}")
+    check_slots(slot_mapping, kv_cache)
     slots = as_contiguous_int64(slot_mapping)
     library().pds_reshape_and_cache(
         key.data_ptr(),

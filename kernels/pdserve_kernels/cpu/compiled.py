@@ -10,10 +10,11 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from pdserve_kernels.cpu.isa import KernelsUnavailable, cpu_isa
+from pdserve_kernels.cpu.isa import KernelsUnavailable, wanted_isas
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +54,30 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
+class Loaded(NamedTuple):
+    """The kernels that run, and the instruction set they are compiled for."""
+
+    isa: str
+    functions: ctypes.CDLL
+
+
 def library() -> ctypes.CDLL:
     """Return the kernels for this machine, compiled at the first call if they have to be.
 
     Raises KernelsUnavailable, always if once; the first time also logs why, as a warning.
     """
-    loaded = _load_once()
-    if isinstance(loaded, str):
-        raise KernelsUnavailable(loaded)
+    functions = _loaded().functions
     # OpenMP keeps a number of threads for each thread that calls it; this tells it torch's.
     torch.get_num_threads()
-    return loaded
+    return functions
+
+
+def loaded_isa() -> str:
+    """Return the instruction set of `library`: the best that there is a library for.
+
+    Raises as `library` does.
+    """
+    return _loaded().isa
 
 
 def pin_threads(cores: Sequence[int]) -> None:
@@ -93,19 +107,37 @@ def load_library(isa: str) -> ctypes.CDLL:
     return loaded
 
 
+def _loaded() -> Loaded:
+    loaded = _load_once()
+    if isinstance(loaded, str):
+        raise KernelsUnavailable(loaded)
+    return loaded
+
+
 @cache
-def _load_once() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
-    try:
-        isa = cpu_isa()
-        if isa is None:
-            raise KernelsUnavailable("no kernels for this processor, or told to use none")
-        return load_library(isa)
-    except KernelsUnavailable as error:
-        logger.warning(
-            "the CPU runs on reference kernels, which are several times slower: %s", error
-        )
-        return str(error)
+def _load_once() -> Loaded | str:
+    """Return the kernels of the first instruction set that has some, or why there are none.
+
+    A compiler may be too old for the best one.
+    """
+    reasons: list[str] = []
+    for isa in wanted_isas():
+        try:
+            loaded = Loaded(isa, load_library(isa))
+        except KernelsUnavailable as error:
+            reasons.append(str(error))
+            continue
+        if reasons:
+            logger.warning(
+                "the CPU runs on kernels for %s, the best that could be made: %s",
+                isa,
+                "; ".join(reasons),
+            )
+        return loaded
+    reasons = reasons or ["no kernels for this processor, or told to use none"]
+    reason = "; ".join(dict.fromkeys(reasons))  # without a compiler all have the same
+    logger.warning("the CPU runs on reference kernels, which are several times slower: %s", reason)
+    return reason
 
 
 def _openmp_runtime() -> str:

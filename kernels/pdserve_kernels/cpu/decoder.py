@@ -8,9 +8,9 @@ import torch
 
 from pdserve_kernels import cpu
 from pdserve_kernels.cpu.attention import Batch
-from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
+from pdserve_kernels.cpu.cache import PagedKV, check_slots, has_packed_tiles
 from pdserve_kernels.cpu.compiled import library
-from pdserve_kernels.cpu.layers import as_contiguous_int64
+from pdserve_kernels.cpu.layers import as_contiguous_int64, check_indices
 from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
@@ -129,7 +129,8 @@ def run_decoder(
     _check(packed.decoder, hidden_states, positions, kv_cache, metadata)
     hidden_states, positions = hidden_states.contiguous(), as_contiguous_int64(positions)
     num_tokens = len(hidden_states)
-    batches = (Batch * len(metadata))(*(Batch.of(group, num_tokens) for group in metadata))
+    described = (Batch.of(group, num_tokens, kv_cache) for group in metadata)
+    batches = (Batch * len(metadata))(*described)
     step = _Step(PagedKV.of(kv_cache), batches, len(batches), num_tokens, positions.data_ptr())
     output = torch.empty_like(hidden_states)
     kernels, size = library(), _INT()
@@ -195,20 +196,22 @@ def _check(
             raise ValueError(f"{name}: shape is {tuple(shape)}, must be {expected}")
     if hidden_states.dtype != torch.bfloat16:
         raise ValueError(f"hidden_states is {hidden_states.dtype}, must be bfloat16")
-    num_slots, block_size = kv_cache.shape[2], kv_cache.shape[4]
+    check_indices("positions", positions, end=len(decoder.cos_sin_cache))
+    num_slots = kv_cache.shape[2]
     if (highest := max(layer.slot for layer in decoder.layers)) >= num_slots:
         raise ValueError(f"a layer is in slot {highest}, blocks have {num_slots}")
     for group in metadata:
-        _check_group(decoder, group, block_size)
+        _check_group(decoder, group, kv_cache)
 
 
-def _check_group(decoder: Decoder, group: AttentionMetadata, block_size: int) -> None:
+def _check_group(decoder: Decoder, group: AttentionMetadata, kv_cache: torch.Tensor) -> None:
     slots, longest = group.slot_mapping, group.max_seq_len
     if slots.dtype != torch.int64 or not slots.is_contiguous():
         raise ValueError(
             f"slot_mapping is {slots.dtype} with strides {slots.stride()}, must be dense int64"
         )
-    num_places = min(group.block_table.shape[1] * block_size, len(decoder.cos_sin_cache))
+    check_slots(slots, kv_cache)
+    num_places = min(group.block_table.shape[1] * kv_cache.shape[4], len(decoder.cos_sin_cache))
     if longest > num_places:
         raise ValueError(
             f"a request has {longest} tokens, block_table and positions go to {num_places}"

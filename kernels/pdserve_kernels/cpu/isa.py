@@ -22,25 +22,26 @@ class KernelsUnavailable(Exception):
     """There are no compiled kernels for this machine; the message says why, and what helps."""
 
 
-def cpu_isa() -> str | None:
-    """Return the best instruction set this machine has kernels for, or the one it is told to use.
+def wanted_isas() -> tuple[str, ...]:
+    """Return the instruction sets to try, best first: all that this machine has kernels for, or the
+    one it is told to use.
 
-    None if there is none, or PDSERVE_CPU_ISA is "reference". Raises ValueError if that variable
-    names what is unknown or what the processor lacks.
+    None of them if PDSERVE_CPU_ISA is "reference". Raises ValueError if that variable names what is
+    unknown or what the processor lacks.
     """
     supported = supported_isas()
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted is None:
-        return next(iter(supported), None)
+        return supported
     if wanted == "reference":
-        return None
+        return ()
     if wanted not in COMPILER_FLAGS:
         known = ", ".join((*COMPILER_FLAGS, "reference"))
         raise ValueError(f"{ISA_VARIABLE} is {wanted!r}, must be one of {known}")
     if wanted not in supported:
         has = ", ".join(supported) or "none of them"
         raise ValueError(f"{ISA_VARIABLE} is {wanted}, this processor has {has}")
-    return wanted
+    return (wanted,)
 
 
 def supported_isas() -> tuple[str, ...]:

@@ -75,6 +75,7 @@ def rotary_embedding(
             f"cos_sin_cache {tuple(cos_sin_cache.shape)} must be contiguous, of an even width"
             f" within head_dim {query.shape[2]}"
         )
+    check_indices("positions", positions, end=len(cos_sin_cache))
     positions = as_contiguous_int64(positions)
     for heads in (query, key):
         if heads.stride(2) != 1 or heads.shape[0] != len(positions):
@@ -107,6 +108,21 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def as_contiguous_int64(indices: torch.Tensor) -> torch.Tensor:
     """Return positions or slots as the kernels read them."""
     return indices.to(torch.int64).contiguous()
+
+
+def check_indices(name: str, indices: torch.Tensor, *, first: int = 0, end: int) -> None:
+    """Raise ValueError unless all are in [first, end): the kernels go wherever they point."""
+    if not are_within(indices, first, end):
+        low, high = map(int, torch.aminmax(indices))
+        raise ValueError(f"{name} are {low} to {high}, must be in [{first}, {end})")
+
+
+def are_within(indices: torch.Tensor, first: int, end: int) -> bool:
+    """Whether all are in [first, end); takes microseconds."""
+    if not indices.numel():
+        return True
+    low, high = torch.aminmax(indices)
+    return first <= int(low) and int(high) < end
 
 
 def _are_bf16(*tensors: torch.Tensor) -> bool:

@@ -70,14 +70,16 @@ class DrainRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("num_requests", "num_open_kv_sessions", "drained")
+    __slots__ = ("num_requests", "num_open_kv_sessions", "drained", "num_handed_back")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_KV_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDED_BACK_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_open_kv_sessions: int
     drained: bool
-    def __init__(self, num_requests: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., drained: bool = ...) -> None: ...
+    num_handed_back: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., drained: bool = ..., num_handed_back: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()

@@ -52,16 +52,18 @@ class AbortRequests(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step_seq", "draining", "paused", "next_frame_seq")
+    __slots__ = ("step_seq", "draining", "paused", "next_frame_seq", "num_routers")
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     NEXT_FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     step_seq: int
     draining: bool
     paused: bool
     next_frame_seq: int
-    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ...) -> None: ...
+    num_routers: int
+    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "add_request", "abort_requests", "heartbeat")
@@ -110,7 +112,7 @@ class EngineCoreServiceGenerateResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels")
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +132,7 @@ class EngineInfo(_message.Message):
     LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    HAS_PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: str
     role: WorkerRole
@@ -149,7 +152,8 @@ class EngineInfo(_message.Message):
     logits_processors: _containers.RepeatedScalarFieldContainer[str]
     numerics_id: str
     kernels: str
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
+    has_prefix_caching: bool
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -14,8 +14,12 @@ from safetensors.torch import load_file, save_file
 from pdserve_engine.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.quantization import Quantization, read_quantization
+from pdserve_engine.models.quantized_weights import read_projection
 from pdserve_engine.models.registry import load_model
+from pdserve_kernels import name_of, select
+from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import QuantizedWeight
 
 TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
@@ -46,6 +50,68 @@ COMPRESSED: dict[str, Any] = {
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+# As tools write them, with all that says nothing about the numbers.
+FROM_LLM_COMPRESSOR: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 128,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "global_compression_ratio": 1.8919,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "frozen",
+    "sparsity_config": {
+        "format": "dense",
+        "global_sparsity": 0.1422,
+        "ignore": [],
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+        "targets": [],
+    },
+    "version": "0.8.1",
+}
+FROM_AUTO_GPTQ: dict[str, Any] = {
+    "bits": 4,
+    "damp_percent": 0.1,
+    "desc_act": True,
+    "group_size": -1,
+    "is_marlin_format": False,
+    "model_file_base_name": "model",
+    "model_name_or_path": None,
+    "quant_method": "gptq",
+    "static_groups": False,
+    "sym": True,
+    "true_sequential": True,
+}
+FROM_GPTQMODEL: dict[str, Any] = {
+    "bits": 4,
+    "checkpoint_format": "gptq",
+    "desc_act": True,
+    "dynamic": None,
+    "group_size": 32,
+    "lm_head": False,
+    "meta": {"damp_percent": 0.01, "quantizer": ["gptqmodel:1.4.0"], "static_groups": True},
+    "pack_dtype": "int32",
+    "quant_method": "gptq",
+    "sym": True,
+}
 
 
 def compressed(**weights: object) -> dict[str, Any]:
@@ -128,6 +194,10 @@ def store_gptq_v2(weight: Integers) -> dict[str, torch.Tensor]:
     return store_gptq(weight, less=0)
 
 
+def store_gptq_with_bias(weight: Integers) -> dict[str, torch.Tensor]:
+    return store_gptq(weight) | {"bias": torch.zeros(len(weight.values), dtype=torch.float16)}
+
+
 class Stored(NamedTuple):
     """A quantized checkpoint, and the same weights as a dense one."""
 
@@ -149,32 +219,42 @@ FORMATS = [
     pytest.param(GPTQ, store_gptq, True, id="GPTQ"),
     pytest.param(GPTQ | {"bits": 8, "group_size": -1}, store_gptq, True, id="GPTQ of 8 bits"),
     pytest.param(GPTQ | {"checkpoint_format": "gptq_v2"}, store_gptq_v2, True, id="GPTQ v2"),
+    pytest.param(FROM_LLM_COMPRESSOR, store_symmetric, False, id="llm-compressor's"),
+    pytest.param(FROM_AUTO_GPTQ, store_gptq_with_bias, False, id="AutoGPTQ's, with biases"),
+    pytest.param(FROM_GPTQMODEL, store_gptq, False, id="GPTQModel's, of static groups"),
 ]
 
 
 @pytest.fixture
 def make_stored(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Stored]:
-    """make_stored(quantization_config, store, has_zeros) of a Qwen2: q, k and v have biases."""
+    """make_stored(quantization_config, store, has_zeros) of a Qwen2: q, k and v have biases.
+
+    The zero points of weights whose names end with one of `centred` are at the middle all the same.
+    """
     source = make_model("Qwen2ForCausalLM", num_hidden_layers=1)
 
     def make(
         quantization: dict[str, Any],
         store: Callable[[Integers], dict[str, torch.Tensor]],
         has_zeros: bool,
+        centred: tuple[str, ...] = (),
     ) -> Stored:
         torch.manual_seed(0)
         known = read_quantization({"quantization_config": quantization}, None)
         assert known is not None
         dense = load_file(source / "model.safetensors")
-        stored = {}
+        stored: dict[str, torch.Tensor] = {}
         for name, tensor in dense.items():
             if not name.endswith("_proj.weight"):
                 stored[name] = tensor
                 continue
-            weight = make_integers(tensor.shape, known, has_zeros)
+            weight = make_integers(tensor.shape, known, has_zeros and not name.endswith(centred))
             dense[name] = weight.dense()
             stem = name.removesuffix(".weight")
-            stored |= {f"{stem}.{part}": t.contiguous() for part, t in store(weight).items()}
+            # A bias of the model's stays.
+            stored = {
+                f"{stem}.{part}": t.contiguous() for part, t in store(weight).items()
+            } | stored
         result = Stored(tmp_path / "quantized", tmp_path / "dense")
         write(source, result.folder, stored, quantization)
         write(source, result.dense, dense, None)
@@ -300,7 +380,12 @@ def test_peers_of_another_quantization_refuse_each_other(make_model: Callable[..
         ({"quant_method": "fp8"}, "quant_method is fp8, supported are compressed-tensors, awq,"),
         (COMPRESSED | {"format": "int-quantized"}, "config.format is int-quantized, supported is"),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
-        (COMPRESSED | {"sparsity_config": {"format": "sparse"}}, "sparsity_config is"),
+        (
+            COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format is sparse-24-bitmask, supported is dense",
+        ),
+        (COMPRESSED | {"sparsity_config": "dense"}, "sparsity_config is 'dense', must be an obj"),
+        (COMPRESSED | {"quantization_status": "calibration"}, "quantization_status is calibration"),
         (COMPRESSED | {"config_groups": {}}, "config_groups is {}, supported is one group"),
         (compressed(num_bits=3), r"group_0\.weights\.num_bits is 3, supported is 4, 8"),
         (compressed(type="float"), r"weights\.type is float"),
@@ -310,7 +395,6 @@ def test_peers_of_another_quantization_refuse_each_other(make_model: Callable[..
         (AWQ | {"version": "gemv"}, "version is gemv"),
         (AWQ | {"bits": 8}, "bits is 8, supported is 4"),
         (AWQ | {"zero_point": False}, "zero_point is False"),
-        (GPTQ | {"desc_act": True}, "desc_act is True, supported is False"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is marlin"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic is"),
         ({"quant_method": "gptq", "bits": 4}, "quantization_config has no group_size"),
@@ -348,7 +432,7 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
         load_model(folder, ModelConfig.from_dir(folder), device=CPU)
 
     change_tensors(folder, lambda tensors: tensors[f"{stem}.g_idx"].copy_(torch.arange(64) % 2))
-    with pytest.raises(ModelError, match=rf"{stem}: g_idx scatters"):
+    with pytest.raises(ModelError, match=rf"{stem}: g_idx scatters .* \(desc_act\)"):
         load()
     change_tensors(folder, lambda tensors: tensors.pop(f"{stem}.scales"))
     with pytest.raises(ModelError, match=rf"lacks 1 weights: {stem}\.scales"):
@@ -362,6 +446,89 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
     change_tensors(folder, make_dense)
     with pytest.raises(ModelError, match="which are one product, only some are quantized"):
         load()
+
+
+def test_parts_of_one_product_may_have_all_zero_points_at_the_middle(
+    make_stored: Callable[..., Stored],
+) -> None:
+    stored = make_stored(GPTQ, store_gptq, True, centred=("v_proj.weight", "gate_proj.weight"))
+    expected = logits_of(stored.dense, dtype="float32")
+    assert torch.equal(logits_of(stored.folder, dtype="float32"), expected)
+
+
+def test_zero_points_that_are_all_at_the_middle_are_left_out(
+    make_stored: Callable[..., Stored],
+) -> None:
+    folder = make_stored(FROM_GPTQMODEL, store_gptq, False).folder
+    quantization = read_quantization({"quantization_config": FROM_GPTQMODEL}, None)
+    weight = read_projection(
+        Checkpoint(folder),
+        [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"],
+        quantization,
+        shape=(128, 64),
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.zeros is None
+
+
+def test_parts_of_one_product_that_differ_are_refused_by_their_names(
+    make_stored: Callable[..., Stored],
+) -> None:
+    folder = make_stored(COMPRESSED, store_symmetric, False).folder
+    name = "model.layers.0.self_attn.v_proj.weight_scale"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].float()}))
+    with pytest.raises(ModelError, match=r"q_proj, .*k_proj, .*v_proj: weights differ in"):
+        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+
+
+def test_a_bias_that_the_model_would_leave_out_must_be_zero(
+    make_stored: Callable[..., Stored],
+) -> None:
+    folder = make_stored(FROM_AUTO_GPTQ, store_gptq_with_bias, False).folder
+    name = "model.layers.0.mlp.down_proj.bias"
+
+    def load() -> None:
+        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+
+    change_tensors(folder, lambda tensors: tensors[name][7:8].fill_(0.5))
+    with pytest.raises(ModelError, match=rf"{name} is not zero, and the model has no place for it"):
+        load()
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
+    with pytest.raises(ModelError, match=rf"{name} has shape \(3,\), the config asks \(64,\)"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "is_compiled", "message"),
+    [
+        ("int8", "bfloat16", True, None),
+        (None, "float32", False, None),
+        ("int8", "float32", True, "in float32 the cpu/"),
+        ("int4", "bfloat16", False, "in bfloat16 the reference kernels"),
+    ],
+)
+def test_it_says_where_integers_save_nothing(
+    make_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    quantization: Any,
+    dtype: Any,
+    is_compiled: bool,
+    message: str | None,
+) -> None:
+    if is_compiled and name_of(select(CPU)) == "reference":
+        pytest.skip("needs compiled kernels")
+    if not is_compiled:
+        monkeypatch.setattr(compiled, "_load_once", lambda: "not in this test")
+    folder = make_model(num_hidden_layers=1)
+    load_model(
+        folder, ModelConfig.from_dir(folder, dtype=dtype, quantization=quantization), device=CPU
+    )
+    lines = [text for text in caplog.messages if "quantization saves nothing here" in text]
+    assert len(lines) == (message is not None)
+    assert all(message in line for line in lines if message)
 
 
 def test_integers_of_another_shape_than_the_config_asks_are_refused(
@@ -380,8 +547,6 @@ def test_weights_are_integers_on_their_way_to_the_kernels(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lm_head is int8 in both, the embedding and norms stay as they are."""
-    from pdserve_kernels import select
-
     kernels, packed = select(CPU), []
     pack_linear = kernels.pack_linear
 

@@ -29,7 +29,7 @@ def start() -> None:
         barriers.reset()
         faults.reset()
         liar.reset()
-        slow.down(0.0)
+        slow.reset()
 
     commands: Mapping[str, Callable[..., Any]] = {
         "arm": barriers.arm,
@@ -38,6 +38,7 @@ def start() -> None:
         "inject": faults.inject,
         "lie": liar.lie,
         "slow_down": slow.down,
+        "hang_step": slow.hang,
         "counts": lambda: faults.counts,
         "reset": reset,
     }

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nixl._api import nixl_agent
 from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
 
 from pdserve_common.kv_types import KVEndpoint
-from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer import nixl, nixl_transport
 from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent
 
 if TYPE_CHECKING:
@@ -109,6 +110,24 @@ class ReadFaults:
                 read.may_copy = True
 
 
+class CountingAgent(nixl_agent):  # type: ignore[misc]
+    """NIXL's own agent, with an account of the memory that is registered."""
+
+    def register_memory(self, regions: Any, *args: Any, **options: Any) -> Any:
+        registration = super().register_memory(regions, *args, **options)
+        FaultyNixlAgent.faults.counts["registered_bytes"] += _num_bytes(registration)
+        return registration
+
+    def deregister_memory(self, registration: Any, *args: Any, **options: Any) -> None:
+        super().deregister_memory(registration, *args, **options)
+        FaultyNixlAgent.faults.counts["registered_bytes"] -= _num_bytes(registration)
+
+
+def _num_bytes(registration: Any) -> int:
+    """Of regions as NIXL lists them: (address, bytes, device, ...)."""
+    return sum(registration[i][1] for i in range(registration.descCount()))
+
+
 class FaultyNixlAgent(NixlAgent):
     """A NixlAgent whose READs suffer faults. The probes of a new connection never do."""
 
@@ -119,12 +138,6 @@ class FaultyNixlAgent(NixlAgent):
         # By id of the handle.
         self._reads: dict[int, _FaultyRead | None] = {}
         self._pool_address = kv_cache.data_ptr
-        self._num_registered = kv_cache.num_blocks * kv_cache.block_bytes
-        self._count("registered_bytes", self._num_registered)
-
-    def close(self) -> None:
-        super().close()
-        self._count("registered_bytes", -self._num_registered)
 
     def add_peer(self, name: str, endpoint: KVEndpoint) -> Any:
         dlist = super().add_peer(name, endpoint)
@@ -199,6 +212,9 @@ class FaultyNixlAgent(NixlAgent):
 
 
 def install() -> ReadFaults:
-    """Let the transport use a FaultyNixlAgent; return what tells it which READs fail."""
+    """Let the transport use a FaultyNixlAgent, and that count what it registers; return what tells
+    it which READs fail.
+    """
+    nixl.nixl_agent = CountingAgent
     nixl_transport.NixlAgent = FaultyNixlAgent  # type: ignore[attr-defined]
     return FaultyNixlAgent.faults

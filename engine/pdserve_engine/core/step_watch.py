@@ -1,0 +1,95 @@
+"""Tells a step that hangs from one that has much to compute, by what steps have taken so far."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pdserve_engine.core.sched_output import SchedulerOutput
+
+# So long no step counts as hung: weights may have to be read from a disk first.
+MIN_BOUND_S = 10.0
+# A step that is the first to need a kernel waits for Triton to compile it.
+MIN_CUDA_BOUND_S = 60.0
+# A step may take so many times what the longest one lets expect.
+MARGIN = 10.0
+# Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
+LINEAR_CONTEXT = 1024
+# Of the time between two looks at most so much counts: the process was stopped for the rest.
+MAX_LOOK_S = 2.0
+
+
+class RunningStep(NamedTuple):
+    """A step under way."""
+
+    # time.monotonic
+    started: float
+    # As `work_of` says; None for what is no step but has to be waited for like one.
+    work: int | None
+
+
+def work_of(scheduled: SchedulerOutput) -> int:
+    """Return what a step computes, in tokens that one token is compared with."""
+    cached = scheduled.scheduled_cached_reqs
+    contexts = dict(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
+    contexts.update((r.request_id, r.num_computed_tokens) for r in scheduled.scheduled_new_reqs)
+    counts = scheduled.num_scheduled_tokens
+    return sum(count * (contexts[name] + LINEAR_CONTEXT) for name, count in counts.items())
+
+
+class StepWatch:
+    """Looked at at least twice in MAX_LOOK_S, by one thread that is not the engine's."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        min_bound_s: float = MIN_BOUND_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s` bounds any step, and is the bound while nothing is known of any."""
+        self._timeout_s = timeout_s
+        self._min_bound_s = min_bound_s
+        self._clock = clock
+        self._looked = clock()
+        self._running: RunningStep | None = None
+        # Of the running step.
+        self._seen_s = 0.0
+        self._has_overslept = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Steps may take longer from now on: memory was given back."""
+        # The longest step so far: its work and how long it took.
+        self._longest: tuple[int, float] | None = None
+
+    def overrun(self, running: RunningStep | None) -> float | None:
+        """Return the bound (seconds) that the step under way has overrun, or None."""
+        self._look()
+        if running is not self._running:
+            self._running = running
+            self._seen_s = min(self._looked - running.started, MAX_LOOK_S) if running else 0.0
+        if running is None:
+            return None
+        bound_s = self._bound_s(running.work)
+        return bound_s if self._seen_s > bound_s else None
+
+    def learn(self, work: int, duration_s: float) -> None:
+        """A step is over. Steps during which the process was stopped teach nothing."""
+        self._look()
+        is_longest = self._longest is None or duration_s > self._longest[1]
+        if work and is_longest and not self._has_overslept:
+            self._longest = work, duration_s
+        self._has_overslept = False
+
+    def _look(self) -> None:
+        now = self._clock()
+        passed_s, self._looked = now - self._looked, now
+        self._seen_s += min(passed_s, MAX_LOOK_S)
+        self._has_overslept |= passed_s > MAX_LOOK_S
+
+    def _bound_s(self, work: int | None) -> float:
+        if work is None or self._longest is None:
+            return self._timeout_s
+        known_work, duration_s = self._longest
+        expected_s = duration_s * max(1.0, work / known_work)
+        return min(self._timeout_s, max(self._min_bound_s, MARGIN * expected_s))

@@ -1,0 +1,67 @@
+"""Where an answer's tokens come from: told to the client, so that another router knows who may go
+on with it.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pdserve_common.engine_types import EngineInfo
+from pdserve_common.errors import InvalidRequestError
+
+_FORM = re.compile("([0-9a-f]{16})(?:-([0-9a-f]{16}))?")
+
+
+class Origin(NamedTuple):
+    """What of a worker an answer depends on, as digests; an unknown one is empty."""
+
+    # Of the weights, and of what else makes another model.
+    weights: str = ""
+    # Of what has to be alike for the same bits; empty if the worker is not exact.
+    numerics: str = ""
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> "Origin":
+        is_exact = info.determinism == "exact"
+        return cls(
+            _digest(info.kv_compatibility_hash), _digest(info.numerics_id) if is_exact else ""
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Origin":
+        """Return what `str` has told a client. Raises InvalidRequestError."""
+        if not text:
+            return UNKNOWN
+        if (match := _FORM.fullmatch(text)) is None:
+            raise InvalidRequestError(
+                f"resume.origin is {text[:64]!r} ({len(text)} characters), must be as the broken "
+                "answer told it, 16 or 33 characters",
+                field="resume.origin",
+            )
+        return cls(match[1], match[2] or "")
+
+    def __str__(self) -> str:
+        return f"{self.weights}-{self.numerics}" if self.numerics else self.weights
+
+    @property
+    def determinism(self) -> str:
+        """ "exact": wherever it is this, tokens are the same bit by bit; else "consistent"."""
+        return "exact" if self.numerics else "consistent"
+
+
+UNKNOWN = Origin()
+
+
+def joined(origins: Iterable[Origin]) -> Origin:
+    """Return the origin of an answer that several workers, all of the same weights as far as they
+    are known, have part in.
+    """
+    parts = set(origins)
+    weights = max((part.weights for part in parts), default="")
+    numerics = {part.numerics for part in parts}
+    return Origin(weights, numerics.pop() if len(numerics) == 1 else "")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

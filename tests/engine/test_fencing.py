@@ -1,0 +1,215 @@
+"""Every way in which a scheduler gives blocks back: the connector hears of it first, so that it can
+fence the session (rule K3). What it does then is tests/kv_transfer/test_producer.py's.
+"""
+
+import ast
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import ON_P, Engine, ScriptedConnector
+
+from pdserve_engine.core import scheduler
+from pdserve_engine.core.control import EngineControl
+from pdserve_engine.core.request import Request
+
+# Who gives blocks to the pool, but for D's own, and those that the connector says are free.
+FREEING = {"Scheduler._preempt", "Scheduler._finish", "Scheduler._free_deferred_blocks"}
+HARMLESS = {
+    # The session is over already, or D has taken its own blocks back: nothing was announced.
+    "Scheduler._admit",
+    # What the connector has kept, of sessions that it has ended.
+    "Scheduler._take_news",
+    # D's, after BlocksReturned or `reclaim`.
+    "RemotePrefills._free",
+}
+
+
+class Witness(ScriptedConnector):
+    """Writes down what it is told, and when blocks of the pool are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def watch(self, engine: Engine) -> None:
+        free_blocks = engine.pool.free_blocks
+
+        def free(blocks: Iterator[Any]) -> None:
+            freed = list(blocks)
+            self.events += ["free"] * bool(freed)
+            free_blocks(freed)
+
+        engine.pool.free_blocks = free  # type: ignore[method-assign, assignment]
+        self.events.clear()
+
+    def on_preempted(self, request: Request) -> None:
+        self.events.append("on_preempted")
+        super().on_preempted(request)
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        self.events.append("request_finished")
+        return super().request_finished(request, block_ids)
+
+    def abort_session(self, request_id: str) -> None:
+        super().abort_session(request_id)
+        if request_id in self.held:
+            self.events.append("abort_session")
+            self.release(request_id)
+
+    def fence_all(self, reason: str) -> None:
+        self.events.append("fence_all")
+        super().fence_all(reason)
+
+
+Drive = Callable[[Engine], object]
+
+
+def make_running() -> Engine:
+    """A request whose first chunk is computed and announced."""
+    engine = Engine(connector=Witness(), max_num_batched_tokens=8)
+    engine.add("a", [1] * 12, kv_transfer_params=ON_P, deadline=time.monotonic() + 60)
+    while not engine.scheduler.running:
+        engine.step()
+    assert connector_of(engine).announced == {"a": 8}
+    return engine
+
+
+def make_handed_off() -> Engine:
+    """A request that is over here but for its session, which keeps its blocks."""
+    engine = make_running()
+    engine.run()
+    assert list(connector_of(engine).held) == ["a"]
+    return engine
+
+
+def connector_of(engine: Engine) -> Witness:
+    connector = engine.core.connector
+    assert isinstance(connector, Witness)
+    return connector
+
+
+def fail_a_step(engine: Engine) -> None:
+    """The next one that computes anything."""
+    num_steps = len(engine.executor.steps)
+
+    def fail(step: object) -> None:
+        engine.executor.on_step = lambda step: None
+        raise RuntimeError("a passing fault")
+
+    engine.executor.on_step = fail
+    while len(engine.executor.steps) == num_steps:
+        engine.step()
+
+
+def supersede(engine: Engine) -> None:
+    engine.add("a", [1] * 12, kv_transfer_params=ON_P, attempt=1)
+
+
+def decode_alone(engine: Engine) -> None:
+    """The next attempt needs no D."""
+    engine.add("a", [1] * 12, attempt=1, kv_transfer_params=None)
+
+
+def fail_request(engine: Engine) -> None:
+    engine.executor.errors["a"] = "cannot be sampled"
+    engine.step()
+
+
+def put_to_sleep(engine: Engine) -> None:
+    control = EngineControl(engine.core, memory=None, profiler=None)  # type: ignore[arg-type]
+    control.end_sessions()
+
+
+RUNNING: dict[str, tuple[Drive, str]] = {
+    "preempt": (lambda e: e.scheduler._preempt(e.scheduler.requests["a"]), "on_preempted"),
+    "abort": (lambda e: e.core.abort_requests(["a"]), "request_finished"),
+    "error": (fail_request, "request_finished"),
+    "deadline": (lambda e: e.scheduler.expire_deadlines(math.inf), "request_finished"),
+    "failed step": (fail_a_step, "on_preempted"),
+    "hand back": (lambda e: e.core.hand_back(), "request_finished"),
+    "supersede": (supersede, "request_finished"),
+    "supersede, no handoff": (decode_alone, "request_finished"),
+}
+HANDED_OFF: dict[str, tuple[Drive, str]] = {
+    "abort": (lambda e: e.core.abort_requests(["a"]), "abort_session"),
+    "hand back": (lambda e: e.core.hand_back(), "fence_all"),
+    "sleep": (put_to_sleep, "fence_all"),
+}
+
+
+@pytest.mark.parametrize("path", RUNNING)
+def test_a_running_request_is_fenced_before_its_blocks_are_free(path: str) -> None:
+    engine = make_running()
+    check_order(engine, *RUNNING[path])
+
+
+@pytest.mark.parametrize("path", HANDED_OFF)
+def test_what_was_handed_off_is_fenced_before_its_blocks_are_free(path: str) -> None:
+    engine = make_handed_off()
+    check_order(engine, *HANDED_OFF[path])
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+
+
+def check_order(engine: Engine, path: Drive, told: str) -> None:
+    connector = connector_of(engine)
+    connector.watch(engine)
+    assert engine.pool.num_free_blocks < engine.pool.num_blocks
+    path(engine)
+    engine.step()
+    assert connector.events[0] == told
+    assert "free" in connector.events, "this path frees"
+
+
+def test_a_failed_step_fences_each_request_of_it_before_it_frees_any_block_of_that() -> None:
+    connector = Witness()
+    engine = Engine(connector=connector, max_num_batched_tokens=32)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 12, kv_transfer_params=ON_P)
+    connector.watch(engine)
+    fail_a_step(engine)
+    assert engine.executor.steps[-1].num_scheduled_tokens == {"a": 12, "b": 12}
+    assert connector.events == ["on_preempted", "free"] * 2
+
+
+def test_blocks_under_a_step_in_flight_are_fenced_at_once_and_free_when_it_is_over() -> None:
+    engine = make_running()
+    connector = connector_of(engine)
+    connector.watch(engine)
+
+    def abort(step: object) -> None:
+        engine.executor.on_step = lambda step: None
+        engine.core.abort_requests(["a"])
+        assert connector.events == ["request_finished"]
+
+    engine.executor.on_step = abort
+    engine.step()
+    assert connector.events == ["request_finished", "free"]
+
+
+def test_the_paths_above_are_all() -> None:
+    """A function of the core that frees blocks and is new here belongs into a test above."""
+    found = set()
+    for path in Path(scheduler.__file__).parent.glob("*.py"):
+        if path.name in ("block_pool.py", "kv_cache_manager.py"):
+            continue
+        for owner in ast.walk(ast.parse(path.read_text())):
+            if isinstance(owner, ast.ClassDef):
+                found |= {
+                    f"{owner.name}.{function.name}"
+                    for function in owner.body
+                    if isinstance(function, ast.FunctionDef) and _frees(function)
+                }
+    assert found == FREEING | HARMLESS
+
+
+def _frees(function: ast.FunctionDef) -> bool:
+    """Does it call `kv.free` or `free_block_ids`?"""
+    calls = (n.func for n in ast.walk(function) if isinstance(n, ast.Call))
+    names = [ast.unparse(call) for call in calls]
+    return any(name.endswith((".kv.free", "_kv.free", ".free_block_ids")) for name in names)

@@ -1,0 +1,199 @@
+"""How long a step may take before its worker counts as hung."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from pdserve_engine.core.step_watch import (
+    LINEAR_CONTEXT,
+    MIN_BOUND_S,
+    RunningStep,
+    StepWatch,
+    work_of,
+)
+from pdserve_engine.launch import launch_engine
+
+TIMEOUT_S = 300.0
+# A worker looks so often.
+LOOK_S = 0.5
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class World:
+    """A watch, and what it is told of."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.watch = StepWatch(timeout_s=TIMEOUT_S, clock=self.clock)
+
+    def run(self, work: int | None, seconds: float) -> float | None:
+        """Run a step for so long, or until the watch says that it has overrun what is returned."""
+        step = RunningStep(self.clock.now_s, work)
+        end_s = self.clock.now_s + seconds
+        while self.clock.now_s < end_s:
+            self.clock.now_s += min(LOOK_S, end_s - self.clock.now_s)
+            if (bound_s := self.watch.overrun(step)) is not None:
+                return bound_s
+        self.watch.learn(work or 0, seconds)
+        return None
+
+    def bound_s(self, work: int | None) -> float:
+        """How long a step runs that never ends."""
+        started_s = self.clock.now_s
+        bound_s = self.run(work, 10 * TIMEOUT_S)
+        assert bound_s is not None
+        assert bound_s < self.clock.now_s - started_s <= bound_s + LOOK_S
+        return bound_s
+
+
+def test_the_first_step_may_take_as_long_as_any() -> None:
+    assert World().bound_s(work=1000) == TIMEOUT_S
+
+
+def test_short_steps_make_a_step_hung_soon() -> None:
+    world = World()
+    world.run(work=1000, seconds=0.01)
+    assert world.bound_s(work=1000) == MIN_BOUND_S
+
+
+def test_a_bound_grows_with_what_a_step_computes() -> None:
+    world = World()
+    world.run(work=1000, seconds=2.0)
+    assert world.bound_s(work=10) == 20.0
+    assert world.bound_s(work=4000) == 80.0
+    assert world.bound_s(work=100_000) == TIMEOUT_S
+
+
+def test_the_longest_step_counts() -> None:
+    world = World()
+    for seconds in (2.0, 0.01, 0.01):
+        world.run(work=1000, seconds=seconds)
+    assert world.bound_s(work=1000) == 20.0
+
+
+def test_what_is_no_step_has_the_whole_timeout() -> None:
+    world = World()
+    world.run(work=1000, seconds=0.01)
+    assert world.bound_s(work=None) == TIMEOUT_S
+
+
+def test_after_a_wake_up_nothing_is_known() -> None:
+    world = World()
+    world.run(work=1000, seconds=0.01)
+    world.watch.forget()
+    assert world.bound_s(work=1000) == TIMEOUT_S
+
+
+def test_a_process_that_was_stopped_does_not_hang_and_has_learned_nothing() -> None:
+    world = World()
+    world.run(work=1000, seconds=0.01)
+    step = RunningStep(world.clock.now_s, 1000)
+    assert world.watch.overrun(step) is None
+    world.clock.now_s += 10 * TIMEOUT_S
+    assert world.watch.overrun(step) is None
+    world.watch.learn(1000, 10 * TIMEOUT_S)
+    assert world.bound_s(work=1000) == MIN_BOUND_S
+
+
+def test_time_between_steps_is_not_the_next_ones() -> None:
+    world = World()
+    world.run(work=1000, seconds=0.01)
+    world.clock.now_s += 2 * MIN_BOUND_S
+    assert world.watch.overrun(None) is None
+    assert world.run(work=1000, seconds=MIN_BOUND_S - 1) is None
+
+
+def test_work_grows_with_tokens_and_with_what_they_look_back_on() -> None:
+    new = NewRequestData(
+        request_id="new",
+        all_token_ids=(1,) * 40,
+        num_prompt_tokens=40,
+        sampling_params=SamplingParams(),
+        seed=0,
+        eos_token_id=None,
+        block_ids=([],),
+        num_computed_tokens=8,
+    )
+    cached = CachedRequestData(
+        request_ids=["old"], new_block_ids=[None], num_computed_tokens=[5000]
+    )
+    scheduled = SchedulerOutput(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"new": 32, "old": 1},
+        total_num_scheduled_tokens=33,
+        finished_req_ids=frozenset(),
+        preempted_req_ids=frozenset(),
+    )
+    assert work_of(scheduled) == 32 * (LINEAR_CONTEXT + 8) + LINEAR_CONTEXT + 5000
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_engine_learns_from_its_steps(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    config = EngineConfig(
+        model=str(make_model()),
+        num_threads=1,
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        engine_process="inproc",
+        async_scheduling=is_async,
+    )
+    engine: Any = await launch_engine(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+    outputs: list[EngineCoreOutputs] = []
+    index = engine.register_client(outputs.append)
+    params = SamplingParams(max_tokens=1)
+    request = EngineCoreRequest(
+        request_id="a", prompt_token_ids=(5, 6, 7), sampling_params=params, client_index=index
+    )
+    engine.add_request(request)  # what is slow once is over then
+    await until(lambda: "a" in ended(outputs))
+    watch = StepWatch(timeout_s=TIMEOUT_S, min_bound_s=0.1)
+    engine._loaded = dataclasses.replace(engine._loaded, step_watch=watch)
+    engine.add_request(dataclasses.replace(request, request_id="b"))
+    await until(lambda: "b" in ended(outputs))
+    may_end, execute = threading.Event(), engine._core.executor.execute_model
+
+    def hang(scheduled: SchedulerOutput) -> Any:
+        may_end.wait(30)
+        return execute(scheduled)
+
+    monkeypatch.setattr(engine._core.executor, "execute_model", hang)
+    engine.add_request(dataclasses.replace(request, request_id="c"))
+    await until(lambda: engine.problem() is not None)
+    assert "a step has taken more than" in engine.problem()
+    may_end.set()
+    await engine.close()
+
+
+def ended(messages: list[EngineCoreOutputs]) -> set[str]:
+    return {o.request_id for message in messages for o in message.outputs if o.finished}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.005)
