@@ -40,7 +40,7 @@ up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 
 test: $(INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
-	$(BIN)/python -m pytest -m 'not soak' tests/integration tests/faults
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
 
 test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live' $(IN_PARALLEL)

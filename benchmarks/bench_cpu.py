@@ -28,10 +28,10 @@ from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_pair import free_ports, ours
+from bench_pair import ours
 from cpu_limits import Limits, LimitsMeter, decode_work, prefill_work
 from http_load import add_load_flags, max_model_len, print_header, run_loads
-from machine import describe
+from machine import describe, free_ports
 from make_model import DEFAULT_MODEL, make_model
 from offline_system import Command, OfflineSystem
 from peers.offline import Case

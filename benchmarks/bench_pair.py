@@ -10,14 +10,13 @@ decode. Goodput counts requests with a TTFT and a TPOT within the objectives.
 
 import argparse
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from http_load import COLUMNS, add_load_flags, max_model_len, print_header, print_row, run_loads
-from machine import describe
+from machine import describe, free_ports
 from make_model import DEFAULT_MODEL, make_model
 from peers.vllm_servers import vllm_pair
 
@@ -70,14 +69,6 @@ def theirs(args: argparse.Namespace) -> Iterator[str]:
     flags = [f"--max-model-len={max_model_len(args)}", *args.vllm_flags]
     with vllm_pair(PEERS, args.model, free_ports(5), LOG_DIR, flags) as url:
         yield url
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(sock.getsockname()[1]) for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def _parse_args() -> argparse.Namespace:

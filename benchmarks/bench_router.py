@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "router"))
 
 from fake_model import make_model_dir
 from fake_worker import FakeWorker
+from machine import free_ports
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import engine_core_service_pb2 as engine_pb2
@@ -265,16 +266,6 @@ async def measure(
         added = statistics.median(solo.ttft_ms) - direct
         print(f"  added TTFT {added:.2f} ms (the worker alone: {direct:.2f} ms)")
         await api.close()
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    import socket
-
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = tuple(sock.getsockname()[1] for sock in sockets)
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ def decode_work(model: LlamaConfig, case: Case) -> Work:
     context = case.batch * (case.prompt_len + case.num_steps / 2)
     num_weights = _layer_weights(model) + _head_weights(model)
     return Work(
-        num_bytes=2 * num_weights + model.kv_bytes_per_token * context,
+        num_bytes=2 * num_weights + _kv_bytes(model) * context,
         flops=2 * num_weights * case.batch + _attention_flops(model) * context,
     )
 
@@ -129,6 +129,11 @@ def _layer_weights(model: LlamaConfig) -> int:
 
 def _head_weights(model: LlamaConfig) -> int:
     return model.hidden_size * model.vocab_size
+
+
+def _kv_bytes(model: LlamaConfig) -> int:
+    """Of each token."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
 
 
 def _attention_flops(model: LlamaConfig) -> int:

@@ -1,8 +1,9 @@
-"""What a benchmark ran on, for the line above its table."""
+"""The machine that a benchmark runs on."""
 
 import datetime
 import os
 import platform
+import socket
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,15 @@ def describe(*packages: str) -> str:
         f"Python {platform.python_version()}, {versions}; "
         f"{now:%Y-%m-%d %H:%M} UTC, load average {load}"
     )
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(sock.getsockname()[1]) for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
 
 
 def _cpu_model() -> str:

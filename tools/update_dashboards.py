@@ -497,8 +497,9 @@ def pool(component: str) -> Dashboard:
                     )
                 },
                 description=(
-                    "One schedule, forward and update. High: too many tokens or requests in a step"
-                    " (max_num_batched_tokens, max_num_seqs), or others use the Pod's cores."
+                    "Forward pass and sampling, without planning. High: too many tokens or requests"
+                    " in a step (max_num_batched_tokens, max_num_seqs), or others use the Pod's "
+                    "cores."
                 ),
             ),
             Panel(
@@ -881,6 +882,7 @@ def router() -> Dashboard:
                 unit="reqps",
                 queries={
                     "{{reason}} → {{path}}": sum_rate("pdserve_redrives_total", by="reason, path")
+                    + " > 0"
                 },
                 description=(
                     "By what was lost and the new path; empty is good. Clients see a pause. "
@@ -901,7 +903,10 @@ def router() -> Dashboard:
                 title="Recovered requests",
                 unit="reqps",
                 is_stacked=True,
-                queries={"{{outcome}}": sum_rate("pdserve_recovered_requests_total", by="outcome")},
+                queries={
+                    "{{outcome}}": sum_rate("pdserve_recovered_requests_total", by="outcome")
+                    + " > 0"
+                },
                 description=(
                     "How requests that were sent again ended; empty is good. `error`: there was no"
                     " worker left, or max_redrives were not enough."

@@ -18,6 +18,7 @@ from pdserve_client.stack import Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.rpc import join_address
 from pdserve_common.version import VERSION
 
 DEFAULT_PROMPT = "Tell me a story."
@@ -161,9 +162,11 @@ def _print_addresses(stack: Stack) -> None:
     host = stack.config.host
     print(f"gRPC     {stack.grpc_address}")
     scheme = "http" if stack.tls is None else "https"
-    print(f"HTTP     {scheme}://{host}:{stack.http_port}/v1")
+    print(f"HTTP     {scheme}://{join_address(host, stack.http_port)}/v1")
     for process in stack.processes:
-        print(f"metrics  http://{host}:{process.metrics_port}/metrics  ({process.name})")
+        print(
+            f"metrics  http://{join_address(host, process.metrics_port)}/metrics  ({process.name})"
+        )
     print("Ctrl-C stops", flush=True)
 
 

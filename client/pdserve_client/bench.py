@@ -18,6 +18,8 @@ from pdserve_common.engine_types import SamplingParams
 from pdserve_common.tls import TlsConfig
 
 PERCENTILES = (50, 90, 99)
+# Below it most tokenizers have their special tokens.
+FIRST_TOKEN_ID = 3
 
 
 @dataclass(slots=True)
@@ -79,6 +81,11 @@ def run_bench(args: argparse.Namespace) -> int:
     for name in ("num_requests", "concurrency", "input_len", "output_len", "vocab_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} is {getattr(args, name)}, must be at least 1")
+    if args.vocab_size <= FIRST_TOKEN_ID:
+        raise ValueError(
+            f"vocab_size is {args.vocab_size}, must be at least {FIRST_TOKEN_ID + 1}: "
+            "prompts have no special tokens"
+        )
     started = time.monotonic()
     results = asyncio.run(_run(args))
     summary = summarize(results, time.monotonic() - started, args)
@@ -93,7 +100,7 @@ async def _run(args: argparse.Namespace) -> list[RequestResult]:
     tasks = []
     try:
         for index in range(args.num_requests):
-            prompt = [rng.randrange(3, args.vocab_size) for _ in range(args.input_len)]
+            prompt = [rng.randrange(FIRST_TOKEN_ID, args.vocab_size) for _ in range(args.input_len)]
             tasks.append(asyncio.create_task(_one(client, prompt, index, places, args)))
             if args.rate > 0:
                 await asyncio.sleep(rng.expovariate(args.rate))

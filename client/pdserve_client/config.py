@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.config import ENV_PREFIX, build_config, opt
+from pdserve_common.config import ENV_PREFIX, LogLevel, Transport, build_config, opt
 from pdserve_common.cores import parse_cores
 from pdserve_common.tls import Tls, TlsConfig
 
@@ -42,10 +42,11 @@ class StackConfig(TlsConfig):
         None, "Size of each service's KV pool in MiB; the service's own choice if unset."
     )
     max_num_seqs: int = opt(64, "Requests in one batch.")
-    max_num_batched_tokens: int = opt(512, "Tokens in one step: the chunk size of long prompts.")
-    require_transport: Literal["any", "shm", "tcp", "rdma"] = opt(
-        "any", "Refuse to move KV blocks any other way."
+    max_num_batched_tokens: int | None = opt(
+        None,
+        "Tokens in one step: the chunk size of long prompts; the service's own choice if unset.",
     )
+    require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     require_disaggregation: bool = opt(
         False, "Refuse requests that decode services would have to do alone for want of prefill."
     )
@@ -64,7 +65,7 @@ class StackConfig(TlsConfig):
     ready_timeout_s: float = opt(300.0, "How long loading may take.")
     drain_timeout_s: float = opt(30.0, "How long running requests may take after Ctrl-C.")
     log_dir: str = opt(".run", "Folder for one log file per process.")
-    log_level: str = opt("info", "debug, info, warning or error.")
+    log_level: LogLevel = opt("info", "What is logged.")
 
     def __post_init__(self) -> None:
         TlsConfig.__post_init__(self)

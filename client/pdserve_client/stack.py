@@ -24,8 +24,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
+from pdserve_common.config import ENV_PREFIX
 from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
-from pdserve_common.rpc import open_blocking_channel
+from pdserve_common.rpc import join_address, open_blocking_channel
 from pdserve_common.tls import Tls, TlsConfig
 
 POLL_S = 0.1
@@ -57,6 +58,7 @@ class ServiceProcess:
                     *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
                     *(sys.executable, "-m", self.module, *self.flags),
                 ],
+                env=_services_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -111,7 +113,7 @@ class Stack:
 
     @property
     def grpc_address(self) -> str:
-        return f"{self.config.host}:{self.grpc_port}"
+        return join_address(self.config.host, self.grpc_port)
 
     @property
     def placement(self) -> str | None:
@@ -190,7 +192,7 @@ class Stack:
             )
 
     def _is_serving(self, process: ServiceProcess) -> bool:
-        return _is_serving(f"{self.config.host}:{process.port}", self.tls)
+        return _is_serving(join_address(self.config.host, process.port), self.tls)
 
     def _worker(
         self,
@@ -231,7 +233,7 @@ class Stack:
         config = self.config
         addresses = {
             role: ",".join(
-                f"{config.host}:{worker.port}"
+                join_address(config.host, worker.port)
                 for worker in self.workers
                 if worker.name.startswith(role)
             )
@@ -303,6 +305,12 @@ def _tls_flags(config: TlsConfig) -> dict[str, object]:
     return {name.replace("_", "-"): getattr(config, name) for name in names}
 
 
+def _services_environment() -> dict[str, str]:
+    """Ours without the stack's settings: a service is told those of its own as flags."""
+    ours = {ENV_PREFIX + field.name.upper() for field in dataclasses.fields(StackConfig)}
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
 def _flags(values: dict[str, object]) -> list[str]:
     """None and False are left out, True is a flag without a value."""
     return [
@@ -333,7 +341,8 @@ def _ports(host: str, flag: str, first: int, count: int, taken: set[int]) -> lis
 
 
 def _bind_problem(host: str, port: int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))

@@ -14,9 +14,13 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 ENV_PREFIX = "PDSERVE_"
+
+# Values of settings that several processes have.
+LogLevel = Literal["debug", "info", "warning", "error"]
+Transport = Literal["any", "shm", "tcp", "rdma"]
 
 T = TypeVar("T")
 
@@ -82,23 +86,6 @@ def build_config(cls: type[T], flags: Mapping[str, Any], environ: Mapping[str, s
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{env}={environ[env]!r}: {error}") from error
     return cls(**values)
-
-
-def to_flags(config: Any) -> list[str]:
-    """Return the flags that make `parse_config` build an equal config."""
-    flags = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = field.name.replace("_", "-")
-        if value == field.default:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, tuple):
-            flags.append(f"--{name}={','.join(map(str, value))}")
-        elif value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
 
 
 def _show(default: Any) -> str:

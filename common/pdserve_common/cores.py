@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from pdserve_common.cgroups import CGROUPS, PROC, group_folders
+
 SYSTEM = Path("/sys/devices/system")
-CGROUP = Path("/sys/fs/cgroup")
 # More than any kernel is built for; keeps "0-999999999" from filling the memory.
 MAX_CORE = 8191
 
@@ -41,21 +42,17 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def cpu_limit(cgroup: Path = CGROUP) -> float | None:
-    """Return how many cores' time a container may use (cgroup v2 or v1), None if there is no limit.
+def cpu_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Return how many cores' time this process may use, None if no cgroup (v2 or v1) limits it.
 
     Threads over it do not help: the kernel stops them all for the rest of each period.
     """
-    try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
-        cores = int(quota) / int(period)
-    except (OSError, ValueError):  # "max", or no such files
-        return None
-    return cores if cores > 0 else None  # -1 in v1: no limit
+    limits: list[float] = []
+    with contextlib.suppress(OSError):  # not Linux
+        for controller in ("", "cpu"):
+            folders = group_folders(controller, proc=proc, cgroups=cgroups)
+            limits += filter(None, map(_group_limit, folders))
+    return min(limits, default=None)
 
 
 def confine_process(cores: Collection[int]) -> None:
@@ -88,6 +85,20 @@ def share_cores(
         if (shares := _equal_shares(nodes, num_shares, min_size)) is not None:
             return shares
     return None
+
+
+def _group_limit(folder: Path) -> float | None:
+    """The cores' time of a group alone."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        cores = int(quota) / int(period)
+    except (OSError, ValueError):  # "max", or no such files
+        return None
+    return cores if cores > 0 else None  # -1 in v1: no limit
 
 
 def _equal_shares(

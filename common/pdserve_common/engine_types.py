@@ -1,15 +1,16 @@
 """The frozen dataclasses that cross between a front end and an engine, named and shaped as in vLLM
 V1.
 
-The engine, its queues and the router speak these; `wire.py` turns them into protobuf at the edge.
-They hold no torch and no protobuf. Times are durations: an absolute timestamp means nothing on
-another host.
+The engine, its queues and the router speak these; `wire/` turns them into protobuf at the edge.
+They hold no torch and no protobuf. Points in time are of this process's monotonic clock; on the
+wire they are durations, as it means nothing on another host.
 """
 
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 
 class FinishReason(enum.IntEnum):
@@ -89,7 +90,9 @@ class RepetitionDetectionParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; defaults are vLLM's. Validated by the router."""
+    """How tokens are chosen and when to stop; defaults are vLLM's. Routers and workers
+    validate them.
+    """
 
     n: int = 1
     best_of: int | None = None
@@ -234,13 +237,28 @@ class LogprobsLists:
     logprobs: tuple[tuple[float, ...], ...]
     sampled_token_ranks: tuple[int, ...]
 
+    @classmethod
+    def unknown(cls, num_positions: int) -> "LogprobsLists":
+        """Positions of which nothing is known: no entries, rank 0."""
+        return cls(
+            logprob_token_ids=((),) * num_positions,
+            logprobs=((),) * num_positions,
+            sampled_token_ranks=(0,) * num_positions,
+        )
+
+    @classmethod
+    def join(cls, parts: Iterable["LogprobsLists"]) -> "LogprobsLists":
+        """The positions of all parts, in order; adding many up one by one would be quadratic."""
+        parts = tuple(parts)
+        return cls(
+            logprob_token_ids=tuple(chain.from_iterable(p.logprob_token_ids for p in parts)),
+            logprobs=tuple(chain.from_iterable(p.logprobs for p in parts)),
+            sampled_token_ranks=tuple(chain.from_iterable(p.sampled_token_ranks for p in parts)),
+        )
+
     def __add__(self, other: "LogprobsLists") -> "LogprobsLists":
         """The positions of both, in order."""
-        return LogprobsLists(
-            logprob_token_ids=self.logprob_token_ids + other.logprob_token_ids,
-            logprobs=self.logprobs + other.logprobs,
-            sampled_token_ranks=self.sampled_token_ranks + other.sampled_token_ranks,
-        )
+        return LogprobsLists.join((self, other))
 
     def __getitem__(self, positions: slice) -> "LogprobsLists":
         """Some of the positions."""
@@ -317,7 +335,7 @@ class KVTransferStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLost:
     """D will not get the rest of a request's KV and holds what it has until the router has sent
-    another attempt, for HOLD_S at most (rule K6).
+    another attempt, for HOLD_S from this word on at most (rule K6).
     """
 
     # From the request's start; their KV is on D and right.
@@ -367,6 +385,7 @@ class SchedulerStats:
     num_waiting_tokens: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
+    # Of those, the ones with content that a prompt with the same beginning can take back.
     num_cached_blocks: int = 0
     num_open_kv_sessions: int = 0
     prefix_cache_queries: int = 0
@@ -375,6 +394,7 @@ class SchedulerStats:
     # Leading blocks that all running requests share, in the KV group where they are most.
     num_common_prefix_blocks: int = 0
     step_num_tokens: int = 0
+    # The model's part of it.
     step_duration_s: float = 0.0
 
     @property

@@ -126,6 +126,8 @@ _BY_CODE: dict[ErrorCode, type[PdserveError]] = {
     )
 }
 
+RETRYABLE_CODES = tuple(code for code, cls in _BY_CODE.items() if cls.is_retryable)
+
 
 def error_from_engine(error: EngineError) -> PdserveError:
     """Return the exception that says the same as `error`."""

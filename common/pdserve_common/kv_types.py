@@ -56,6 +56,10 @@ class KVSessionId:
     link: int
     seq: int
 
+    def __str__(self) -> str:
+        """For logs, where lines of P and of D are to be matched."""
+        return f"{self.link}.{self.seq}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemoryRegion:

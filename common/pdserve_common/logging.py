@@ -1,5 +1,5 @@
 """Logging set up once per process: text on a terminal, JSON lines otherwise, request ids from a
-context variable.
+context variable, or from `extra` where a line is about another request.
 """
 
 import contextvars
@@ -22,7 +22,8 @@ class _ContextFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.worker_id = self._worker_id
-        record.request_id = request_id_var.get()
+        if not hasattr(record, "request_id"):
+            record.request_id = request_id_var.get()
         return True
 
 
@@ -55,3 +56,13 @@ def setup_logging(level: str, worker_id: str) -> None:
         handler.setFormatter(_JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def log_request(
+    logger: logging.Logger, level: int, request_id: str, attempt: int, text: str, *args: object
+) -> None:
+    """Log a line about a request in the form that it has in all services, so that the request's id
+    finds the whole story.
+    """
+    text = f"request %s, attempt %d: {text}"
+    logger.log(level, text, request_id, attempt, *args, extra={"request_id": request_id})

@@ -4,6 +4,7 @@ Each process builds the groups of its role on its own registry. Labels are bound
 never are labels.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from prometheus_client import (
     make_wsgi_app,
     start_http_server,
 )
+
+from pdserve_common.engine_types import FinishReason
 
 # Seconds. Stages of a request and transfers need sub-millisecond resolution, whole requests do not.
 STAGE_BUCKETS = (
@@ -78,6 +81,16 @@ REQUEST_BUCKETS = (
 )
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+FINISH_REASONS = tuple(map(str, FinishReason))
+
+
+def begin(counter: Counter, **values: Iterable[str]) -> None:
+    """Make the series of every combination of labels' values, at 0. To `rate` and `increase` the
+    first sample of a series is no increase: panels and alerts would miss what has made it.
+    """
+    for combination in itertools.product(*values.values()):
+        counter.labels(**dict(zip(values, combination, strict=True)))
+
 
 class BuildMetrics:
     """Every process: what it is. `kernels` is EngineInfo's, empty where nothing computes."""
@@ -116,9 +129,7 @@ class RouterMetrics:
             ["api", "reason"],
             registry=registry,
         )
-        for api in ("grpc", "http"):
-            for reason in ("missing", "unknown"):
-                self.requests_unauthorized.labels(api=api, reason=reason)
+        begin(self.requests_unauthorized, api=("grpc", "http"), reason=("missing", "unknown"))
         self.requests_in_flight = Gauge(
             "pdserve_requests_in_flight",
             "Accepted requests that are not finished",
@@ -191,8 +202,7 @@ class RouterMetrics:
             ["role"],
             registry=registry,
         )
-        for role in ("prefill", "decode"):
-            self.discovery_errors.labels(role=role)
+        begin(self.discovery_errors, role=("prefill", "decode"))
         self.redrives = Counter(
             "pdserve_redrives_total",
             "Requests sent to workers again after a failure, by its reason and the new path",
@@ -210,6 +220,7 @@ class RouterMetrics:
             ["outcome"],
             registry=registry,
         )
+        begin(self.recovered_requests, outcome=FINISH_REASONS)
         self.pairs = Gauge(
             "pdserve_worker_pairs",
             "Pairs of prefill and decode workers: proven, unproven, failed or mismatched",
@@ -222,9 +233,7 @@ class RouterMetrics:
             ["match"],
             registry=registry,
         )
-        # Alerts ask for the increase, which the first sample of a series is not.
-        for match in ("true", "false"):
-            self.duplicate_tokens.labels(match=match)
+        begin(self.duplicate_tokens, match=("true", "false"))
 
 
 class EngineMetrics:
@@ -244,7 +253,7 @@ class EngineMetrics:
         )
         self.kv_blocks = Gauge(
             "pdserve_kv_blocks",
-            "KV blocks by state: used, cached or free",
+            "KV blocks by state: used, cached (content can be taken back) or free (has none)",
             ["state"],
             registry=registry,
         )
@@ -273,9 +282,10 @@ class EngineMetrics:
             ["outcome"],
             registry=registry,
         )
+        begin(self.engine_requests, outcome=FINISH_REASONS)
         self.step_duration = Histogram(
             "pdserve_engine_step_duration_seconds",
-            "One schedule, forward and update",
+            "The model's part of a step: forward pass and sampling",
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
@@ -358,14 +368,13 @@ class KVTransferMetrics:
             ["reason"],
             registry=registry,
         )
-        for reason in ("expired", "fenced"):
-            self.sessions_ended.labels(reason)
         self.release_acks = Counter(
             "pdserve_kv_release_acks_total",
             "Releases by whether P still held the blocks",
             ["valid"],
             registry=registry,
         )
+        begin(self.release_acks, valid=("true", "false"))
         self.zombie_reads = Gauge(
             "pdserve_kv_zombie_reads", "Given-up READs that have not landed yet", registry=registry
         )

@@ -120,7 +120,7 @@ class RpcServer:
         self.server = grpc.aio.server(interceptors=interceptors, options=server_options())
         # gRPC calls into them and does not hold them.
         self._credentials = credentials
-        self.port: int = self._bind(f"{host}:{port}")
+        self.port: int = self._bind(join_address(host, port))
         self._loop = asyncio.get_running_loop()
         self._is_healthy: dict[str, bool] = {}
         self._health = health.aio.HealthServicer()
@@ -191,11 +191,14 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
+def join_address(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 @asynccontextmanager
 async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Turn exceptions of a servicer method into statuses; the only place that catches everything
-    besides the engine loop.
-    """
+    """Turn exceptions of a servicer method into statuses, those that nobody expected as well."""
     try:
         yield
     except PdserveError as error:

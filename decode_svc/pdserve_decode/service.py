@@ -14,58 +14,17 @@ from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
+from pdserve_common.worker.outgoing import HANDSHAKE_S, Outgoing
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_S = 5.0
 MIN_BACKOFF_S = 0.1
 # A request that needs the link waits this long at most before it is dialed again.
 MAX_BACKOFF_S = 1.0
 # Of so many workers that could not be reached the backoff is known; oldest failures go first.
 MAX_BACKOFFS = 1024
-MAX_UNSENT = 16384
-
-
-class _Outgoing:
-    """The KVLinkHandle of one stream: what is to be sent, until it is closed."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[KVLinkRequestMessage] = asyncio.Queue()
-        self._closed = asyncio.Event()
-        self._closed_because = ""
-
-    def send(self, message: KVLinkRequestMessage) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
-            self._loop.call_soon_threadsafe(self._put, message)
-
-    def close(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end, reason)
-
-    async def write_to(self, call: grpc.aio.StreamStreamCall) -> str:
-        """Return why nothing more can be written."""
-        try:
-            while True:
-                await call.write(kv_link_request_to_proto(await self._queue.get()))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            return f"cannot write: {error}"
-
-    async def wait_closed(self) -> str:
-        await self._closed.wait()
-        return self._closed_because
-
-    def _put(self, message: KVLinkRequestMessage) -> None:
-        if self._queue.qsize() >= MAX_UNSENT:
-            self._end("too slow")
-        elif not self._closed.is_set():
-            self._queue.put_nowait(message)
-
-    def _end(self, reason: str) -> None:
-        self._closed_because = self._closed_because or reason
-        self._closed.set()
 
 
 class KvLinkPool:
@@ -148,8 +107,8 @@ class KvLinkPool:
 
     async def _shake_hands(
         self, engine_id: str, call: grpc.aio.StreamStreamCall
-    ) -> tuple[KVLink, _Outgoing]:
-        outgoing = _Outgoing()
+    ) -> tuple[KVLink, Outgoing[KVLinkRequestMessage]]:
+        outgoing: Outgoing[KVLinkRequestMessage] = Outgoing()
         await call.write(kv_link_request_to_proto(self._connector.hello()))
         response = await call.read()
         if not isinstance(response, kv_pb2.KvLinkResponse):  # EOF
@@ -163,12 +122,15 @@ class KvLinkPool:
         return link, outgoing
 
     async def _carry(
-        self, call: grpc.aio.StreamStreamCall, link: KVLink, outgoing: _Outgoing
+        self,
+        call: grpc.aio.StreamStreamCall,
+        link: KVLink,
+        outgoing: Outgoing[KVLinkRequestMessage],
     ) -> None:
         """Carry messages until either side ends the link."""
         tasks: list[asyncio.Task[str]] = [
             asyncio.create_task(self._read(call, link)),
-            asyncio.create_task(outgoing.write_to(call)),
+            asyncio.create_task(_write(call, outgoing)),
             asyncio.create_task(outgoing.wait_closed()),
         ]
         reason = "shutdown"
@@ -196,3 +158,13 @@ class KvLinkPool:
         while True:
             await asyncio.sleep(TICK_S)
             self._connector.on_tick()
+
+
+async def _write(call: grpc.aio.StreamStreamCall, outgoing: Outgoing[KVLinkRequestMessage]) -> str:
+    """Return why nothing more can be written."""
+    try:
+        while (message := await outgoing.get()) is not None:
+            await call.write(kv_link_request_to_proto(message))
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        return f"cannot write: {error}"
+    return outgoing.closed_because

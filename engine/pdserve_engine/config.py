@@ -5,17 +5,19 @@ elsewhere.
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.config import opt
+from pdserve_common.config import Transport, opt
 from pdserve_common.cores import parse_cores
 
 Device = Literal["cpu", "cuda"]
-Transport = Literal["any", "shm", "tcp", "rdma"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LoadQuantization = Literal["int8", "int4"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# A CPU is as fast in chunks of 256, in which a decode beside a prompt waits less, as D does for a
+# prompt's last chunk.
+DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,10 @@ class EngineConfig:
     gpu_memory_utilization: float = opt(0.9, "Share of the GPU's memory that may be taken.")
     num_blocks: int | None = opt(None, "KV blocks; overrides kv_cache_memory_mib.")
     max_num_seqs: int = opt(64, "Requests in one batch.")
-    max_num_batched_tokens: int = opt(512, "Tokens in one step: the chunk size of long prompts.")
+    max_num_batched_tokens: int | None = opt(
+        None,
+        "Tokens in one step: the chunk size of long prompts; unset: 256 on CPU, 2048 on CUDA.",
+    )
     enable_prefix_caching: bool = opt(True, "Share KV blocks between requests with equal prefixes.")
     enable_chunked_prefill: bool = opt(True, "Compute long prompts in several steps.")
     scheduling_policy: Literal["fcfs", "priority"] = opt("fcfs", "Order of the waiting queue.")
@@ -99,7 +104,9 @@ class EngineConfig:
     )
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
-    kv_session_timeout_s: float = opt(600.0, "P fences a session D has not pulled for so long.")
+    kv_session_timeout_s: float = opt(
+        600.0, "P and D give up a KV session of which nothing was heard for so long."
+    )
     kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")
 
     kv_checksums: bool = opt(
@@ -118,10 +125,15 @@ class EngineConfig:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size is {self.block_size}, must be one of {sizes}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"):
+        for name in ("max_num_seqs", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory_mib"):
+        for name in (
+            "max_num_batched_tokens",
+            "max_model_len",
+            "num_blocks",
+            "kv_cache_memory_mib",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
@@ -168,7 +180,8 @@ class EngineConfig:
     def scheduler(self) -> SchedulerConfig:
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens
+            or DEFAULT_BATCHED_TOKENS[self.device],
             scheduling_policy=self.scheduling_policy,
             scheduling_mode=self.scheduling_mode,
             enable_chunked_prefill=self.enable_chunked_prefill,

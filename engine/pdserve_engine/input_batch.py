@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.sampling.penalties import Rows
 from pdserve_engine.sampling.state import SamplingState
-
-Rows = npt.NDArray[np.int64]
 
 
 class InputBatch:

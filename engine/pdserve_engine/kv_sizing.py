@@ -35,7 +35,7 @@ def make_kv_cache_manager(
         config.block_size,
         spec.windows,
         # One step is being computed while the next is planned.
-        max_tokens_in_flight=2 * config.max_num_batched_tokens,
+        max_tokens_in_flight=2 * config.scheduler.max_num_batched_tokens,
     )
 
 
@@ -120,7 +120,7 @@ def fit_max_model_len(config: EngineConfig, max_model_len: int, kv: KVCacheManag
 
 def _prompt_lengths(config: EngineConfig, longest: int) -> list[int]:
     """Prompts that fill a step, as many and, of those, as long as may be."""
-    num_left, lengths = config.max_num_batched_tokens, []
+    num_left, lengths = config.scheduler.max_num_batched_tokens, []
     for num_after in reversed(range(min(config.max_num_seqs, num_left))):
         length = max(1, min(longest, num_left - num_after))
         lengths.append(length)

@@ -5,7 +5,6 @@ scheduler.
 import contextlib
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.memory import release_unused
 from pdserve_engine.model_runner import ModelRunner
 from pdserve_engine.models.base import Model
@@ -50,9 +50,6 @@ from pdserve_kernels.cpu.compiled import pin_threads
 from pdserve_kernels.cpu.isa import KernelsUnavailable
 
 logger = logging.getLogger(__name__)
-
-# Adapters in it pin what is registered with them.
-RDMA_DEVICES = "/sys/class/infiniband"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +235,8 @@ def _is_pool_pinned(config: EngineConfig) -> bool:
     """Does a transport hold on to the pool's memory, so that it cannot be given back?"""
     if config.kv_connector == "none":
         return False
-    may_use_rdma = config.require_transport in ("any", "rdma") and os.path.isdir(RDMA_DEVICES)
-    return config.device == "cuda" or (may_use_rdma and bool(os.listdir(RDMA_DEVICES)))
+    may_use_rdma = config.require_transport in ("any", "rdma") and has_rdma_device()
+    return config.device == "cuda" or may_use_rdma
 
 
 def _make_connector(
@@ -275,6 +272,7 @@ def _make_connector(
             metrics=metrics,
             wakeup=wakeup,
             step_seq=step_seq,
+            session_timeout_s=config.kv_session_timeout_s,
             transfer_timeout_s=config.kv_transfer_timeout_s,
             checksum=checksum,
         )
@@ -309,10 +307,12 @@ def _default_num_threads(config: EngineConfig) -> int:
 
 
 def _check_chunks(config: EngineConfig, max_model_len: int) -> None:
-    if not config.scheduler.has_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+    scheduler = config.scheduler
+    if not scheduler.has_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
         raise ValueError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, without chunked prefill "
-            f"(scheduling_mode v0 has none) it must be at least max_model_len ({max_model_len})"
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, "
+            "without chunked prefill (scheduling_mode v0 has none) "
+            f"it must be at least max_model_len ({max_model_len})"
         )
 
 
@@ -353,7 +353,7 @@ def _describe(
         block_size=config.block_size,
         num_blocks=manager.block_pool.num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         dtype=model.config.dtype_name,
         kv_compatibility_hash=identity.compatibility_hash,
         kv_transport=config.kv_connector,

@@ -5,30 +5,28 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
+from pdserve_common.cgroups import CGROUPS, PROC, group_folders
 
 
 class _CgroupFiles(NamedTuple):
     """What the files of a cgroup version are called."""
 
-    controller: str  # in /proc/self/cgroup; v2 has no name
-    mount: str
+    controller: str  # v2 has no name
     limit: str
     usage: str
     # A line of memory.stat: page cache that is given up before anything fails.
     reclaimable: str
 
 
-_V2 = _CgroupFiles("", ".", "memory.max", "memory.current", "inactive_file")
+_V2 = _CgroupFiles("", "memory.max", "memory.current", "inactive_file")
 _V1 = _CgroupFiles(
-    "memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 )
 
 
@@ -38,7 +36,7 @@ def available_host_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """
     available = _field(proc / "meminfo", "MemAvailable:") * 1024
     for files in (_V2, _V1):
-        for folder in _cgroup_folders(files, proc, cgroups):
+        for folder in group_folders(files.controller, proc=proc, cgroups=cgroups):
             available = min(available, _left_in_cgroup(folder, files, available))
     return max(0, available)
 
@@ -78,22 +76,6 @@ def release_unused(device: torch.device) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
         if trim is not None:
             trim(0)
-
-
-def _cgroup_folders(files: _CgroupFiles, proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The group of this process and those above it: each may have a limit. In a container the
-    group's path may be the host's, and only the mount itself exists.
-    """
-    mount = cgroups / files.mount
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if files.controller not in controllers.split(","):
-            continue
-        folder = mount / path.lstrip("/")
-        while folder != mount:
-            yield folder
-            folder = folder.parent
-        yield mount
 
 
 def _left_in_cgroup(folder: Path, files: _CgroupFiles, unlimited: int) -> int:

@@ -1,8 +1,7 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
 from collections.abc import Mapping
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +14,11 @@ from pdserve_engine.core.sched_output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from pdserve_engine.input_batch import InputBatch, Rows
+from pdserve_engine.input_batch import InputBatch
 from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.models.base import Model
 from pdserve_engine.sampling.logprobs import compute_logprobs
+from pdserve_engine.sampling.penalties import Rows
 from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
 from pdserve_engine.sampling.state import NO_LOGPROBS, SampledTokens, SamplingState
 from pdserve_kernels.metadata import AttentionMetadata
@@ -242,7 +242,7 @@ class ModelRunner:
             )
             for start in range(0, len(targets), step)
         )
-        return reduce(add, pieces)
+        return LogprobsLists.join(pieces)
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

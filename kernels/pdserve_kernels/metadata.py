@@ -49,9 +49,5 @@ class AttentionMetadata:
         return len(self.seq_lens_host)
 
     @property
-    def max_query_len(self) -> int:
-        return max(self.query_lens_host)
-
-    @property
     def max_seq_len(self) -> int:
         return max(self.seq_lens_host)

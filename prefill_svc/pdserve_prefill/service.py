@@ -1,7 +1,6 @@
 """P's end of the KvLink: accepts decode workers and carries messages to and from the connector."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
 
@@ -16,46 +15,13 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
 )
 from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
+from pdserve_common.worker.outgoing import HANDSHAKE_S, Outgoing
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "pdserve.v1.KvTransferService"
-HANDSHAKE_S = 5.0
-# A D that reads so slowly is as good as gone.
-MAX_UNSENT = 16384
-
-
-class _Outgoing:
-    """The KVLinkHandle of one stream: what is to be sent, until it is closed."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[KVLinkResponseMessage | None] = asyncio.Queue()
-        self.closed_because = ""
-
-    def send(self, message: KVLinkResponseMessage) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
-            self._loop.call_soon_threadsafe(self._put, message)
-
-    def close(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end, reason)
-
-    async def get(self) -> KVLinkResponseMessage | None:
-        """Return the next message, None once the stream is to end."""
-        return None if self.closed_because else await self._queue.get()
-
-    def _put(self, message: KVLinkResponseMessage) -> None:
-        if self._queue.qsize() >= MAX_UNSENT:
-            self._end("too slow")
-        elif not self.closed_because:
-            self._queue.put_nowait(message)
-
-    def _end(self, reason: str) -> None:
-        self.closed_because = self.closed_because or reason
-        self._queue.put_nowait(None)
 
 
 class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
@@ -64,7 +30,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
     def __init__(self, connector: KVProducerEndpoint) -> None:
         """Must run inside the event loop."""
         self._connector = connector
-        self._links: set[_Outgoing] = set()
+        self._links: set[Outgoing[KVLinkResponseMessage]] = set()
         self._ticker = asyncio.create_task(self._tick())
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -82,7 +48,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         request_iterator: AsyncIterator[kv_pb2.KvLinkRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[kv_pb2.KvLinkResponse]:
-        outgoing = _Outgoing()
+        outgoing: Outgoing[KVLinkResponseMessage] = Outgoing()
         link = await self._accept(request_iterator, outgoing, context)
         self._links.add(outgoing)
         reader = asyncio.create_task(self._read(request_iterator, link, outgoing))
@@ -100,7 +66,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
     async def _accept(
         self,
         requests: AsyncIterator[kv_pb2.KvLinkRequest],
-        outgoing: _Outgoing,
+        outgoing: Outgoing[KVLinkResponseMessage],
         context: grpc.aio.ServicerContext,
     ) -> KVLink:
         try:
@@ -125,7 +91,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         self,
         requests: AsyncIterator[kv_pb2.KvLinkRequest],
         link: KVLink,
-        outgoing: _Outgoing,
+        outgoing: Outgoing[KVLinkResponseMessage],
     ) -> None:
         reason = "closed by D"
         try:

@@ -1,7 +1,7 @@
 """One attempt at a request: its legs, and what the end of one means for the other."""
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -16,6 +16,11 @@ from pdserve_router.output_processor import RequestState
 from pdserve_router.route_chooser import Route
 from pdserve_router.worker_client import OutputCallback, WorkerClient
 
+# How a handoff ends; values of a metric's label.
+HandoffOutcome = Literal[
+    "completed", "ended_at_prefill", "prefill_failed", "decode_failed", "aborted"
+]
+
 
 class AttemptOwner(Protocol):
     """The request that an attempt serves."""
@@ -25,7 +30,7 @@ class AttemptOwner(Protocol):
     def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
         """Take an output's tokens. Returns False if that ended the request."""
 
-    def on_done(self, output: EngineCoreOutput, *, outcome: str) -> None:
+    def on_done(self, output: EngineCoreOutput, *, outcome: HandoffOutcome) -> None:
         """This output is the end of the answer."""
 
     def on_failed(self, worker: WorkerClient, error: EngineError) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pdserve_common.engine_types import EarlyStopping, LogprobsLists, SamplingParams
 
-_NO_LOGPROBS = LogprobsLists(logprob_token_ids=(), logprobs=(), sampled_token_ranks=())
+_NO_LOGPROBS = LogprobsLists.unknown(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

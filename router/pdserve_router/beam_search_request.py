@@ -21,14 +21,18 @@ from pdserve_common.errors import (
     InvalidRequestError,
     NoWorkerError,
 )
+from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.beam_search import Beam, BeamSearch
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.origin import Origin, joined
 from pdserve_router.output_processor import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.redrive import Recovery, RedriveQueue
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +60,9 @@ _FIELDS_WITHOUT_BEAMS = (
 
 class BeamSearchRequest(LiveRequest):
     """A request whose answers a BeamSearch finds. Each step asks one decode worker for one token
-    behind every beam; its prefix cache makes the beams' common beginnings cheap. There is one
-    output, the last. Raises InvalidRequestError for parameters that beams cannot follow.
+    behind every beam; its prefix cache makes the beams' common beginnings cheap. When the worker
+    fails a step the whole step is sent again. There is one output, the last. Raises
+    InvalidRequestError for parameters that beams cannot follow.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class BeamSearchRequest(LiveRequest):
         tokenizer: Tokenizer,
         timeline: Timeline,
         metrics: RouterMetrics,
+        redrives: RedriveQueue,
         on_tokens: OnTokens,
         on_end: OnEnd,
     ) -> None:
@@ -76,8 +82,12 @@ class BeamSearchRequest(LiveRequest):
         assert params is not None
         assert params.max_tokens is not None, "the input processor fills it in"
         self._params = params
-        self._worker = route.decode
-        self._path = route.path
+        self.recovery = Recovery()
+        # Of every worker that took part in the search.
+        self.origins: set[Origin] = set()
+        self._route = route
+        self._metrics = metrics
+        self._redrives = redrives
         self._tokenizer = tokenizer
         self._timeline = timeline
         self._search = BeamSearch(
@@ -95,6 +105,19 @@ class BeamSearchRequest(LiveRequest):
     def ending(self) -> Ending | None:
         return self._ending
 
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        """One for all beams of the next attempt, whose tokens differ but not their number."""
+        return dataclasses.replace(
+            self.request,
+            attempt=self.recovery.num_redrives + 1,
+            resume_output_token_ids=self._search.running[0].token_ids,
+        )
+
+    @property
+    def _worker(self) -> WorkerClient:
+        return self._route.decode
+
     def start(self) -> None:
         self._watch_deadline()
         self._step()
@@ -102,6 +125,21 @@ class BeamSearchRequest(LiveRequest):
 
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         self._end(finish_reason, error=error)
+
+    def resend(self, route: Route) -> None:
+        """Ask for the step that was lost again; nothing of it has counted."""
+        if not self._search.num_tokens:
+            self.origins.clear()
+        self.recovery.begin_attempt()
+        self._route = route
+        text = "it goes on after %d tokens at %s"
+        self._log(logging.INFO, text, self._search.num_tokens, self._worker.address)
+        self._step(attempt=self.recovery.num_redrives)
+
+    def give_up(self) -> None:
+        """There is nobody to go on with: end with what began the last loss."""
+        self._log(logging.WARNING, "nobody is left to go on with: it fails")
+        self._end(FinishReason.ERROR, error=self.recovery.error)
 
     async def _next_output(self) -> RequestOutput:
         await self._is_over.wait()
@@ -157,25 +195,26 @@ class BeamSearchRequest(LiveRequest):
         is_named = self._search.is_stopped(beam) and last != self.request.eos_token_id
         return last if is_named else None
 
-    def _step(self) -> None:
+    def _step(self, *, attempt: int = 0) -> None:
         try:
-            self._ask()
+            self._ask(attempt)
         except NoWorkerError as error:
-            self.fail(error)
+            self._lose(error.to_engine_error())
 
-    def _ask(self) -> None:
+    def _ask(self, attempt: int) -> None:
         """Send a step's requests. Raises NoWorkerError if the worker is gone."""
-        self._tops = {}
         for index, beam in enumerate(self._search.running):
-            request = self._step_request(index, beam)
+            request = self._step_request(index, beam, attempt)
             on_output = functools.partial(self._on_output, index)
             self._worker.add_request(request, on_output, self._on_defect)
             self._asked.add(request.request_id)
+        self.origins.add(self._worker.origin)
 
-    def _step_request(self, index: int, beam: Beam) -> EngineCoreRequest:
+    def _step_request(self, index: int, beam: Beam, attempt: int) -> EngineCoreRequest:
         return dataclasses.replace(
             self.request,
             request_id=f"{self._search.num_tokens}.{index}_{self.request.request_id}",
+            attempt=attempt,
             prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
             sampling_params=SamplingParams(
                 temperature=0.0,
@@ -192,11 +231,15 @@ class BeamSearchRequest(LiveRequest):
         if not output.finished:
             return
         self._asked.discard(output.request_id)
-        if error := self._problem(index, output):
-            logger.warning("request %s failed: %s", output.request_id, error.message)
-            self.cut(FinishReason.ERROR, error)
-        elif not self._asked:
-            self._advance()
+        error = self._problem(index, output)
+        if error is None:
+            if not self._asked:
+                self._advance()
+        elif error.is_retryable:
+            self._lose(error)
+        else:
+            self._log(logging.WARNING, "%s: %s; it fails", self._worker.address, error.message)
+            self._end(FinishReason.ERROR, error=error)
 
     def _problem(self, index: int, output: EngineCoreOutput) -> EngineError | None:
         if output.error is not None:
@@ -211,7 +254,9 @@ class BeamSearchRequest(LiveRequest):
         )
 
     def _advance(self) -> None:
+        self._redrives.on_token(self)
         tops = [self._tops[index] for index in range(len(self._tops))]
+        self._tops = {}
         self._timeline.on_tokens(time.monotonic_ns(), num_before=self._search.num_tokens, num_new=1)
         self._search.advance(tops)
         self._on_tokens(self, len(tops))
@@ -220,20 +265,45 @@ class BeamSearchRequest(LiveRequest):
             return
         self._step()
 
+    def _lose(self, error: EngineError) -> None:
+        """The worker cannot go on: have the step done again."""
+        self._abort_step()
+        is_last = self._redrives.is_spent(self)
+        what_next = "no attempt is left" if is_last else "it is sent again when a worker has room"
+        reason = error.code.name.lower()
+        text = "lost %s: %s: %s; %s"
+        self._log(logging.WARNING, text, self._worker.address, reason, error.message, what_next)
+        self.recovery.add(self._route, self._worker, error, reason=reason)
+        if is_last:
+            self.give_up()
+        else:
+            self._redrives.add(self)
+
+    def _abort_step(self) -> None:
+        for request_id in self._asked:
+            self._worker.abort(request_id)
+        self._asked.clear()
+        self._tops = {}
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        attempt = self.recovery.num_redrives
+        log_request(logger, level, self.request.request_id, attempt, text, *args)
+
     def _end(self, finish_reason: FinishReason, *, error: EngineError | None = None) -> None:
         if self._ending is not None:
             return
         self._stop_deadline()
-        for request_id in self._asked:
-            self._worker.abort(request_id)
-        self._asked.clear()
+        self._redrives.discard(self)
+        self._abort_step()
         self._timeline.finished_ns = time.monotonic_ns()
         self._ending = Ending(
             finish_reason=finish_reason,
             error=error,
             usage=self._usage(is_answered=error is None),
-            metrics=self._measure(),
+            metrics=self.measure(),
         )
+        if self.recovery.num_redrives:
+            self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._is_over.set()
         self._on_end(self)
 
@@ -245,17 +315,17 @@ class BeamSearchRequest(LiveRequest):
             num_output_tokens=sum(len(beam.token_ids) for beam in self._best) if is_answered else 0,
         )
 
-    def _measure(self) -> RequestMetrics:
+    def measure(self) -> RequestMetrics:
         return measure(
             self._timeline,
             num_tokens=self._search.num_tokens,
             prefill=self._prefill_stats,
             transfer=None,
-            path=self._path,
+            path=self._route.path,
             prefill_engine_id="",
             decode_engine_id=self._worker.engine_id,
-            determinism=self._worker.origin.determinism,
-            num_redrives=0,
+            determinism=joined(self.origins).determinism,
+            num_redrives=self.recovery.num_redrives,
         )
 
 

@@ -3,16 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pdserve_common.config import opt
+from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.tls import TlsConfig
 from pdserve_router.discovery import SOURCES, parse_sources
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.routing import ROUTING_POLICIES
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-Transport = Literal["any", "shm", "tcp", "rdma"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

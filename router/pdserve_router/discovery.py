@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from prometheus_client import Counter
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_common.rpc import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,7 @@ class DnsSource:
         found = await asyncio.get_running_loop().getaddrinfo(
             self.name, self.port, type=socket.SOCK_STREAM
         )
-        return tuple(
-            sorted(_join(family, str(address[0]), self.port) for family, *_, address in found)
-        )
+        return tuple(sorted(join_address(str(address[0]), self.port) for *_, address in found))
 
     def __str__(self) -> str:
         return f"dns://{self.name}:{self.port}"
@@ -95,10 +94,6 @@ def _parse_source(entry: str) -> Source:
     if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1:
         return FileSource(Path(parts.path))
     raise ValueError(f"workers must be {SOURCES}, got {entry!r}")
-
-
-def _join(family: int, host: str, port: int) -> str:
-    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 
 def _read(path: Path) -> str:

@@ -19,8 +19,9 @@ from pdserve_common.engine_types import (
     PrefillStats,
 )
 from pdserve_common.errors import PdserveError
+from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.attempt import Attempt
+from pdserve_router.attempt import Attempt, HandoffOutcome
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.origin import Origin, joined
 from pdserve_router.output_processor import Ending, RequestOutput, RequestState, Usage
@@ -121,10 +122,14 @@ class Handoff(LiveRequest):
         self.recovery.begin_attempt()
         self.state.begin_attempt(self._attempt.request.attempt)
         lost.abort(but=frozenset(route.workers))
+        addresses = ", ".join(worker.address for worker in route.workers)
+        num_tokens = len(self.state.token_ids)
+        self._log(logging.INFO, "it goes on after %d tokens at %s", num_tokens, addresses)
         self._send()
 
     def give_up(self) -> None:
         """There is nobody to go on with: end with what began the last loss."""
+        self._log(logging.WARNING, "nobody is left to go on with: it fails")
         self._end(FinishReason.ERROR, error=self.recovery.error, outcome=self._outcome)
 
     def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
@@ -134,7 +139,7 @@ class Handoff(LiveRequest):
         try:
             stop_string = self.state.accept(output)
         except PdserveError as error:
-            logger.error("request %s, %s: %s", output.request_id, worker.address, error.message)
+            self._log(logging.ERROR, "%s: %s; it fails", worker.address, error.message)
             self._redrives.pool.report_failure(worker)
             self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome="decode_failed")
             return False
@@ -146,7 +151,7 @@ class Handoff(LiveRequest):
             self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")
         return stop_string is None
 
-    def on_done(self, output: EngineCoreOutput, *, outcome: str) -> None:
+    def on_done(self, output: EngineCoreOutput, *, outcome: HandoffOutcome) -> None:
         assert output.finish_reason is not None
         for worker in self.route.workers:
             self._redrives.pool.report_success(worker)
@@ -158,8 +163,8 @@ class Handoff(LiveRequest):
             self._report_failure(worker, error)
         # What follows from an earlier loss of the attempt changes nothing.
         if not error.is_retryable and self not in self._redrives:
-            logger.warning("request %s failed: %s", self.request.request_id, error.message)
-            outcome = "prefill_failed" if worker is self.route.prefill else "decode_failed"
+            self._log(logging.WARNING, "%s: %s; it fails", worker.address, error.message)
+            outcome = _failure_of(worker, self.route)
             self._end(FinishReason.ERROR, error=error, outcome=outcome)
             return
         self._lose(worker, error, reason=error.code.name.lower())
@@ -234,31 +239,35 @@ class Handoff(LiveRequest):
     def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
         if self.ending is not None:
             return
-        logger.warning(
-            "request %s lost %s: %s", self.request.request_id, worker.address, error.message
-        )
+        is_last = self._redrives.is_spent(self)
+        what_next = "no attempt is left" if is_last else "it is sent again when a worker has room"
+        text = "lost %s: %s: %s; %s"
+        self._log(logging.WARNING, text, worker.address, reason, error.message, what_next)
         self.recovery.add(self.route, worker, error, reason=reason)
         decode = self.route.decode
         has_decode = decode in self._attempt.running
         self.recovery.holder = decode if has_decode else None
-        if self.recovery.num_redrives >= self._redrives.max_redrives:
+        is_undecided = has_decode and decode not in self.recovery.errors
+        if is_last and not is_undecided:
             self.give_up()
             return
-        is_undecided = has_decode and decode not in self.recovery.errors
         self._redrives.add(self, delay_s=_VERDICT_S if is_undecided else 0.0)
 
+    def _log(self, level: int, text: str, *args: object) -> None:
+        attempt = self._attempt.request.attempt
+        log_request(logger, level, self.request.request_id, attempt, text, *args)
+
     @property
-    def _outcome(self) -> str:
+    def _outcome(self) -> HandoffOutcome:
         """Of an attempt that is lost."""
         assert self.recovery.route is not None
-        is_prefill = next(iter(self.recovery.errors)) is self.recovery.route.prefill
-        return "prefill_failed" if is_prefill else "decode_failed"
+        return _failure_of(next(iter(self.recovery.errors)), self.recovery.route)
 
     def _end(
         self,
         finish_reason: FinishReason,
         *,
-        outcome: str | None,
+        outcome: HandoffOutcome | None,
         stop_reason: int | str | None = None,
         error: EngineError | None = None,
     ) -> None:
@@ -274,20 +283,18 @@ class Handoff(LiveRequest):
                 stop_reason=stop_reason,
                 error=error,
                 usage=self._usage(),
-                metrics=self.measure(self.state.timeline),
+                metrics=self.measure(),
             )
         )
         self._count_handoff(self._attempt, outcome)
         if error is None and self.state.num_new_tokens > 1:
-            # The last one was sampled, not computed.
-            token_ids = tuple(self.state.token_ids[:-1])
-            answered = dataclasses.replace(self.request, resume_output_token_ids=token_ids)
-            self._redrives.pool.note_computed(self.route.decode, answered)
+            pool, token_ids = self._redrives.pool, self.state.token_ids
+            pool.note_answered(self.route.decode, self.request, token_ids)
         if self.recovery.num_redrives:
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)
 
-    def _count_handoff(self, attempt: Attempt, outcome: str | None) -> None:
+    def _count_handoff(self, attempt: Attempt, outcome: HandoffOutcome | None) -> None:
         if attempt.route.prefill is not None and outcome is not None:
             self._metrics.handoffs.labels(outcome=outcome).inc()
 
@@ -299,14 +306,16 @@ class Handoff(LiveRequest):
             num_output_tokens=len(self.state.token_ids),
         )
 
-    def measure(self, timeline: Timeline, *, siblings: Sequence["Handoff"] = ()) -> RequestMetrics:
-        """Return the metrics of a request whose prompt was this one's, on its own timeline.
-        `siblings` are what else took part in it.
+    def measure(
+        self, timeline: Timeline | None = None, *, siblings: Sequence["Handoff"] = ()
+    ) -> RequestMetrics:
+        """Return where a request's time went so far: this one's, or that of one on another timeline
+        whose prompt was this one's. `siblings` are what else took part in it.
         """
         prefill, decode = self.route.prefill, self.route.decode
         handoffs = (self, *siblings)
         return measure(
-            timeline,
+            timeline or self.state.timeline,
             num_tokens=self.state.num_new_tokens,
             prefill=self._prefill_stats,
             transfer=self._transfer_stats,
@@ -316,3 +325,7 @@ class Handoff(LiveRequest):
             determinism=joined(o for handoff in handoffs for o in handoff.origins).determinism,
             num_redrives=sum(handoff.recovery.num_redrives for handoff in handoffs),
         )
+
+
+def _failure_of(worker: WorkerClient, route: Route) -> HandoffOutcome:
+    return "prefill_failed" if worker is route.prefill else "decode_failed"

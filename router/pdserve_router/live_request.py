@@ -9,6 +9,7 @@ from types import TracebackType
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
 from pdserve_router.output_processor import Ending, RequestOutput
+from pdserve_router.request_metrics import RequestMetrics
 
 
 class LiveRequest(ABC):
@@ -74,6 +75,10 @@ class LiveRequest(ABC):
     @abstractmethod
     def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
         """End it early on every worker. Does nothing after the end."""
+
+    @abstractmethod
+    def measure(self) -> RequestMetrics:
+        """Return where its time went so far."""
 
     @abstractmethod
     async def _next_output(self) -> RequestOutput:

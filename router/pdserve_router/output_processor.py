@@ -3,10 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -24,18 +22,8 @@ from pdserve_router.request_metrics import RequestMetrics, Timeline
 from pdserve_router.resume import ResumedCompletion, TokenEnd, token_end
 from pdserve_router.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-
-def _unknown_positions(count: int) -> LogprobsLists:
-    """Positions of which nothing is known."""
-    return LogprobsLists(
-        logprob_token_ids=((),) * count, logprobs=((),) * count, sampled_token_ranks=(0,) * count
-    )
-
-
 # Nothing precedes a prompt's first token.
-_NO_POSITION = _unknown_positions(1)
+_NO_POSITION = LogprobsLists.unknown(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +149,7 @@ class RequestOutputCollector:
         self._text.append(text)
         self._token_ids.extend(token_ids)
         if has_logprobs:
-            self._logprobs.append(_unknown_positions(len(token_ids)))
+            self._logprobs.append(LogprobsLists.unknown(len(token_ids)))
 
     def put_prompt_logprobs(self, logprobs: LogprobsLists) -> None:
         """Take the prompt's logprobs; the first output will have them."""
@@ -198,7 +186,7 @@ class RequestOutputCollector:
         """Return all that is new; the last one is `finished`."""
         self.has_news = False
         text = "".join(self._text)
-        logprobs = _joined(self._logprobs)
+        logprobs = LogprobsLists.join(self._logprobs) if self._logprobs else None
         completion = CompletionOutput(
             index=self._index,
             text=text,
@@ -228,21 +216,6 @@ class RequestOutputCollector:
     def _notify(self) -> None:
         self.has_news = True
         self._wake.set()
-
-
-def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
-    """One list of many; adding them up one by one would be quadratic."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    return LogprobsLists(
-        logprob_token_ids=_chained(part.logprob_token_ids for part in parts),
-        logprobs=_chained(part.logprobs for part in parts),
-        sampled_token_ranks=_chained(part.sampled_token_ranks for part in parts),
-    )
-
-
-def _chained(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
-    return tuple(chain.from_iterable(parts))
 
 
 def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
@@ -415,8 +388,7 @@ class RequestState:
         return logprobs
 
     def _all_prompt_logprobs(self) -> LogprobsLists:
-        logprobs = _joined([_NO_POSITION, *self._prompt_logprobs])
-        assert logprobs is not None
+        logprobs = LogprobsLists.join([_NO_POSITION, *self._prompt_logprobs])
         num_prompt_tokens = len(self.request.prompt_token_ids)
         if len(logprobs) != num_prompt_tokens:
             raise PdserveError(

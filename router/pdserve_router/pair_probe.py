@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import secrets
 import time
 
@@ -48,7 +49,8 @@ async def probe(
 
 
 def _request(info: EngineInfo, timeout_s: float) -> EngineCoreRequest:
-    ordinary = [t for t in range(info.vocab_size) if t not in info.eos_token_ids][: info.block_size]
+    others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
+    ordinary = list(itertools.islice(others, info.block_size))
     num_tokens = min(_NUM_BLOCKS * info.block_size, info.max_model_len - _NUM_TOKENS)
     request_id = PROBE_PREFIX + secrets.token_hex(8)
     return EngineCoreRequest(

@@ -19,7 +19,7 @@ from pdserve_router.handoff import Handoff
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.redrive import RedriveQueue
-from pdserve_router.request_metrics import Timeline
+from pdserve_router.request_metrics import RequestMetrics, Timeline
 from pdserve_router.resume import ResumedCompletion
 from pdserve_router.route_chooser import Route
 from pdserve_router.tokenizer import Tokenizer
@@ -96,6 +96,10 @@ class ParentRequest(LiveRequest):
         for child in self._children:
             child.cut(finish_reason, error)
 
+    def measure(self) -> RequestMetrics:
+        first, *others = self._children
+        return first.measure(self._timeline(first.state.timeline), siblings=others)
+
     async def _next_output(self) -> RequestOutput:
         while True:
             await self._wake.wait()
@@ -155,7 +159,6 @@ class ParentRequest(LiveRequest):
 
     def _merge(self, endings: Sequence[Ending]) -> Ending:
         """Of several ways to end, an error is told, else the first child's."""
-        first, *others = self._children
         failed = (ending for ending in endings if ending.error is not None)
         return replace(
             next(failed, endings[0]),
@@ -164,7 +167,7 @@ class ParentRequest(LiveRequest):
                 num_cached_tokens=endings[0].usage.num_cached_tokens,
                 num_output_tokens=sum(ending.usage.num_output_tokens for ending in endings),
             ),
-            metrics=first.measure(self._timeline(first.state.timeline), siblings=others),
+            metrics=self.measure(),
         )
 
     def _timeline(self, first: Timeline) -> Timeline:

@@ -69,6 +69,11 @@ def known_token_ids(request: EngineCoreRequest) -> tuple[int, ...]:
     return request.prompt_token_ids + request.resume_output_token_ids
 
 
+def num_known_tokens(request: EngineCoreRequest) -> int:
+    """Return how many they are, without a copy."""
+    return len(request.prompt_token_ids) + len(request.resume_output_token_ids)
+
+
 def _num_leading(hashes: Sequence[int], known: Container[int]) -> int:
     """Return how many of `hashes` are known before the first that is not."""
     return sum(1 for _ in itertools.takewhile(known.__contains__, hashes))

@@ -14,9 +14,10 @@ from pdserve_common.engine_types import (
     ErrorCode,
     WorkerRole,
 )
-from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.origin import Origin
+from pdserve_router.prefix_estimate import num_known_tokens
 from pdserve_router.route_chooser import Route
 from pdserve_router.worker_client import WorkerClient
 from pdserve_router.worker_pool import WorkerPool
@@ -29,6 +30,8 @@ REUSE_DELAY_S = 0.5
 TICK_S = 0.05
 
 KV_ERRORS = (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
+# Why requests are sent again; values of a metric's label.
+REDRIVE_REASONS = ("kv_lost", *(code.name.lower() for code in RETRYABLE_CODES))
 # Reasons of routes without a prefill worker that is wanted but not to be had.
 _DOWNGRADES = ("no_prefill_worker", "no_proven_pair", "prefill_queue")
 
@@ -150,7 +153,7 @@ class RedriveQueue:
         self, pool: WorkerPool, *, metrics: RouterMetrics, max_redrives: int, wait_s: float
     ) -> None:
         self.pool = pool
-        self.max_redrives = max_redrives
+        self._max_redrives = max_redrives
         self._metrics = metrics
         self._wait_s = wait_s
         self._waiting: dict[Redrive, _Waiting] = {}
@@ -165,9 +168,14 @@ class RedriveQueue:
     def __contains__(self, redrive: Redrive) -> bool:
         return redrive in self._waiting
 
+    def is_spent(self, redrive: Redrive) -> bool:
+        """True if it has been sent again as often as it may."""
+        return redrive.recovery.num_redrives >= self._max_redrives
+
     def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
-        already may become earlier. Ends in `resend`, `give_up` or `discard`.
+        already may become earlier. Ends in `resend`, `give_up` or `discard`; one that is spent only
+        waits for what `discard`s it.
         """
         self._forget_sent(redrive)
         deadline = redrive.request.deadline
@@ -224,6 +232,9 @@ class RedriveQueue:
             is_due = waiting.not_before <= now < waiting.deadline
             if not is_due or waiting.redrive not in self._waiting:
                 continue
+            if self.is_spent(waiting.redrive):
+                self._give_up(waiting.redrive)
+                continue
             # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
             # D holds blocks of it does not hold for long, and it needs nobody's queue.
             if not is_blocked or _is_almost_there(waiting.redrive):
@@ -253,8 +264,11 @@ class RedriveQueue:
         if waiting.alone_since is None:
             waiting.alone_since = now
         if now - waiting.alone_since >= self._wait_s:
-            del self._waiting[waiting.redrive]
-            waiting.redrive.give_up()
+            self._give_up(waiting.redrive)
+
+    def _give_up(self, redrive: Redrive) -> None:
+        del self._waiting[redrive]
+        redrive.give_up()
 
     def _route(self, redrive: Redrive, request: EngineCoreRequest) -> Route | None:
         """Return where it goes next, None if it has to wait for others that were sent again. Raises
@@ -299,7 +313,7 @@ class RedriveQueue:
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""
-        num_tokens = _num_known(request)
+        num_tokens = num_known_tokens(request)
         return frozenset(
             worker
             for worker in self._num_sent_tokens
@@ -315,10 +329,6 @@ class RedriveQueue:
         return num_sent_tokens + num_tokens <= max(step, quarter) // worker.num_routers
 
 
-def _num_known(request: EngineCoreRequest) -> int:
-    return len(request.prompt_token_ids) + len(request.resume_output_token_ids)
-
-
 def _is_almost_there(redrive: Redrive) -> bool:
     """True if D holds blocks of it and can soon compute what is missing."""
     if redrive.recovery.good_holder is None:
@@ -328,14 +338,15 @@ def _is_almost_there(redrive: Redrive) -> bool:
 
 def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:
     """Tokens whose KV the D that holds blocks does not have."""
-    return max(0, _num_known(request) - recovery.num_confirmed_tokens)
+    return max(0, num_known_tokens(request) - recovery.num_confirmed_tokens)
 
 
 def _load_of(
     recovery: Recovery, request: EngineCoreRequest, route: Route
 ) -> tuple[WorkerClient, int]:
     """Return who computes tokens on that route, and how many. P has none of what D holds."""
+    num_known = num_known_tokens(request)
     if route.prefill is not None:
-        return route.prefill, _num_known(request)
+        return route.prefill, num_known
     is_holder = route.decode is recovery.holder
-    return route.decode, _num_missing(recovery, request) if is_holder else _num_known(request)
+    return route.decode, _num_missing(recovery, request) if is_holder else num_known

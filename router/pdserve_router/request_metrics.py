@@ -114,7 +114,7 @@ def measure(
     determinism: str,
     num_redrives: int,
 ) -> RequestMetrics:
-    """Return the metrics of a finished request. What no stage explains is `return`, and after the
+    """Return the metrics of a request so far. What no stage explains is `return`, and after the
     first token `decode_return`: all of it if there was no handoff.
     """
     prefill = prefill or _NO_PREFILL
@@ -165,15 +165,18 @@ def measure(
     )
 
 
-def observe(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
-    """Export what a finished request took. Requests without a token only count as requests."""
-    registry.request_duration.labels(model=model).observe(metrics.e2e_ns / 1e9)
-    if metrics.ttft_ns:
-        ttft = registry.time_to_first_token.labels(model=model, path=metrics.path)
-        ttft.observe(metrics.ttft_ns / 1e9)
-        _observe_stages(registry, metrics, TTFT_STAGES)
+def observe_first_token(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
+    """Export what a request took to its first token, once it has one."""
+    ttft = registry.time_to_first_token.labels(model=model, path=metrics.path)
+    ttft.observe(metrics.ttft_ns / 1e9)
+    _observe_stages(registry, metrics, TTFT_STAGES)
     if metrics.grant_ns:
         _observe_stages(registry, metrics, ("grant",))
+
+
+def observe_end(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
+    """Export what a finished request took as a whole, and behind its first token."""
+    registry.request_duration.labels(model=model).observe(metrics.e2e_ns / 1e9)
     if metrics.first_itl_ns:
         # Zeros of requests without a handoff would hide what a handoff takes.
         has_handoff = metrics.first_decode_step_ns > 0

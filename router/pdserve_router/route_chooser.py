@@ -1,16 +1,24 @@
 """Who takes a request: a prefill and a decode worker, or a decode worker alone and why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from pdserve_common.engine_types import EngineCoreRequest, PrefillStats, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError, PdserveError
 from pdserve_router.pairs import Pairs
-from pdserve_router.prefix_estimate import PrefixEstimate, known_token_ids
+from pdserve_router.prefix_estimate import PrefixEstimate, num_known_tokens
 from pdserve_router.routing import ROUTING_POLICIES, RoutingPolicy
 from pdserve_router.worker_client import WorkerClient
 
 _RETRY_AFTER_MS = 1000
+
+# Where a request goes, and why it stays on D; values of metrics' labels.
+RoutePath = Literal["disaggregated", "local"]
+LocalReason = Literal[
+    "beam_search", "max_tokens_1", "disabled", "short_prompt", "cached_prompt",
+    "no_prefill_worker", "no_proven_pair", "prefill_queue",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +39,11 @@ class Route:
 
     decode: WorkerClient
     prefill: WorkerClient | None = None
-    reason: str = ""
+    # Forks follow their source, what is sent again may go to whoever holds its blocks.
+    reason: LocalReason | Literal["", "fork", "recovery"] = ""
 
     @property
-    def path(self) -> str:
+    def path(self) -> RoutePath:
         return "local" if self.prefill is None else "disaggregated"
 
     @property
@@ -76,10 +85,14 @@ class RouteChooser:
             worker.breaker.on_use()
         return route
 
-    def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
-        """The request's known tokens have been on the worker."""
+    def note_answered(
+        self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
+    ) -> None:
+        """The worker has answered the request with these tokens."""
         if self._rules.disaggregation_threshold_tokens:
-            self._estimate.on_computed(decode, request)
+            # The last one was sampled, not computed.
+            computed = replace(request, resume_output_token_ids=tuple(token_ids[:-1]))
+            self._estimate.on_computed(decode, computed)
 
     def report_cached(self, route: Route, stats: PrefillStats) -> None:
         """A request's decode worker has said how much of the prompt it had cached."""
@@ -103,8 +116,8 @@ class RouteChooser:
             return self._local(request, cached, "cached_prompt")
         partners = self._partners(prefill, decode)
         if not partners:
-            reason = "no_proven_pair" if prefill else "no_prefill_worker"
-            return self._downgrade(request, decode, reason, NoWorkerError)
+            missing: LocalReason = "no_proven_pair" if prefill else "no_prefill_worker"
+            return self._downgrade(request, decode, missing, NoWorkerError)
         free = {p: decodes for p, decodes in partners.items() if not self._is_queue_full(p)}
         if not free:
             return self._downgrade(request, decode, "prefill_queue", OverloadedError)
@@ -113,8 +126,8 @@ class RouteChooser:
             prefill=chosen, decode=self._policies[WorkerRole.DECODE].pick(free[chosen], request)
         )
 
-    def _reason_to_stay(self, request: EngineCoreRequest) -> str:
-        """Return why the request needs no prefill worker; empty if it does."""
+    def _reason_to_stay(self, request: EngineCoreRequest) -> LocalReason | None:
+        """Return why the request needs no prefill worker; None if it does."""
         params = request.sampling_params
         num_done = len(request.resume_output_token_ids)
         if params is not None and params.use_beam_search:
@@ -125,7 +138,7 @@ class RouteChooser:
             return "disabled"
         # One token is computed sooner than its block is moved.
         threshold = max(self._rules.disaggregation_threshold_tokens, 1)
-        return "short_prompt" if len(known_token_ids(request)) <= threshold else ""
+        return "short_prompt" if num_known_tokens(request) <= threshold else None
 
     def _with_prompt_cached(
         self, request: EngineCoreRequest, decode: Sequence[WorkerClient]
@@ -139,7 +152,7 @@ class RouteChooser:
         is_read = params is None or params.prompt_logprobs is None
         if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
-        num_known = len(known_token_ids(request))
+        num_known = num_known_tokens(request)
         cached = self._estimate.num_cached_tokens(decode, request)
         return [worker for worker, num in cached.items() if num_known - num <= threshold]
 
@@ -160,7 +173,7 @@ class RouteChooser:
         self,
         request: EngineCoreRequest,
         decode: Sequence[WorkerClient],
-        reason: str,
+        reason: LocalReason,
         error: Callable[..., PdserveError],
     ) -> Route:
         if self._rules.require_disaggregation:
@@ -170,13 +183,13 @@ class RouteChooser:
         return self._local(request, decode, reason)
 
     def _local(
-        self, request: EngineCoreRequest, decode: Sequence[WorkerClient], reason: str
+        self, request: EngineCoreRequest, decode: Sequence[WorkerClient], reason: LocalReason
     ) -> Route:
         chosen = self._policies[WorkerRole.DECODE].pick(decode, request)
         return Route(decode=chosen, reason=reason)
 
 
-_REASONS = {
+_REASONS: dict[LocalReason, str] = {
     "no_prefill_worker": "no prefill worker is ready",
     "no_proven_pair": "no prefill worker has proven to work with a ready decode worker",
     "prefill_queue": "every prefill worker has more waiting tokens than --max-prefill-queue-tokens",

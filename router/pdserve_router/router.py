@@ -2,18 +2,25 @@
 
 import asyncio
 import logging
+from typing import get_args
 
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
 from pdserve_common.logging import request_id_var
-from pdserve_common.metrics import RouterMetrics
+from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin
+from pdserve_router.attempt import HandoffOutcome
 from pdserve_router.beam_search_request import BeamSearchRequest
 from pdserve_router.handoff import Handoff
 from pdserve_router.input_processor import GenerationRequest, InputProcessor, ProcessedInput
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.parent_request import ParentRequest
-from pdserve_router.redrive import RedriveQueue
-from pdserve_router.request_metrics import Timeline, observe
-from pdserve_router.route_chooser import Route
+from pdserve_router.redrive import REDRIVE_REASONS, RedriveQueue
+from pdserve_router.request_metrics import (
+    RequestMetrics,
+    Timeline,
+    observe_end,
+    observe_first_token,
+)
+from pdserve_router.route_chooser import LocalReason, Route, RoutePath
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import WorkerPool
 
@@ -50,12 +57,16 @@ class Router:
         )
         self._max_num_queued_requests = max_num_queued_requests
         self._generation_tokens = metrics.generation_tokens.labels(model=model_name)
-        # An alert asks for their rate, of which the first sample of a series is no part.
-        metrics.requests.labels(model=model_name, outcome="error")
+        _begin_series(metrics, model_name)
         # Requests without a token: those not sent yet, and those that were.
         self._num_arriving = 0
         self._waiting: set[LiveRequest] = set()
         self._live: set[LiveRequest] = set()
+        # Of those, the ones whose time to the first token is not exported yet.
+        self._unobserved: set[LiveRequest] = set()
+        # The drain timeout has passed: what arrives yet does not begin.
+        self._is_cut = False
+        # Nothing arrives and nothing is live.
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -84,6 +95,7 @@ class Router:
             self._count("rejected")
             raise
         self._num_arriving += 1
+        self._is_idle.clear()
         try:
             processed = await self.input_processor.process(request, self.pool.model_limits())
             return await self._dispatch(request, processed)
@@ -92,15 +104,19 @@ class Router:
             raise
         finally:
             self._num_arriving -= 1
+            self._note_idle()
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what runs finish, and end the rest at the timeout."""
         self.is_draining = True
-        logger.info("draining, %d requests are running", self.num_in_flight)
+        num_taken = self.num_in_flight + self._num_arriving
+        logger.info("draining, %d requests are running", num_taken)
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         except asyncio.TimeoutError:
-            logger.warning("drain timeout, %d requests are cut", self.num_in_flight)
+            num_left = self.num_in_flight + self._num_arriving
+            logger.warning("drain timeout, %d requests are cut", num_left)
+        self._is_cut = True
         for live in list(self._live):
             live.fail(DrainingError("the router shut down before the answer was complete"))
 
@@ -125,9 +141,11 @@ class Router:
             live = self._make(processed, route, timeline)
         else:
             live = await asyncio.to_thread(self._make, processed, route, timeline)
+        if self._is_cut:
+            raise DrainingError("the router shut down before the request was sent")
         self._live.add(live)
         self._waiting.add(live)
-        self._is_idle.clear()
+        self._unobserved.add(live)
         self._metrics.requests_in_flight.inc()
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
         num_prompt_tokens = len(processed.request.prompt_token_ids)
@@ -160,6 +178,7 @@ class Router:
                 tokenizer=self.tokenizer,
                 timeline=timeline,
                 metrics=self._metrics,
+                redrives=self._redrives,
                 on_tokens=self._on_tokens,
                 on_end=self._on_end,
             )
@@ -179,16 +198,41 @@ class Router:
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:
         self._waiting.discard(live)
         self._generation_tokens.inc(num_new)
+        if live in self._unobserved:
+            metrics = live.measure()
+            # D's first message may overtake P's, which says what the prompt took.
+            if metrics.prefill_ns:
+                self._observe_first_token(live, metrics)
 
     def _on_end(self, live: LiveRequest) -> None:
         self._waiting.discard(live)
         self._live.discard(live)
-        if not self._live:
-            self._is_idle.set()
+        self._note_idle()
         assert live.ending is not None
+        metrics = live.ending.metrics
         self._metrics.requests_in_flight.dec()
         self._count(str(live.ending.finish_reason))
-        observe(self._metrics, live.ending.metrics, model=self.model_name)
+        if live in self._unobserved and metrics.ttft_ns:
+            self._observe_first_token(live, metrics)
+        self._unobserved.discard(live)
+        observe_end(self._metrics, metrics, model=self.model_name)
+
+    def _observe_first_token(self, live: LiveRequest, metrics: RequestMetrics) -> None:
+        self._unobserved.discard(live)
+        observe_first_token(self._metrics, metrics, model=self.model_name)
+
+    def _note_idle(self) -> None:
+        if not self._live and not self._num_arriving:
+            self._is_idle.set()
 
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
+
+
+def _begin_series(metrics: RouterMetrics, model: str) -> None:
+    begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, "rejected"))
+    begin(metrics.prompt_tokens, model=(model,))
+    begin(metrics.requests_routed, path=("disaggregated",), reason=("",))
+    begin(metrics.requests_routed, path=("local",), reason=get_args(LocalReason))
+    begin(metrics.handoffs, outcome=get_args(HandoffOutcome))
+    begin(metrics.redrives, reason=REDRIVE_REASONS, path=get_args(RoutePath))

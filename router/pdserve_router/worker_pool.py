@@ -177,11 +177,13 @@ class WorkerPool:
         workers = (*self.prefill, *self.decode)
         return frozenset(worker for worker in workers if worker.origin.weights not in weights)
 
-    def note_computed(self, decode: WorkerClient, request: EngineCoreRequest) -> None:
-        """A decode worker has had the KV of the request's known tokens: the next turn of a chat
-        will find it there.
+    def note_answered(
+        self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
+    ) -> None:
+        """A decode worker has answered the request with these tokens: the next turn of a chat will
+        find their KV there.
         """
-        self._chooser.note_computed(decode, request)
+        self._chooser.note_answered(decode, request, token_ids)
 
     def report_cached(self, route: Route, stats: PrefillStats) -> None:
         """A request's decode worker has said how much of the prompt it had cached."""

@@ -1,4 +1,4 @@
-"""Which cores a stack gives its services."""
+"""What a stack gives its services: cores, threads, an environment."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from pdserve_client import stack as stacks
 from pdserve_client.config import StackConfig
-from pdserve_client.stack import Stack, StackError
+from pdserve_client.stack import ServiceProcess, Stack, StackError
 from pdserve_common.cores import share_cores
 
 MakeStack = Callable[..., Stack]
@@ -127,3 +127,26 @@ def test_a_gpus_stack_has_no_cores_of_its_own(make_stack: MakeStack) -> None:
     assert make_stack(device="cuda").placement is None
     with pytest.raises(ValueError, match="cpu_cores is set, device is cuda, must be cpu"):
         make_stack(device="cuda", cpu_cores="0-3")
+
+
+def test_a_stacks_settings_in_the_environment_are_not_its_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PDSERVE_PREFILL is a number here and addresses to the router."""
+    (tmp_path / "show_environment.py").write_text("import os; print(*os.environ)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PDSERVE_PREFILL", "0")
+    monkeypatch.setenv("PDSERVE_KV_SESSION_TIMEOUT_S", "9")
+    log = tmp_path / "log"
+    service = ServiceProcess("a", "show_environment", 0, 0, [], log)
+    service.start()
+    assert service.process is not None
+    assert service.process.wait(30) == 0
+    names = log.read_text().split()
+    assert "PDSERVE_KV_SESSION_TIMEOUT_S" in names
+    assert "PDSERVE_PREFILL" not in names
+
+
+def test_a_stack_listens_on_an_ipv6_address(make_stack: MakeStack) -> None:
+    stack = make_stack(host="::1")
+    assert stack.grpc_address == f"[::1]:{stack.grpc_port}"

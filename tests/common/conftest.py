@@ -13,13 +13,13 @@ from pdserve_engine.config import EngineConfig
 
 sys.path.append(str(Path(__file__).parent))  # test modules import worker_driver
 
-from worker_driver import Worker, serve
+from worker_driver import LONG, Worker, serve
 
 
 @pytest.fixture
 async def worker(make_model: Callable[..., Path]) -> AsyncIterator[Worker]:
     config = EngineConfig(
-        model=str(make_model()),
+        model=str(make_model(max_position_embeddings=LONG + 8)),
         num_threads=1,
         kv_connector="none",
         kv_cache_memory_mib=8,

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_driver import Worker, add, beat
+from worker_driver import LONG, TIMEOUT_S, Worker, add, beat, slowed, until, until_idle
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
@@ -28,20 +28,27 @@ class Network:
         self._port = port
         self._transports: list[asyncio.WriteTransport] = []
         self._copies: set[asyncio.Task[None]] = set()
+        self._answers: set[asyncio.Task[None]] = set()
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._port)
         self._transports += [writer.transport, back.transport]
-        for source, sink in ((reader, back), (there, writer)):
-            self._copies.add(asyncio.create_task(self._copy(source, sink)))
+        self._copies.add(asyncio.create_task(self._copy(reader, back)))
+        self._answers.add(asyncio.create_task(self._copy(there, writer)))
 
     async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(2**16):
                 sink.write(data)
 
+    def freeze_answers(self) -> None:
+        """Nothing that the worker says arrives any more, and nobody is told."""
+        for copy in self._answers:
+            copy.cancel()
+
     def freeze(self) -> None:
         """Nothing arrives any more, and nobody is told."""
+        self.freeze_answers()
         for copy in self._copies:
             copy.cancel()
 
@@ -67,9 +74,9 @@ class Router:
 
     async def close(self) -> None:
         self.call.cancel()
-        await self._stop_beating()
+        await self.stop_beating()
 
-    async def _stop_beating(self) -> None:
+    async def stop_beating(self) -> None:
         """Writing to a stream that has ended would hide its status."""
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
@@ -78,7 +85,7 @@ class Router:
         channel = grpc.aio.insecure_channel(
             f"127.0.0.1:{self.port}", options=[("grpc.use_local_subchannel_pool", 1)]
         )
-        self.call = Stub(channel).Attach(timeout=20)
+        self.call = Stub(channel).Attach(timeout=2 * TIMEOUT_S)
         hello = service_pb2.AttachHello(router_id="r", router_epoch="0" * 32)
         if resumes:
             hello.resume.worker_epoch = self._worker_epoch
@@ -88,14 +95,14 @@ class Router:
         else:
             self.next_frame_seq = 1
         await self.call.write(service_pb2.AttachRequest(hello=hello))
-        await self._stop_beating()
+        await self.stop_beating()
         self._beating = asyncio.create_task(beat(self.call))
-        welcome = (await asyncio.wait_for(self.call.read(), 10)).welcome
+        welcome = (await asyncio.wait_for(self.call.read(), TIMEOUT_S)).welcome
         self._worker_epoch = welcome.info.epoch
         self.adopted = [(request.request_id, request.attempt) for request in welcome.adopted]
 
     async def read(self) -> None:
-        message = await asyncio.wait_for(self.call.read(), 10)
+        message = await asyncio.wait_for(self.call.read(), TIMEOUT_S)
         assert message is not grpc.aio.EOF
         if message.WhichOneof("message") != "outputs":
             return
@@ -150,15 +157,6 @@ async def router(network: Network) -> AsyncIterator[Router]:
     await router.close()
 
 
-async def until_idle(worker: Worker, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    stats = worker.engine.stats()
-    while stats.num_running_reqs or stats.num_free_blocks < stats.num_total_blocks:
-        assert time.monotonic() < deadline, "not idle in time"
-        await asyncio.sleep(0.01)
-        stats = worker.engine.stats()
-
-
 async def tokens_without_faults(worker: Worker, max_tokens: int) -> list[int]:
     router = Router(worker.port)
     await router.attach()
@@ -176,26 +174,29 @@ async def test_a_router_goes_on_after_its_stream_broke(
     acknowledges: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await router.add("a", 300)
-    for _ in range(3):
-        await router.read_tokens(40)
-        if acknowledges:
-            await router.acknowledge()
-        network.cut()
-        await asyncio.sleep(0.1)
-        await router.attach(("a", 0), resumes=True)
-        assert router.adopted == [("a", 0)]
+    with slowed(worker):
+        await router.add("a", 150)
+        for _ in range(3):
+            await router.read_tokens(5)
+            if acknowledges:
+                await router.acknowledge()
+            network.cut()
+            await asyncio.sleep(0.1)
+            await router.attach(("a", 0), resumes=True)
+            assert router.adopted == [("a", 0)]
+        await router.read_tokens(5)
     end = await router.read_end("a")
     assert end.finish_reason == core_pb2.FINISH_REASON_LENGTH
-    assert router.tokens == await tokens_without_faults(worker, 300)
+    assert router.tokens == await tokens_without_faults(worker, 150)
     assert "unexpected error" not in caplog.text
 
 
 async def test_an_end_that_was_lost_on_the_way_comes_again(
     worker: Worker, network: Network, router: Router
 ) -> None:
+    network.freeze_answers()
     await router.add("a", 30)
-    network.freeze()
+    await until(lambda: worker.engine.step_seq() == 30)
     await until_idle(worker)
     await asyncio.sleep(0.1)
     network.cut()
@@ -208,33 +209,35 @@ async def test_an_end_that_was_lost_on_the_way_comes_again(
 async def test_a_newer_stream_takes_over_from_one_that_seems_open(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    await router.add("a", 300)
-    await router.read_tokens(5)
-    old = router.call
-    await router.attach(("a", 0), resumes=True)
-    assert router.adopted == [("a", 0)]
+    with slowed(worker):
+        await router.add("a", 60)
+        await router.read_tokens(5)
+        old = router.call
+        await router.attach(("a", 0), resumes=True)
+        assert router.adopted == [("a", 0)]
     await router.read_end("a")
     router.call = old
     assert await router.read_status() is grpc.StatusCode.FAILED_PRECONDITION
-    assert len(router.tokens) == 300
+    assert len(router.tokens) == 60
 
 
 async def test_a_frozen_stream_is_taken_over_as_well(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    await router.add("a", 300)
-    await router.read_tokens(5)
-    network.freeze()
-    await asyncio.sleep(0.1)
-    await router.attach(("a", 0), resumes=True)
+    with slowed(worker):
+        await router.add("a", 60)
+        await router.read_tokens(5)
+        network.freeze()
+        await asyncio.sleep(0.1)
+        await router.attach(("a", 0), resumes=True)
     await router.read_end("a")
-    assert len(router.tokens) == 300
+    assert len(router.tokens) == 60
 
 
 async def test_what_a_router_does_not_list_is_aborted(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    await router.add("a", 1000)
+    await router.add("a", LONG)
     await router.read_tokens(5)
     network.cut()
     await router.attach(resumes=True)
@@ -246,7 +249,7 @@ async def test_what_a_router_does_not_list_is_aborted(
 async def test_a_router_without_anything_to_resume_starts_anew(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    await router.add("a", 1000)
+    await router.add("a", LONG)
     await router.read_tokens(5)
     network.cut()
     await router.attach()
@@ -261,12 +264,13 @@ async def test_a_router_that_does_not_come_back_loses_its_requests(
     worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attachment_module, "REATTACH_S", 0.3)
-    await router.add("a", 1900)
+    await router.add("a", LONG)
     await router.read_tokens(5)
+    cut = time.monotonic()
     network.cut()
-    await asyncio.sleep(0.1)
-    assert worker.engine.stats().num_running_reqs == 1
     await until_idle(worker)
+    assert time.monotonic() - cut >= 0.3
+    assert worker.engine.step_seq() < LONG, "it has not ended by itself"
     await router.attach(("a", 0), resumes=True)
     assert router.adopted == []
 
@@ -274,33 +278,37 @@ async def test_a_router_that_does_not_come_back_loses_its_requests(
 async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
     worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "ROUTER_TIMEOUT_S", 0.2)
-    await router.attach()
-    await router.add("a", 300)
+    await router.stop_beating()
+    monkeypatch.setattr(service_module, "ROUTER_TIMEOUT_S", 0.2)  # from the next message on
+    await router.add("a", 60)
     assert await router.read_status() is grpc.StatusCode.RESOURCE_EXHAUSTED
     monkeypatch.undo()
     await router.attach(("a", 0), resumes=True)
     assert router.adopted == [("a", 0)]
     await router.read_end("a")
-    assert len(router.tokens) == 300
+    assert len(router.tokens) == 60
 
 
 async def test_a_router_that_ends_its_stream_in_order_detaches_at_once(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await router.add("a", 1900)
+    monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
+    await router.add("a", LONG)
     await router.read_tokens(5)
     await router.call.done_writing()
-    assert await asyncio.wait_for(router.read_status(), 0.5) is grpc.StatusCode.OK
-    await until_idle(worker, timeout_s=1.0)
+    assert await asyncio.wait_for(router.read_status(), TIMEOUT_S) is grpc.StatusCode.OK
+    await until_idle(worker)
+    assert worker.engine.step_seq() < LONG, "it has not ended by itself"
 
 
 async def test_a_message_that_makes_no_sense_ends_everything_of_its_router(
-    worker: Worker, network: Network, router: Router
+    worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await router.add("a", 1900)
+    monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
+    await router.add("a", LONG)
     await router.read_tokens(5)
     hello = service_pb2.AttachHello(router_id="again")
     await router.call.write(service_pb2.AttachRequest(hello=hello))
     assert await router.read_status() is grpc.StatusCode.INVALID_ARGUMENT
-    await until_idle(worker, timeout_s=1.0)
+    await until_idle(worker)
+    assert worker.engine.step_seq() < LONG, "it has not ended by itself"

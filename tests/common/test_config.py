@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from pdserve_common.config import opt, parse_config, to_flags
+from pdserve_common.config import opt, parse_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,6 @@ def test_every_type_parses() -> None:
         ratio=0.5, enable_caching=False, transport="local", peers=("a:1", "b:2")
     )
     assert parse(PDSERVE_ENABLE_CACHING="false").enable_caching is False
-
-
-def test_flags_rebuild_the_config() -> None:
-    config = ExampleConfig(block_size=8, enable_caching=False, peers=("a", "b"), ratio=0.25)
-    assert parse(*to_flags(config)) == config
 
 
 @pytest.mark.parametrize(

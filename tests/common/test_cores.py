@@ -1,5 +1,6 @@
 """Lists of cores, and how services share a machine's."""
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -103,7 +104,8 @@ def test_a_process_is_confined_with_all_its_threads() -> None:
         assert usable_cores() == {core}
     finally:
         for tid in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(tid), before)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(tid), before)
         done.set()
         thread.join()
 
@@ -124,7 +126,38 @@ def test_a_core_that_is_not_there_is_refused() -> None:
     ],
 )
 def test_a_containers_cpu_limit(tmp_path: Path, files: dict[str, str], limit: float | None) -> None:
+    """Here the groups' paths are the host's: only the mounts are seen."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cpu_limit(tmp_path) == limit
+    proc = make_proc(tmp_path, "3:cpu,cpuacct:/docker/12\n0::/docker/12\n")
+    assert cpu_limit(proc=proc, cgroups=tmp_path) == limit
+
+
+@pytest.mark.parametrize(
+    ("groups", "mount", "files"),
+    [
+        ("0::/pod/box\n", "", ("cpu.max", "{} 100000")),
+        ("3:cpu,cpuacct:/pod/box\n0::/\n", "cpu", ("cpu.cfs_quota_us", "{}")),
+    ],
+)
+def test_the_lowest_limit_of_all_groups_counts(
+    tmp_path: Path, groups: str, mount: str, files: tuple[str, str]
+) -> None:
+    name, text = files
+    for folder, quota in (("pod", 250000), ("pod/box", 350000), ("other", 50000)):
+        path = tmp_path / mount / folder
+        path.mkdir(parents=True)
+        (path / name).write_text(text.format(quota))
+        (path / "cpu.cfs_period_us").write_text("100000")
+    assert cpu_limit(proc=make_proc(tmp_path, groups), cgroups=tmp_path) == 2.5
+
+
+def make_proc(tmp_path: Path, groups: str) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    return tmp_path / "proc"
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert cpu_limit(proc=tmp_path, cgroups=tmp_path) is None

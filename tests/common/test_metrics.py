@@ -10,6 +10,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
+from pdserve_common.engine_types import SchedulerStats
+from pdserve_common.worker.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"\| `(?P<name>pdserve_\w+)` \|(?P<labels>[^|]*)\| [^|]+ \|")
@@ -65,7 +67,7 @@ def test_a_process_says_when_it_was_started_before_it_has_anything_else_to_say()
     server = metrics.MetricsServer("127.0.0.1", 0, CollectorRegistry(), probes={})
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             assert "\nprocess_start_time_seconds " in response.read().decode()
     finally:
         server.close()
@@ -86,3 +88,13 @@ def test_names_say_unit_and_kind(declared: dict[str, list[str]]) -> None:
     for name in declared:
         assert re.fullmatch(r"pdserve_[a-z]+(_[a-z]+)*", name)
         assert not name.endswith(("_ms", "_ns", "_count", "_sum"))
+
+
+def test_a_pools_blocks_are_each_in_one_state() -> None:
+    registry = CollectorRegistry()
+    record = EngineStatsRecorder(metrics.EngineMetrics(registry))
+    stats = SchedulerStats(num_total_blocks=10, num_free_blocks=6, num_cached_blocks=2)
+    record(stats, (), has_computed=False)
+    states = ("used", "cached", "free")
+    values = [registry.get_sample_value("pdserve_kv_blocks", {"state": state}) for state in states]
+    assert values == [4, 2, 4]

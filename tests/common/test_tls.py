@@ -72,7 +72,7 @@ async def is_let_in(server: RpcServer, tls: Tls | None) -> bool:
     check = health_pb2.HealthCheckRequest(service=LIVENESS_SERVICE)
     async with open_channel(f"127.0.0.1:{server.port}", tls) as channel:
         try:
-            await health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)
+            await health_pb2_grpc.HealthStub(channel).Check(check, timeout=60)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise

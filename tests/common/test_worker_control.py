@@ -2,13 +2,25 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from worker_driver import Worker, add, collect, ends, has_started, read_until
+from worker_driver import (
+    LONG,
+    TIMEOUT_S,
+    Worker,
+    add,
+    collect,
+    ends,
+    has_started,
+    read_until,
+    slowed,
+    until,
+)
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
@@ -24,10 +36,10 @@ async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> 
     assert await worker.health() == {SERVING}
     async with worker.attach("one") as router:
         request = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT, clear_cache=True)
-        await worker.control.Pause(request, timeout=5)
+        await worker.control.Pause(request, timeout=TIMEOUT_S)
         assert await worker.health() == {NOT_SERVING}
         assert await worker.is_alive()
-        (heartbeat,) = await read_until(router, lambda m: m.heartbeat.paused)
+        *_, heartbeat = await read_until(router, lambda m: m.heartbeat.paused)
         assert not heartbeat.heartbeat.draining
         load = await worker.load()
         assert load.paused
@@ -35,7 +47,7 @@ async def test_a_paused_worker_tells_everyone_and_comes_back(worker: Worker) -> 
         async with worker.attach("late") as late:
             await read_until(late, lambda m: m.heartbeat.paused)
         await router.write(add("waits", 4))
-        await worker.control.Resume(control_pb2.ResumeRequest(), timeout=5)
+        await worker.control.Resume(control_pb2.ResumeRequest(), timeout=TIMEOUT_S)
         await read_until(router, ends)
         assert await worker.health() == {SERVING}
         assert not (await worker.load()).paused
@@ -53,39 +65,58 @@ async def test_routers_hear_how_many_they_are(worker: Worker) -> None:
         await read_until(one, lambda m: m.heartbeat.num_routers == 1)
 
 
-async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(worker: Worker) -> None:
+async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await worker.is_alive()
-    watch = StepWatch(timeout_s=0.0)
+    watch = StepWatch(timeout_s=0.1)
     worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_watch=watch)
+    executor = worker.engine._core.executor
+    execute, may_end = executor.execute_model, threading.Event()
+
+    def hang(scheduled: Any) -> Any:
+        may_end.wait(2 * TIMEOUT_S)
+        return execute(scheduled)
+
+    monkeypatch.setattr(executor, "execute_model", hang)
     async with worker.attach("one") as router:
-        await router.write(add("long", 1000))
-        deadline = time.monotonic() + 10
+        await router.write(add("long", 4))
+        deadline = time.monotonic() + TIMEOUT_S
         while await worker.is_alive():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
+        may_end.set()
 
 
 async def test_sleep_and_wake_up(worker: Worker) -> None:
-    slept = await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=10)
+    slept = await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=TIMEOUT_S)
     assert slept.freed_bytes > 7 << 20
     assert await worker.health() == {NOT_SERVING}
     assert (await worker.load()).sleep_level == 2
-    await worker.control.WakeUp(control_pb2.WakeUpRequest(tags=["weights"]), timeout=10)
+    await worker.control.WakeUp(control_pb2.WakeUpRequest(tags=["weights"]), timeout=TIMEOUT_S)
     assert await worker.health() == {NOT_SERVING}
-    await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=10)
+    await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=TIMEOUT_S)
     assert await worker.health() == {SERVING}
 
 
 async def test_a_cancelled_pause_leaves_the_worker_serving(worker: Worker) -> None:
     async with worker.attach("one") as router:
-        await router.write(add("long", 1000))
-        await read_until(router, has_started)
-        call = worker.control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT))
-        await read_until(router, lambda m: worker.engine.state().is_paused)
-        call.cancel()
-        await read_until(router, lambda m: not worker.engine.state().is_paused)
+        with slowed(worker):
+            await router.write(add("long", 100))
+            await read_until(router, has_started)
+            call = worker.control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT))
+            await until(lambda: worker.engine.state().is_paused)
+            call.cancel()
+            await until(lambda: not worker.engine.state().is_paused)
         await read_until(router, ends)
-        assert await worker.health() == {SERVING}
+        await until_serving(worker)
+
+
+async def until_serving(worker: Worker) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while await worker.health() != {SERVING}:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
 
 
 async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
@@ -99,24 +130,22 @@ async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
         return load_model()
 
     monkeypatch.setattr(memory, "_load_model", load_slowly)
-    await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=10)
+    await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=TIMEOUT_S)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=0.2)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    deadline = time.monotonic() + 10
-    while await worker.health() != {SERVING}:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+    await until_serving(worker)
     assert not (await worker.load()).paused
 
 
 async def test_an_id_of_another_router_is_refused_and_ones_own_is_ignored(worker: Worker) -> None:
     async with worker.attach("one") as one, worker.attach("two") as two:
-        await one.write(add("same", 300))
-        await read_until(one, has_started)
-        await one.write(add("same", 1))
-        await two.write(add("same", 1))
-        *_, refusal = await read_until(two, ends)
+        with slowed(worker):
+            await one.write(add("same", 60))
+            await read_until(one, has_started)
+            await one.write(add("same", 1))
+            await two.write(add("same", 1))
+            *_, refusal = await read_until(two, ends)
         (output,) = refusal.outputs.outputs
         assert output.error.code == core_pb2.ERROR_CODE_INVALID_ARGUMENT
         assert "'same' is running already" in output.error.message
@@ -141,7 +170,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
 async def test_what_cannot_be_done_is_said_by_status(worker: Worker) -> None:
     for method, request, code, detail in REFUSED:
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await getattr(worker.control, method)(request, timeout=5)
+            await getattr(worker.control, method)(request, timeout=TIMEOUT_S)
         assert error.value.code().name == code
         assert detail in (error.value.details() or "")
     assert await worker.health() == {SERVING}
@@ -150,22 +179,27 @@ async def test_what_cannot_be_done_is_said_by_status(worker: Worker) -> None:
 
 async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worker) -> None:
     async with worker.attach("one") as router:
-        await router.write(add("long", 800))
-        await read_until(router, has_started)
-        first = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=20_000), timeout=20)
-        progress = await first.read()
-        assert (progress.num_requests, progress.drained) == (1, False)
-        assert await worker.health() == {NOT_SERVING}
-        await read_until(router, lambda m: m.heartbeat.draining)
-        second = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=0), timeout=20)
-        follow = asyncio.ensure_future(collect(second))
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await worker.control.Pause(control_pb2.PauseRequest(), timeout=5)
-        assert error.value.details() == "the worker is draining"
-        first.cancel()
-        progress, *_, last = await follow
-        assert not progress.drained, "it follows the first one, with its timeout"
-        assert (last.num_requests, last.drained, last.num_handed_back) == (0, True, 0)
+        with slowed(worker):
+            await router.write(add("long", 100))
+            await read_until(router, has_started)
+            drain = control_pb2.DrainRequest(timeout_ms=60_000)
+            first = worker.control.Drain(drain, timeout=2 * TIMEOUT_S)
+            progress = await first.read()
+            assert (progress.num_requests, progress.drained) == (1, False)
+            assert await worker.health() == {NOT_SERVING}
+            await read_until(router, lambda m: m.heartbeat.draining)
+            drain = control_pb2.DrainRequest(timeout_ms=0)
+            second = worker.control.Drain(drain, timeout=2 * TIMEOUT_S)
+            progress = await second.read()
+            assert not progress.drained, "it follows the first one, with its timeout"
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await worker.control.Pause(control_pb2.PauseRequest(), timeout=TIMEOUT_S)
+            assert error.value.details() == "the worker is draining"
+            first.cancel()
+        while (message := await second.read()) is not grpc.aio.EOF:
+            progress = message
+        assert (progress.num_requests, progress.drained) == (0, True)
+        assert progress.num_handed_back == 0
         (end,) = [m for m in await read_until(router, ends) if ends(m)]
         assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
         assert (await worker.load()).draining
@@ -173,9 +207,9 @@ async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worke
 
 async def test_a_drain_hands_back_what_is_left_at_its_timeout(worker: Worker) -> None:
     async with worker.attach("one") as router:
-        await router.write(add("long", 2000))
+        await router.write(add("long", LONG))
         await read_until(router, has_started)
-        call = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1), timeout=20)
+        call = worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1), timeout=TIMEOUT_S)
         *_, last = await collect(call)
         assert (last.num_requests, last.drained, last.num_handed_back) == (0, True, 1)
         (end,) = [m for m in await read_until(router, ends) if ends(m)]
@@ -185,7 +219,9 @@ async def test_a_drain_hands_back_what_is_left_at_its_timeout(worker: Worker) ->
 
 async def test_a_drain_timeout_has_a_limit(worker: Worker) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await worker.control.Drain(control_pb2.DrainRequest(timeout_ms=1 << 60), timeout=5).read()
+        await worker.control.Drain(
+            control_pb2.DrainRequest(timeout_ms=1 << 60), timeout=TIMEOUT_S
+        ).read()
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert await worker.health() == {SERVING}
 
@@ -201,7 +237,7 @@ async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
             await router.write(add(request_id, 5))
             outputs = [o for m in await read_until(router, ends) for o in m.outputs.outputs]
             assert {output.request_id for output in outputs} == {request_id}
-        await one.write(add("c", 1500))
+        await one.write(add("c", LONG))
         await read_until(one, has_started)
         monkeypatch.setattr(worker.engine._core, "step", fail)
         for router in (one, two):
@@ -210,5 +246,5 @@ async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
             assert "no more" in last.outputs.engine_dead.message
     assert "no more" in (worker.engine.problem() or "")
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await worker.control.Pause(control_pb2.PauseRequest(), timeout=5)
+        await worker.control.Pause(control_pb2.PauseRequest(), timeout=TIMEOUT_S)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE

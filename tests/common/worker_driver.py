@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import control_service_pb2 as control_pb2
@@ -17,6 +19,11 @@ from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_common.worker import control_service, process
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
 from pdserve_engine.client import InprocEngineClient
+
+# So many tokens take seconds.
+LONG = 8000
+# Of waiting for what has to come.
+TIMEOUT_S = 60.0
 
 
 class Worker:
@@ -32,19 +39,19 @@ class Worker:
     async def health(self) -> set[int]:
         names = ("", SERVICE_NAME, control_service.SERVICE_NAME)
         checks = [health_pb2.HealthCheckRequest(service=name) for name in names]
-        return {(await self._health.Check(check, timeout=5)).status for check in checks}
+        return {(await self._health.Check(check, timeout=TIMEOUT_S)).status for check in checks}
 
     async def is_alive(self) -> bool:
         check = health_pb2.HealthCheckRequest(service=LIVENESS_SERVICE)
-        status = (await self._health.Check(check, timeout=5)).status
+        status = (await self._health.Check(check, timeout=TIMEOUT_S)).status
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
     async def load(self) -> Any:
-        return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=5)
+        return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def attach(self, name: str) -> AsyncIterator[Any]:
-        call = self.core.Attach(timeout=20)
+        call = self.core.Attach(timeout=2 * TIMEOUT_S)
         hello = service_pb2.AttachHello(router_id=name, router_epoch="0" * 32)
         await call.write(service_pb2.AttachRequest(hello=hello))
         assert (await call.read()).WhichOneof("message") == "welcome"
@@ -75,6 +82,34 @@ async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
     await server.stop(1.0)
 
 
+@contextlib.contextmanager
+def slowed(worker: Worker) -> Iterator[None]:
+    """Dozens of tokens take far longer than anything else, also on a busy machine."""
+    executor = worker.engine._core.executor
+    execute = executor.execute_model
+
+    def execute_slowly(scheduled: Any) -> Any:
+        time.sleep(0.02)
+        return execute(scheduled)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "execute_model", execute_slowly)
+        yield
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.01)
+
+
+async def until_idle(worker: Worker) -> None:
+    stats = worker.engine.stats
+    await until(lambda: stats().num_free_blocks == stats().num_total_blocks)
+    assert stats().num_running_reqs == 0
+
+
 async def beat(call: Any) -> None:
     while True:
         await asyncio.sleep(1.0)
@@ -93,7 +128,7 @@ async def read_until(call: Any, condition: Callable[[Any], bool]) -> list[Any]:
     """Return the messages up to the first that fulfils `condition`."""
     messages = []
     while True:
-        message = await asyncio.wait_for(call.read(), 10)
+        message = await asyncio.wait_for(call.read(), TIMEOUT_S)
         assert message is not grpc.aio.EOF, "the stream ended"
         messages.append(message)
         if condition(message):

@@ -1,12 +1,23 @@
 """Fixtures of the engine's suites."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # test modules import scripted_engine
+
+from scripted_engine import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In place of time.monotonic."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -216,12 +216,6 @@ class Nic(KVTransport):
         _, on_lost = self._peers.pop(read.peer, (None, lambda reason: None))
         on_lost(reason)
 
-    def num_pending_reads(self) -> int:
-        return len(self.reads)
-
-    def num_stalled_reads(self) -> int:
-        return sum(read.is_stalled for read in self.reads)
-
     def register(self, kv_cache: Any) -> None:
         """The memory is there."""
 
@@ -339,7 +333,7 @@ class Worker:
         }
         if self.name.startswith("p"):
             return ProducerConnector(self.nic, session_timeout_s=60.0, **common)
-        consumer = ConsumerConnector(self.nic, ticket_timeout_s=60.0, **common)
+        consumer = ConsumerConnector(self.nic, session_timeout_s=60.0, **common)
         consumer.bind_link_pool(lambda p, host, port: self.world.dials.append((self.name, p)))
         return consumer
 

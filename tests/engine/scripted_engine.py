@@ -2,6 +2,7 @@
 stand-in connector: the test says when KV arrives.
 """
 
+import time
 from collections.abc import Callable
 
 from pdserve_common.engine_types import (
@@ -39,6 +40,16 @@ from pdserve_engine.kv_transfer.base import (
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 EOS = 999
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def next_token(token_ids: tuple[int, ...] | list[int]) -> int:
@@ -324,7 +335,8 @@ class ScriptedConnector(KVConnector):
         """All KV is here, and P's first token; P's word on it is outstanding."""
         request = self.tickets[request_id]
         del self.loading[request_id]
-        self.news.append(BlocksLanded(request, (next_token(list(request.all_token_ids)),)))
+        tokens = (next_token(list(request.all_token_ids)),)
+        self.news.append(BlocksLanded(request, tokens, landed_time=time.monotonic()))
 
     def finish_load(self, request_id: str) -> None:
         """All KV is here, and P's first token."""

@@ -1,5 +1,6 @@
 """Steps that are planned before the ones before them have finished."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 
@@ -7,12 +8,15 @@ import pytest
 from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import FinishReason
+from pdserve_engine.core import engine_core
 from pdserve_engine.core.request import Request
 from pdserve_engine.core.sched_output import SchedulerOutput
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Of engines that look ahead of every step, also on a busy machine."""
+    monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", math.inf)
     engines: list[Engine] = []
 
     def make(**config: object) -> Engine:
@@ -37,7 +41,7 @@ class Gate:
         self._event.set()
 
     def _wait(self, step: SchedulerOutput) -> None:
-        assert self._event.wait(10)
+        assert self._event.wait(60)
 
 
 def test_the_next_step_is_planned_while_one_runs(make_engine: Callable[..., Engine]) -> None:
@@ -119,7 +123,10 @@ def test_preemption_waits_until_nothing_is_in_flight(
     engine.assert_idle()
 
 
-def test_long_steps_are_not_looked_ahead_of(make_engine: Callable[..., Engine]) -> None:
+def test_long_steps_are_not_looked_ahead_of(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", 0.02)
     engine = make_engine()
     engine.core._last = engine.core._last._replace(num_tokens=1, duration_s=0.015)
     engine.add("a", [1] * 6, max_tokens=3)

@@ -106,3 +106,12 @@ def test_any_sequence_of_operations_keeps_the_pool_consistent(
             assert pool.reset_prefix_cache() == (not held)
         pool.check_integrity()
         assert pool.num_free_blocks == 8 - len({block.block_id for block in held})
+
+
+def test_blocks_that_are_held_are_not_counted_as_cached_ones_to_take_back() -> None:
+    pool = BlockPool(4, enable_caching=True)
+    (block,) = pool.get_new_blocks(1)
+    pool.cache_block(block, b"a")
+    assert (pool.num_cached_blocks, pool.num_free_cached_blocks) == (1, 0)
+    pool.free_blocks([block])
+    assert (pool.num_free_blocks, pool.num_free_cached_blocks) == (4, 1)

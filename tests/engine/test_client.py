@@ -32,11 +32,12 @@ def all_cores() -> Iterator[frozenset[int]]:
     num_threads = torch.get_num_threads()
     yield cores
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
     torch.set_num_threads(num_threads)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "not in time"
@@ -59,8 +60,10 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     executor = engine._core.executor
     execute = executor.execute_model
 
+    may_end = threading.Event()
+
     def hang(*args: Any) -> Any:
-        time.sleep(0.5)
+        may_end.wait(120)
         return execute(*args)
 
     monkeypatch.setattr(executor, "execute_model", hang)
@@ -77,6 +80,7 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     )
     await until(engine.problem)
     assert "a step has taken more than 0.1 s" in (engine.problem() or "")
+    may_end.set()
     await until(lambda: any(o.finished for m in messages for o in m.outputs))
     await engine.close()
 
@@ -146,17 +150,24 @@ async def test_compute_threads_stay_on_a_core_each_and_sleep_when_idle(
     )
     await until(lambda: any(o.finished for m in outputs for o in m.outputs))
     # The loading thread's team ends some time after it.
-    await until(lambda: cores_of_threads().count({last}) == 1)
-    assert {first} not in cores_of_threads()
+    await until(lambda: cores_of_threads().count({last}) == 1 and {first} not in cores_of_threads())
     engines_own: list[set[int]] = []
     engine._post(lambda: engines_own.append(os.sched_getaffinity(0)))
     await until(lambda: engines_own)
     assert engines_own == [{first, last}]
 
-    before = time.process_time()
-    await asyncio.sleep(1.0)
-    assert time.process_time() - before < 0.1
+    assert await falls_asleep()
     await engine.close()
+
+
+async def falls_asleep() -> bool:
+    """Does a time come in which this process hardly computes anything?"""
+    for _ in range(50):
+        before = time.process_time()
+        await asyncio.sleep(0.2)
+        if time.process_time() - before < 0.02:
+            return True
+    return False
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_budget_is_cut_into_whole_blocks() -> None:
 def test_the_layout_tells_a_peer_what_a_block_holds(make_model: Callable[..., Path]) -> None:
     config = ModelConfig.from_dir(make_model())
     spec = KVCacheSpec.from_model(config, block_size=16, device=torch.device("cpu"))
-    assert spec.block_bytes == 16 * config.kv_bytes_per_token
+    assert spec.block_bytes == 16 * 3 * 2 * 2 * 16 * 4  # layers, heads, K and V, head_dim, fp32
     layout = spec.layout()
     assert layout.block_bytes == spec.block_bytes
     assert layout.groups == (KVGroup(id=0, layers=(0, 1, 2), kind=KVGroupKind.FULL),)

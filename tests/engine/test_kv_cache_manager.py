@@ -3,12 +3,13 @@ groups, and a random walk in which every token must find in memory what it sees.
 """
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, LoRARequest, SamplingParams
 from pdserve_engine.core.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.request import Request
@@ -28,12 +29,12 @@ def make_manager(
     return KVCacheManager(pool, BLOCK_SIZE, windows, **options)
 
 
-def make_request(request_id: str, token_ids: list[int], **fields: str) -> Request:
+def make_request(request_id: str, token_ids: list[int], **fields: Any) -> Request:
     core = EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tuple(token_ids),
         sampling_params=SamplingParams(),
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
     return Request(core, max_model_len=1024, seed=0)
 
@@ -143,6 +144,18 @@ def test_a_prefix_is_found_by_equal_tokens_and_equal_salt_only() -> None:
     assert num_hit == 8
     _, num_hit = manager.get_computed_blocks(make_request("c", list(range(12)), cache_salt="t"), 11)
     assert num_hit == 0
+
+
+def test_a_salt_cannot_be_taken_for_another_salt_and_adapter() -> None:
+    manager = make_manager(FULL)
+
+    def make(salt: str, adapter: str) -> Request:
+        lora = LoRARequest(lora_name=adapter, lora_int_id=1, lora_path="")
+        return make_request("a", list(range(12)), cache_salt=salt, lora_request=lora)
+
+    run(manager, make("a\0b", "c"), 12)
+    assert manager.get_computed_blocks(make("a\0b", "c"), 11)[1] == 8
+    assert manager.get_computed_blocks(make("a", "b\0c"), 11)[1] == 0
 
 
 def test_a_hit_takes_over_only_what_sliding_groups_see() -> None:

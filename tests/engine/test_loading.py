@@ -1,6 +1,7 @@
 """Loading an engine: sizes that fit, lengths that are lowered to what fits, and clear refusals."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine import kv_sizing
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.core.request import Request
+from pdserve_engine.kv_transfer.base import TransferLost
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.loading import LoadedEngine, _is_pool_pinned, load_engine
 from pdserve_engine.models.llama import LlamaModel
 
 pytestmark = pytest.mark.slow
@@ -173,3 +178,47 @@ def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(threads_before)
+
+
+def test_d_gives_up_a_session_of_which_nothing_is_heard_as_soon_as_told(model: Path) -> None:
+    with loaded(model, kv_connector="nixl", kv_session_timeout_s=0.01) as engine:
+        connector = engine.connector
+        assert isinstance(connector, ConsumerConnector)
+        connector.bind_link_pool(lambda engine_id, host, port: None)
+        connector.on_tick()  # what loading took is no delay of P
+        connector.on_new_request(make_ticket())
+        time.sleep(0.02)
+        connector.on_tick()
+        (news,) = connector.take_news()
+        assert isinstance(news, TransferLost)
+        assert news.lost.reason == "expired"
+
+
+def make_ticket() -> Request:
+    params = KVTransferParams(
+        do_remote_prefill=True, remote_engine_id="p", remote_host="127.0.0.1", remote_port=1
+    )
+    core = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling_params=SamplingParams(max_tokens=8),
+        kv_transfer_params=params,
+    )
+    return Request(core, max_model_len=64, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("has_rdma", "fields", "is_pinned"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"require_transport": "tcp"}, False),
+        (True, {"kv_connector": "none"}, False),
+        (False, {"device": "cuda"}, True),
+    ],
+)
+def test_a_pool_is_pinned_where_a_device_may_be_used_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch, has_rdma: bool, fields: dict[str, Any], is_pinned: bool
+) -> None:
+    monkeypatch.setattr("pdserve_engine.loading.has_rdma_device", lambda: has_rdma)
+    assert _is_pool_pinned(EngineConfig(**fields)) is is_pinned

@@ -54,12 +54,12 @@ async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
 
     def hang(*args: Any) -> Any:
         is_in_step.set()
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         return execute(*args)
 
     monkeypatch.setattr(engine._core.executor, "execute_model", hang)
     engine.add_request(request("local"))
-    assert await asyncio.to_thread(is_in_step.wait, 10)
+    assert await asyncio.to_thread(is_in_step.wait, 60)
     ticket = request("remote", kv_transfer_params=ON_D)
     engine.add_request(ticket)
     assert connector.dispatched[-1] is ticket

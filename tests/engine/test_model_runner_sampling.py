@@ -2,8 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +70,8 @@ def collect(driver: Driver, *request_ids: str, num_tokens: int, chunk: int = 10_
             for kind, lists in enumerate((output.logprobs, output.prompt_logprobs)):
                 if request_id in lists:
                     parts[request_id][kind].append(lists[request_id])
-    return {i: tuple(reduce(add, p) if p else None for p in both) for i, both in parts.items()}
+    join = LogprobsLists.join
+    return {i: tuple(join(p) if p else None for p in both) for i, both in parts.items()}
 
 
 PARAMS = {

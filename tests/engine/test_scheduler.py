@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Engine, ScriptedConnector, expected
+from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Clock, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import (
     EngineError,
@@ -150,23 +150,23 @@ def test_abort_ends_a_request_wherever_it_is() -> None:
     engine.assert_idle()
 
 
-def test_a_passed_deadline_ends_the_request_with_a_typed_error() -> None:
+def test_a_passed_deadline_ends_the_request_with_a_typed_error(clock: Clock) -> None:
     engine = Engine()
-    engine.add("a", [1, 2, 3], max_tokens=50, deadline=time.monotonic() + 0.05)
+    engine.add("a", [1, 2, 3], max_tokens=50, deadline=clock.now_s + 10)
     engine.step()
-    assert engine.scheduler.next_deadline() is not None
-    time.sleep(0.06)
+    assert engine.scheduler.next_deadline() == clock.now_s + 10
+    clock.now_s += 11
     engine.run()
     assert engine.outputs["a"][-1].error.code == ErrorCode.DEADLINE_EXCEEDED
     engine.assert_idle()
 
 
-def test_a_deadline_ends_only_the_request_it_came_with() -> None:
+def test_a_deadline_ends_only_the_request_it_came_with(clock: Clock) -> None:
     engine = Engine()
-    engine.add("a", [1, 2, 3], max_tokens=1, deadline=time.monotonic() + 0.05)
+    engine.add("a", [1, 2, 3], max_tokens=1, deadline=clock.now_s + 10)
     engine.run()
-    engine.add("a", [1, 2, 3], max_tokens=50, deadline=time.monotonic() + 100)
-    time.sleep(0.06)
+    engine.add("a", [1, 2, 3], max_tokens=50, deadline=clock.now_s + 100)
+    clock.now_s += 11
     engine.run()
     assert engine.outputs["a"][-1].finish_reason == FinishReason.LENGTH
 

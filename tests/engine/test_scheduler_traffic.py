@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-import time
+from concurrent.futures import wait
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,7 @@ from pdserve_engine.core.scheduler import PauseState
 NUM_EXAMPLES = 50
 NUM_STEPS = 200  # per example: 10,000 in all
 MAX_SETTLE_STEPS = 3000
+FAR = 1e9  # a deadline passes when the test says so
 # What may happen between two steps, and how often.
 EVENTS = {
     "nothing": 8,
@@ -33,6 +34,7 @@ EVENTS = {
     "add_p": 2,
     "abort": 2,
     "branches": 1,
+    "deadline": 1,
     "reset": 1,
     "pause": 0.5,
     "finish_steps": 0.5,
@@ -87,10 +89,13 @@ class Traffic:
             self.disturb_pull(kind)
         elif kind == "again" and self.added:
             self.send_again(self.rng.choice(list(self.added)))
+        elif kind == "deadline":
+            self.engine.scheduler.expire_deadlines(self.engine.scheduler.next_deadline() or 0.0)
         elif kind == "reset":
             self.reset()
         elif kind == "fault":
-            self._fault = RuntimeError("a passing fault")
+            wait([batch.future for batch in self.engine.core._batch_queue])
+            self._fault = RuntimeError("a passing fault")  # of the next step
         elif kind == "pause":
             self.engine.scheduler.pause_state = self.rng.choice(list(PauseState))
         elif kind == "finish_steps":
@@ -111,7 +116,7 @@ class Traffic:
             kv_transfer_params=params,
             priority=self.rng.randrange(3),
             fork_of=fork_of,
-            deadline=time.monotonic() + 0.003 if self.rng.random() < 0.05 else None,
+            deadline=FAR + self.rng.random() if self.rng.random() < 0.1 else None,
         )
         self.added[request_id] = Added(prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
         return request_id
@@ -184,14 +189,17 @@ class Traffic:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         queue = list(scheduler.waiting)
-        was_faulty = bool(scheduler._suspects)
+        was_faulty = bool(scheduler.suspects)
+        # As if steps took so long: the next one is planned ahead of short ones.
+        core = self.engine.core
+        core._last = core._last._replace(duration_s=self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         planned = [sum(step.values()) for step in scheduler._in_flight]
         assert all(num <= scheduler.config.max_num_batched_tokens for num in planned)
         # Suspects of a failed step come first, and short prompts may overtake chunked ones.
-        is_faulty = was_faulty or bool(scheduler._suspects)
+        is_faulty = was_faulty or bool(scheduler.suspects)
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
             forbidden = set(scheduler.remote_decodes)

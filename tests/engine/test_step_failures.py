@@ -8,6 +8,8 @@ import pytest
 from scripted_engine import ON_D, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import ErrorCode, FinishReason
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import validate_request_id
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
 from pdserve_engine.core.sched_output import SchedulerOutput
 
@@ -104,6 +106,43 @@ def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> 
     engine.assert_idle()
 
 
+def test_no_front_end_can_name_a_request_as_the_engines_own() -> None:
+    with pytest.raises(InvalidRequestError):
+        validate_request_id(PROBE_ID)
+    engine = Engine()
+    engine.add("engine-probe", [1] * 4)
+    fail_on(engine, "engine-probe")
+    engine.run()
+    assert engine.finish_reason("engine-probe") == FinishReason.ERROR
+
+
+def test_a_suspect_that_ends_while_it_is_tried_leaves_the_others_suspects() -> None:
+    engine = Engine()
+    for name in ("a", "b", "c"):
+        engine.add(name, [ord(name)] * 4)
+    fail_in_flight(engine)
+    assert fail_in_flight(engine, "a") == {"a"}
+    assert engine.scheduler.schedule().num_scheduled_tokens.keys() == {"b"}
+
+
+def test_the_last_one_left_of_a_failed_step_is_tried_alone() -> None:
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 4)
+    assert fail_in_flight(engine, "a") == {"a", "b"}
+    engine.run()
+    assert engine.tokens("b") == expected([ord("b")] * 4, 4)
+    engine.assert_idle()
+
+
+def fail_in_flight(engine: Engine, *aborted: str) -> set[str]:
+    """Let the next step fail, in the midst of which some of its requests are aborted."""
+    step = engine.scheduler.schedule()
+    engine.core.abort_requests(aborted)
+    engine.scheduler.discard_steps([step], "a passing fault")
+    return set(step.num_scheduled_tokens)
+
+
 def test_nothing_is_computed_behind_a_failed_step() -> None:
     engine = Engine(async_scheduling=True)
     engine.core._last = engine.core._last._replace(duration_s=0.0)
@@ -112,7 +151,7 @@ def test_nothing_is_computed_behind_a_failed_step() -> None:
 
     def fail_once(step: SchedulerOutput) -> None:
         nonlocal num_computed
-        assert gate.wait(10)
+        assert gate.wait(60)
         num_computed += 1
         if num_computed == 1:
             raise RuntimeError("a passing fault")
@@ -161,6 +200,29 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
     assert num_failures == 2
     for name in ("a", "b"):
         assert engine.tokens(name) == expected([ord(name)] * 6, 20)
+
+
+def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector, max_num_seqs=2, kv_watermark=0.5, num_blocks=12)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 4, max_tokens=20)
+    while engine.scheduler.requests["a"].num_tokens < 12:
+        engine.step()
+    for name in ("d1", "d2"):
+        engine.add(name, [ord(name[1])] * 4, max_tokens=8, kv_transfer_params=ON_D)
+        connector.claim(name)
+    engine.step()
+    for name in ("d1", "d2"):
+        connector.finish_load(name)
+    assert fail_in_flight(engine) == {"a", "b"}
+    assert fail_in_flight(engine) == {"d1", "d2"}
+    assert len(engine.scheduler.suspects) == 4
+    assert fail_in_flight(engine, "a") == {"a"}
+    assert fail_in_flight(engine, "b") == {"b"}
+    engine.run()
+    assert engine.tokens("d1") == expected([ord("1")] * 4, 8)
+    engine.assert_idle()
 
 
 def test_a_request_that_cannot_be_sampled_fails_alone() -> None:

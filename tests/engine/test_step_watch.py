@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from scripted_engine import Clock
 
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from pdserve_engine.config import EngineConfig
@@ -26,16 +27,6 @@ from pdserve_engine.launch import launch_engine
 TIMEOUT_S = 300.0
 # A worker looks so often.
 LOOK_S = 0.5
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class World:
@@ -177,7 +168,7 @@ async def test_an_engine_learns_from_its_steps(
     may_end, execute = threading.Event(), engine._core.executor.execute_model
 
     def hang(scheduled: SchedulerOutput) -> Any:
-        may_end.wait(30)
+        may_end.wait(120)
         return execute(scheduled)
 
     monkeypatch.setattr(engine._core.executor, "execute_model", hang)
@@ -193,7 +184,7 @@ def ended(messages: list[EngineCoreOutputs]) -> set[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "not in time"
         await asyncio.sleep(0.005)

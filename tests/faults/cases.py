@@ -13,7 +13,7 @@ from pdserve_faults.stages import STAGES
 
 from pdserve_common.engine_types import SamplingParams
 
-STAGE_TIMEOUT_S = 10.0
+STAGE_TIMEOUT_S = 30.0
 # Longer than any peer waits for a word of another (5 s).
 LONG_S = 6.5
 # Short enough that nobody is given up for it.

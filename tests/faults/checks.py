@@ -1,5 +1,6 @@
 """What a client has seen, whether it may have, and whether a cluster is again as it was before."""
 
+import os
 import time
 import uuid
 from collections import defaultdict
@@ -18,10 +19,10 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
 from pdserve_common.engine_types import SamplingParams
 
-SETTLE_TIMEOUT_S = 15.0
+SETTLE_TIMEOUT_S = 30.0
 # A router is back within some seconds; until then the client tries again.
 MAX_RESUMES = 12
-HANDOFF_TIMEOUT_S = 20.0
+HANDOFF_TIMEOUT_S = 60.0
 TWO_TOKENS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 # So much more than before is no leak: pools of threads come and go, after a fault a worker may have
 # a link to one more peer, which takes a few descriptors, and the C library keeps memory it has had
@@ -42,6 +43,7 @@ TYPED_ERRORS = frozenset(
         "grpc DEADLINE_EXCEEDED",
     }
 )
+PROVEN = 'pdserve_worker_pairs{state="proven"}'
 HELD_SAMPLES = {
     "blocks": 'pdserve_kv_blocks{state="used"}',
     "zombies": "pdserve_kv_zombie_reads",
@@ -104,7 +106,7 @@ class Asking:
         """Those of the first completion that have come."""
         return self.completions[0].token_ids
 
-    def wait_for_tokens(self, count: int, timeout_s: float = 10.0) -> None:
+    def wait_for_tokens(self, count: int, timeout_s: float = 30.0) -> None:
         """Return as soon as the first completion has `count` tokens. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while len(self.token_ids) < count:
@@ -194,9 +196,13 @@ def check_answer(
     answer: Answer, expected: Answer, *, within_s: float, may_fail: bool = False
 ) -> None:
     """Assert that a request under a fault had what the run without it had or, if it may fail, that
-    it got exactly one typed error in time, and no token that is not of that run.
+    it got exactly one typed error in time, and no token that is not of that run. `within_s` is of
+    an idle machine.
     """
-    assert answer.seconds <= within_s, f"took {answer.seconds:.1f} s, allowed are {within_s:g} s"
+    allowed_s = within_s * busyness()
+    assert answer.seconds <= allowed_s, (
+        f"took {answer.seconds:.1f} s, allowed are {allowed_s:.1f} s"
+    )
     if not answer.errors:
         assert answer.num_ends == 1, f"the stream said {answer.num_ends} times that it ends"
         _check_completions(answer, expected)
@@ -208,6 +214,11 @@ def check_answer(
     for index, completion in answer.completions.items():
         whole = expected.completions[index].token_ids
         assert completion.token_ids == whole[: len(completion.token_ids)]
+
+
+def busyness() -> float:
+    """Return how many times as long work takes here now as on an idle machine, at least 1."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def _check_completions(answer: Answer, expected: Answer) -> None:
@@ -235,10 +246,12 @@ def _check_logprobs(logprobs: Sequence[Position], expected: Sequence[Position]) 
 def wait_until_handing_off(
     cluster: Cluster, asker: Asker, *, timeout_s: float = HANDOFF_TIMEOUT_S
 ) -> None:
-    """Send requests until so many in a row cross the handoff at the first try that every pair has
-    had its turn, most likely. After a fault a connection may still wait for its next try. Raises
-    ClusterError.
+    """Wait until every router has proven all pairs: a proof would be held at a stage in a request's
+    stead. Then send requests until so many in a row cross the handoff at the first try that every
+    pair has had its turn, most likely: after a fault a connection may still wait for its next try.
+    Raises ClusterError.
     """
+    cluster.wait_for(lambda: _find_unproven(cluster), timeout_s=timeout_s)
     num_good = 0
 
     def find_missing() -> str:
@@ -250,6 +263,18 @@ def wait_until_handing_off(
         return "" if num_good >= 4 * len(cluster.workers) else f"not handed off: {answer}"
 
     cluster.wait_for(find_missing, timeout_s=timeout_s)
+
+
+def _find_unproven(cluster: Cluster) -> str:
+    num_pairs = len(cluster.of_role("prefill")) * len(cluster.of_role("decode"))
+    for router in cluster.routers:
+        try:
+            num_proven = cluster.metrics(router).get(PROVEN)
+        except OSError as error:
+            return f"{router}: {error}"
+        if num_proven != num_pairs:
+            return f"{router} has proven {num_proven} pairs"
+    return ""
 
 
 class Held(NamedTuple):

@@ -25,8 +25,10 @@ from network import CLIENT, Network
 
 PLUGIN = Path(__file__).parent / "plugin"
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 15051, 15080, 15090
-READY_TIMEOUT_S = 60.0
-EXIT_TIMEOUT_S = 10.0
+# Of what has to happen, however busy the machine is.
+READY_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 60.0
+METRICS_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 1.0
 POLL_S = 0.05
 # Of a worker that cannot go on as it is.
@@ -294,7 +296,7 @@ class Cluster:
     def metrics(self, name: str) -> dict[str, float]:
         """Return a process's samples, by name with labels. Raises OSError if it does not answer."""
         url = f"http://{self.members[name].host}:{METRICS_PORT}/metrics"
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as response:
+        with urllib.request.urlopen(url, timeout=METRICS_TIMEOUT_S) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {sample: float(value) for sample, value in samples}
@@ -328,7 +330,10 @@ class Cluster:
         return next(filter(None, map(self._find_unknown, self.routers)), "")
 
     def _find_unknown(self, router: str) -> str:
-        known = self.metrics(router)
+        try:
+            known = self.metrics(router)
+        except OSError as error:
+            return f"{router}: {error}"
         for role in ("prefill", "decode"):
             sample = f'pdserve_workers{{role="{role}",state="ready"}}'
             if known.get(sample) != len(self.of_role(role)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 20.0
 
 
 class ControlError(Exception):
@@ -25,7 +25,7 @@ class Controls:
         """
         self._command("arm", stage=stage, skip=skip, is_holding=hold, hold_s=hold_s)
 
-    def wait_reached(self, stage: str, timeout_s: float = 10.0) -> None:
+    def wait_reached(self, stage: str, timeout_s: float = 30.0) -> None:
         """Wait until a thread has got to an armed stage."""
         self._command("wait_reached", _timeout_s=timeout_s, stage=stage, timeout_s=timeout_s)
 

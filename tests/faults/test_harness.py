@@ -214,7 +214,7 @@ def test_a_process_ends_with_the_test() -> None:
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(5) == 1
+        assert process.wait(60) == 1
 
 
 # ---- networks
@@ -443,6 +443,6 @@ def test_other_logprobs_do_not_pass(with_one: Callable[[Answer, float], Answer])
 
 def test_a_slow_answer_or_an_error_does_not_pass_where_none_may_be() -> None:
     with pytest.raises(AssertionError, match=r"took 1\.0 s"):
-        check_answer(GOOD[0], GOOD[0], within_s=0.9)
+        check_answer(GOOD[0], GOOD[0], within_s=0.001)
     with pytest.raises(AssertionError, match="failed with"):
         check_answer(GOOD[1], GOOD[0], within_s=1.0)

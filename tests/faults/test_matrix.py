@@ -12,6 +12,7 @@ random faults that fails prints how to run it alone.
 """
 
 import itertools
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -67,9 +68,14 @@ KINDS = tuple(PARAMS)
 
 
 def _share(cases: list[Case], every: int) -> Iterator[tuple[Case, ...]]:
-    """Each so many-th case, over each transport another: (over shm, over tcp)."""
-    over_shm, over_tcp = SHARE % every, (SHARE + every // 2) % every
-    return itertools.zip_longest(cases[over_shm::every], cases[over_tcp::every], fillvalue=cases[0])
+    """Each so many-th case, over each transport another: (over shm, over tcp). Those of one fault
+    take about as long, and run together.
+    """
+    over_shm, over_tcp = (
+        sorted(cases[(SHARE + offset) % every :: every], key=operator.attrgetter("fault"))
+        for offset in (0, every // 2)
+    )
+    return itertools.zip_longest(over_shm, over_tcp, fillvalue=cases[0])
 
 
 RUNS = [

@@ -23,7 +23,7 @@ REDRIVE_WAIT_S = 30.0
 RESTART_BOUND_S = 25.0
 # A short step counts as hung after 10 s; then the worker leaves its streams to others and exits.
 HANG_BOUND_S = 10.0 + BOUND_S
-HANG_DEADLINE_S = 30.0
+HANG_DEADLINE_S = 90.0
 # A worker that has nothing left to wait for has ended by then.
 END_S = 1.0
 
@@ -149,7 +149,7 @@ def run_alone(pair: Ground, case: Case) -> Answer:
     with restored(pair.cluster), Asker(pair.cluster.addresses) as asker:
         wait_until_handing_off(pair.cluster, asker)
         question = (PROMPT, PARAMS["sampled"])
-        (answer,) = run_case(pair.cluster, asker, case, [question], deadline_s=60.0)
+        (answer,) = run_case(pair.cluster, asker, case, [question], deadline_s=120.0)
         check_answer(answer, pair.expected["sampled"], within_s=RESTART_BOUND_S)
     wait_for_baseline(pair.cluster, pair.baseline)
     return answer
@@ -186,14 +186,20 @@ def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> 
         asking = asker.start(PROMPT, SAMPLED)
         decode.wait_reached("mid_transfer")
         pair.cluster.terminate("prefill-0")
+        pair.cluster.wait_for(lambda: find_more_than_a_session(pair.cluster), timeout_s=DEADLINE_S)
         time.sleep(END_S)
-        now = held(pair.cluster)["prefill-0"]
-        assert (now.running, now.waiting, now.sessions) == (0, 0, 1)
+        assert prefill.is_running
         decode.go("mid_transfer")
         assert prefill.wait_exit() == 0
         answer = asking.answer.result(DEADLINE_S)
         check_answer(answer, pair.expected["sampled"], within_s=BOUND_S)
         assert (answer.path, answer.metrics.num_redrives) == ("disaggregated", 0)
+
+
+def find_more_than_a_session(cluster: Cluster) -> str:
+    now = held(cluster)["prefill-0"]
+    found = now.running, now.waiting, now.sessions
+    return "" if found == (0, 0, 1) else f"requests that run and wait, and sessions: {found}"
 
 
 # ---- links that heal

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
     command = [GENERATOR, "--path", TYPES, "--type", "Dashboard", "--no-type-check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return Draft7Validator(json.loads(done.stdout))
 

@@ -51,7 +51,7 @@ class Pod(NamedTuple):
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         url = f"http://{self.address}:{ports[probe['port']]}{probe['path']}"
         try:
-            with urllib.request.urlopen(url, timeout=5) as response:
+            with urllib.request.urlopen(url, timeout=30) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
@@ -60,7 +60,7 @@ class Pod(NamedTuple):
         check = health_pb2.HealthCheckRequest(service=grpc_probe.get("service", ""))
         with grpc.insecure_channel(f"{self.address}:{grpc_probe['port']}") as channel:
             try:
-                status = health_pb2_grpc.HealthStub(channel).Check(check, timeout=5).status
+                status = health_pb2_grpc.HealthStub(channel).Check(check, timeout=30).status
             except grpc.RpcError:
                 return False
         return bool(status == health_pb2.HealthCheckResponse.SERVING)
@@ -102,7 +102,7 @@ def pods(manifests: list[Manifest], secrets: Path) -> Iterator[dict[str, Pod]]:
     finally:
         for pod in started.values():
             pod.process.kill()
-            pod.process.wait(timeout=10)
+            pod.process.wait(timeout=60)
 
 
 def start(manifests: list[Manifest], component: str, address: str, home: Path) -> Pod:
@@ -149,7 +149,7 @@ def test_the_cpu_profile_starts_generates_and_drains(
         env={**os.environ, **{each["name"]: API_KEY for each in hook.get("env", ())}},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -157,7 +157,7 @@ def test_the_cpu_profile_starts_generates_and_drains(
     # Without workers a router is not ready, and not to be restarted.
     for name in ("prefill", "decode"):
         stop(pods[name])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + START_S
     while router.probe("readiness"):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -26,7 +26,7 @@ def problems_of(manifests: list[Manifest]) -> list[str]:
         input=json.dumps(manifests),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,22 +1,34 @@
 """Real stacks: router, prefill and decode services as processes on loopback, NIXL between them."""
 
+import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
-from pdserve_client.stack import Stack
+from pdserve_client.stack import FREE_PORTS, Stack
+from pdserve_common.engine_types import SamplingParams
+from pdserve_router.config import RouterConfig
+from pdserve_router.server import RouterServer
 
+# Of what has to happen, however busy the machine is.
 READY_TIMEOUT_S = 120.0
-SETTLE_TIMEOUT_S = 10.0
-REATTACH_TIMEOUT_S = 30.0
+SETTLE_TIMEOUT_S = 30.0
+REATTACH_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 20.0
+# Of tests, at the same time.
+MAX_PROCESSES = 8
 
 
 class RunningStack(Stack):
@@ -26,7 +38,7 @@ class RunningStack(Stack):
         """Return the samples of one process, by name with labels as Prometheus prints them."""
         (process,) = [process for process in self.processes if process.name == name]
         url = f"http://127.0.0.1:{process.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {sample: float(value) for sample, value in samples}
@@ -42,6 +54,11 @@ class RunningStack(Stack):
 
     def send_signal(self, name: str, signum: int) -> None:
         self.process(name).send_signal(signum)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait: who restores the stack has to find it dead."""
+        self.process(name).kill()
+        self.process(name).wait(ANSWER_TIMEOUT_S)
 
     def log(self, name: str) -> str:
         """Return what the newest process of that name has logged."""
@@ -100,13 +117,19 @@ class RunningStack(Stack):
         return psutil.Process(self.process(name).pid).memory_info().rss / 2**20
 
     def _is_whole(self) -> bool:
+        """Pairs of workers that do not fit are known as such."""
         config, samples = self.config, self.metrics("router")
+        num_known = sum(
+            samples.get(f'pdserve_worker_pairs{{state="{state}"}}', 0)
+            for state in ("proven", "mismatched")
+        )
         wanted = {
             'pdserve_workers{role="prefill",state="ready"}': config.prefill,
             'pdserve_workers{role="decode",state="ready"}': config.decode,
-            'pdserve_worker_pairs{state="proven"}': config.prefill * config.decode,
         }
-        return all(samples.get(sample, 0) == value for sample, value in wanted.items())
+        return num_known == config.prefill * config.decode and all(
+            samples.get(sample, 0) == value for sample, value in wanted.items()
+        )
 
     def _left_over(self, without: str) -> dict[str, float]:
         left = {}
@@ -131,6 +154,14 @@ def _value(samples: dict[str, float], name: str) -> float:
     if name in samples:
         return samples[name]
     return sum(value for sample, value in samples.items() if sample.startswith(name + "{"))
+
+
+def _own_ports() -> range:
+    """Return ports that no other process of this run takes between our look and our bind."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = len(FREE_PORTS) // MAX_PROCESSES
+    first = FREE_PORTS.start + number % MAX_PROCESSES * share
+    return range(first, first + share)
 
 
 StartStack = Callable[..., "contextlib.AbstractContextManager[RunningStack]"]
@@ -163,13 +194,14 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             "drain_timeout_s": 10.0,
             "log_dir": str(tmp_path_factory.mktemp("logs")),
         }
-        stack = RunningStack(StackConfig(model=str(model), **{**defaults, **fields}))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pdserve_client.stack.FREE_PORTS", _own_ports())
+            stack = RunningStack(StackConfig(model=str(model), **{**defaults, **fields}))  # type: ignore[arg-type]
         for worker in stack.workers:
             worker.flags += flags.get(worker.name, ())
         try:
             stack.start()
-            for _ in stack.wait_until_ready():
-                pass
+            stack.wait_until_whole()
             yield stack
             if is_to_survive:
                 stack.check_alive()
@@ -182,5 +214,104 @@ def start_stack(tmp_path_factory: pytest.TempPathFactory) -> StartStack:
             stack.stop()
         statuses = {process.name: process.exit_status() for process in stack.processes}
         assert not is_to_survive or set(statuses.values()) == {0}, statuses
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def plain_stack(
+    make_served_model: Callable[..., Path], start_stack: StartStack
+) -> Iterator[RunningStack]:
+    """One worker of each role, in fp32, for all tests that break nothing. Prompts come in chunks
+    of 32 tokens.
+    """
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=8192)
+    with start_stack(
+        model=model, dtype="float32", num_threads=1, max_num_batched_tokens=32
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def bf16_stack(
+    make_served_model: Callable[..., Path], start_stack: StartStack
+) -> Iterator[RunningStack]:
+    """One worker of each role, in bf16: a row has the same bits in any batch."""
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=8192)
+    with start_stack(model=model, dtype="bfloat16", num_threads=1) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(plain_stack: RunningStack) -> Iterator[RunningStack]:
+    """`plain_stack`; each test leaves it idle."""
+    yield plain_stack
+    plain_stack.check_alive()
+    plain_stack.assert_idle()
+
+
+class Routed(NamedTuple):
+    """A router in this process, and its client."""
+
+    server: RouterServer
+    client: AsyncClient
+
+    def count(self, name: str, **labels: str) -> float:
+        """Return a sample of its metrics, 0 if it has none."""
+        return self.server.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, value: float, name: str, **labels: str) -> None:
+        """Wait until a sample of its metrics is `value`."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while self.count(name, **labels) != value:
+            assert time.monotonic() < deadline, f"{name} {labels} is {self.count(name, **labels)}"
+            await asyncio.sleep(0.02)
+
+    async def ask(
+        self, prompt: list[int], params: SamplingParams, **fields: str
+    ) -> tuple[list[int], pb2.RequestMetrics]:
+        """Return a request's tokens, and where it went; `fields` are its further ones."""
+        token_ids: list[int] = []
+        last = pb2.RequestOutput()
+        async for last in self.client.generate(prompt, params, timeout_s=60, **fields):
+            for completion in last.outputs:
+                assert not completion.HasField("error"), completion.error
+                token_ids += completion.token_ids
+        return token_ids, last.metrics
+
+
+StartRouter = Callable[..., "contextlib.AbstractAsyncContextManager[Routed]"]
+
+
+@pytest.fixture(scope="session")
+def start_router() -> StartRouter:
+    """Start one more router of a stack's workers: `async with start_router(stack, decode=...)`.
+    Workers are names, or sources as routers know them, of one decode worker at first; further
+    arguments are RouterConfig's.
+    """
+
+    @contextlib.asynccontextmanager
+    async def start(
+        stack: RunningStack, prefill: str = "", decode: str = "decode-0", **config: object
+    ) -> AsyncIterator[Routed]:
+        ports = {worker.name: worker.port for worker in stack.workers}
+        sources = {
+            role: (f"127.0.0.1:{ports[source]}" if source in ports else source,)
+            for role, source in (("prefill", prefill), ("decode", decode))
+            if source
+        }
+        free = dict.fromkeys(("grpc_port", "http_port", "metrics_port"), 0)
+        host, name = "127.0.0.1", "other"
+        fields = {"model": stack.config.model, "host": host, "router_id": name, **sources, **free}
+        server = RouterServer(RouterConfig(**{**fields, **config}))  # type: ignore[arg-type]
+        await server.start()
+        client = AsyncClient(f"{host}:{server.grpc_port}")
+        try:
+            routed = Routed(server, client)
+            await routed.until(1, "pdserve_workers", role="decode", state="ready")
+            yield routed
+        finally:
+            await client.close()
+            await server.stop(1.0)
 
     return start

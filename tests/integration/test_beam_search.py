@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import EarlyStopping, SamplingParams
 
-MAX_MODEL_LEN = 256
 EOS = 1
 NUM_TOKENS = 20
 # Stop tokens make ends as likely as a trained model's EOS does.
@@ -41,13 +39,8 @@ def hf_beams(model: Any, prompt: list[int], params: SamplingParams, early_stoppi
     return beams
 
 
-async def test_beams_equal_transformers(
-    make_served_model: Callable[..., Path],
-    hf_model: Callable[..., Any],
-    start_stack: Any,
-) -> None:
-    folder = make_served_model("LlamaForCausalLM", max_position_embeddings=MAX_MODEL_LEN)
-    reference = hf_model(folder)
+async def test_beams_equal_transformers(stack: Any, hf_model: Callable[..., Any]) -> None:
+    reference = hf_model(stack.config.model)
     rng = random.Random(3)
     cases = [
         ({"n": 3}, EarlyStopping.FALSE, False),
@@ -56,30 +49,28 @@ async def test_beams_equal_transformers(
         ({"n": 4, "length_penalty": -1.0}, EarlyStopping.FALSE, False),
     ]
     lengths = set()
-    with start_stack(model=folder, dtype="float32", prefill=0) as stack:
-        client = AsyncClient(stack.grpc_address)
-        try:
-            for length in (3, 33):
-                for fields, early_stopping, hf_early_stopping in cases:
-                    prompt = [rng.randrange(3, 190) for _ in range(length)]
-                    params = SamplingParams(
-                        use_beam_search=True,
-                        temperature=0.0,
-                        max_tokens=NUM_TOKENS,
-                        stop_token_ids=STOPS,
-                        early_stopping=early_stopping,
-                        **fields,  # type: ignore[arg-type]
-                    )
-                    outputs = [o async for o in client.generate(prompt, params, timeout_s=60)]
-                    (output,) = outputs
-                    beams = [list(item.token_ids) for item in output.outputs]
-                    expected = hf_beams(reference, prompt, params, hf_early_stopping)
-                    assert beams == expected, (length, fields)
-                    assert output.metrics.path == "local"
-                    lengths.update(map(len, beams))
-        finally:
-            await client.close()
-        hits = stack.metrics("decode-0")["pdserve_prefix_cache_hits_total"]
-        assert hits > 0, "steps share what earlier ones computed"
+    hits = "pdserve_prefix_cache_hits_total"
+    num_hits = stack.metrics("decode-0")[hits]
+    client = AsyncClient(stack.grpc_address)
+    for length in (3, 33):
+        for fields, early_stopping, hf_early_stopping in cases:
+            prompt = [rng.randrange(3, 190) for _ in range(length)]
+            params = SamplingParams(
+                use_beam_search=True,
+                temperature=0.0,
+                max_tokens=NUM_TOKENS,
+                stop_token_ids=STOPS,
+                early_stopping=early_stopping,
+                **fields,  # type: ignore[arg-type]
+            )
+            outputs = [o async for o in client.generate(prompt, params, timeout_s=60)]
+            (output,) = outputs
+            beams = [list(item.token_ids) for item in output.outputs]
+            expected = hf_beams(reference, prompt, params, hf_early_stopping)
+            assert beams == expected, (length, fields)
+            assert output.metrics.path == "local"
+            lengths.update(map(len, beams))
+    await client.close()
+    assert stack.metrics("decode-0")[hits] > num_hits, "steps share what earlier ones computed"
     assert NUM_TOKENS in lengths
     assert len(lengths) > 3, "some beams were stopped"

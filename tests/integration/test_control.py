@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from pdserve_common.kv_types import PROTOCOL_VERSION
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-WAIT_S = 10.0
+# Of what has to happen, however busy the machine is.
+WAIT_S = 30.0
 # Of the model below.
 LAYOUT = kv_pb2.KvLayout(
     groups=[kv_pb2.KvGroup(id=0, layers=[0, 1, 2], kind=kv_pb2.KvGroup.KIND_FULL)],
@@ -39,19 +39,12 @@ LAYOUT = kv_pb2.KvLayout(
 READY = re.compile(r"ready on [\d.]+:(\d+)")
 
 
-@pytest.fixture(scope="module")
-def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
-    model = make_served_model("LlamaForCausalLM", max_position_embeddings=1024)
-    with start_stack(model=model, dtype="float32", num_threads=1) as running:
-        yield running
-
-
 def ctl(stack: Any, name: str, *args: str, options: tuple[str, ...] = ()) -> Any:
     """Run `pdserve ctl` on a worker; its result has returncode, stdout and stderr."""
     (worker,) = [worker for worker in stack.workers if worker.name == name]
     command = [sys.executable, "-m", "pdserve_client", "ctl", *options]
     command += [f"127.0.0.1:{worker.port}", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def do(stack: Any, name: str, *args: str) -> str:
@@ -77,18 +70,17 @@ def state(stack: Any, name: str) -> str:
     return table(do(stack, name, "load"))["state"]
 
 
-def generate(stack: Any, timeout_s: float = 20.0) -> tuple[int, ...]:
+def generate(stack: Any) -> tuple[int, ...]:
+    """Return an answer's tokens once nobody holds blocks of it: verbs are refused for those."""
     with Client(stack.grpc_address) as client:
-        outputs = list(client.generate([5, 6, 7], GREEDY, timeout_s=timeout_s))
+        outputs = list(client.generate([5, 6, 7], GREEDY, timeout_s=WAIT_S))
+    stack.assert_idle()
     return tuple(t for o in outputs for c in o.outputs for t in c.token_ids)
 
 
 def wait_for_worker_state(stack: Any, role: str, state: str) -> None:
-    sample = f'pdserve_workers{{role="{role}",state="{state}"}}'
-    deadline = time.monotonic() + WAIT_S
-    while stack.metrics("router").get(sample) != 1:
-        assert time.monotonic() < deadline, sample
-        time.sleep(0.05)
+    """Wait until the router knows the worker so."""
+    stack.wait_for("router", f'pdserve_workers{{role="{role}",state="{state}"}}', 1)
 
 
 def test_a_paused_prefill_worker_is_left_out_and_comes_back(stack: Any) -> None:
@@ -107,6 +99,8 @@ def test_workers_that_slept_hand_over_the_same_kv(stack: Any, name: str) -> None
     expected = generate(stack)
     for level in ("1", "2"):
         slept = do(stack, name, "sleep", "--level", level)
+        # Else it would be found ready because nobody knows yet that it was not.
+        wait_for_worker_state(stack, name.split("-")[0], "paused")
         assert slept.startswith(f"asleep at level {level}, ")
         freed_mib = int(slept.split()[4])
         assert freed_mib >= 30
@@ -154,7 +148,7 @@ def held_session(stack: Any) -> Iterator[None]:
     sessions: queue.Queue[Any] = queue.Queue()
     with grpc.insecure_channel(f"127.0.0.1:{prefill.port}") as channel:
         stub = service_grpc.EngineCoreServiceStub(channel)
-        info = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=5).info
+        info = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=WAIT_S).info
         hello = kv_pb2.KvLinkHello(
             min_protocol_version=PROTOCOL_VERSION,
             max_protocol_version=PROTOCOL_VERSION,
@@ -165,7 +159,7 @@ def held_session(stack: Any) -> Iterator[None]:
             connector="nixl",
         )
         link = kv_grpc.KvTransferServiceStub(channel).KvLink(
-            messages_of_a_d_that_reads_nothing(hello, sessions), timeout=60
+            messages_of_a_d_that_reads_nothing(hello, sessions), timeout=300
         )
         assert next(link).WhichOneof("message") == "welcome"
         request = core_pb2.EngineCoreRequest(request_id="held", prompt_token_ids=[5, 6, 7])
@@ -173,7 +167,7 @@ def held_session(stack: Any) -> Iterator[None]:
         request.kv_transfer_params.do_remote_decode = True
         request.kv_transfer_params.remote_engine_id = "idler"
         message = service_pb2.EngineCoreServiceGenerateRequest(request=request)
-        outputs = stub.Generate(message, timeout=10)
+        outputs = stub.Generate(message, timeout=WAIT_S)
         asked = next(m.grant_request for m in link if m.WhichOneof("message") == "grant_request")
         sessions.put(asked.session)
         assert [list(o.output.new_token_ids) for o in outputs][-1], "P's part is done"
@@ -197,9 +191,9 @@ def test_failures_are_one_line_and_status_1(stack: Any) -> None:
     assert "FAILED_PRECONDITION: not asleep" in refusal(stack, "decode-0", "wake")
     assert "INVALID_ARGUMENT: tags has 'x'" in refusal(stack, "decode-0", "wake", "x")
     assert "no profile is running" in refusal(stack, "decode-0", "profile", "stop")
-    nobody = [sys.executable, "-m", "pdserve_client", "ctl", "--timeout", "2", "127.0.0.1:1"]
+    nobody = [sys.executable, "-m", "pdserve_client", "ctl", "--timeout", "20", "127.0.0.1:1"]
     result = subprocess.run(
-        [*nobody, "load"], capture_output=True, text=True, timeout=30, check=False
+        [*nobody, "load"], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 1
     assert "UNAVAILABLE" in result.stderr
@@ -208,7 +202,7 @@ def test_failures_are_one_line_and_status_1(stack: Any) -> None:
 
 def test_a_router_is_told_from_a_worker(stack: Any) -> None:
     command = [sys.executable, "-m", "pdserve_client", "ctl", stack.grpc_address, "load"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("pdserve: UNIMPLEMENTED: ")
     assert result.stderr.endswith("a router has no controls\n")
@@ -229,7 +223,7 @@ def test_info_load_profile_and_reset_cache_show_what_there_is(stack: Any) -> Non
 
 def test_a_timeout_that_is_no_number_is_a_usage_error() -> None:
     command = [sys.executable, "-m", "pdserve_client", "ctl", "127.0.0.1:1", "--timeout", "soon"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert "argument --timeout: 'soon' is no number of seconds" in result.stderr
 
@@ -245,7 +239,7 @@ def test_help_names_every_verb() -> None:
 def test_a_drained_worker_stays_up_until_it_is_told_to_stop(
     make_served_model: Callable[..., Path], start_stack: Any
 ) -> None:
-    model = make_served_model("LlamaForCausalLM", max_position_embeddings=8192)
+    model = make_served_model("LlamaForCausalLM", max_position_embeddings=32768)
     with start_stack(model=model, dtype="float32", num_threads=1, prefill=0) as stack:
         with long_request(stack):
             drained = do(stack, "decode-0", "drain", "--drain-timeout", "0.1")
@@ -260,15 +254,15 @@ def test_a_drained_worker_stays_up_until_it_is_told_to_stop(
 
 @contextlib.contextmanager
 def long_request(stack: Any) -> Iterator[None]:
-    """A request that the decode worker is busy with for many seconds."""
+    """A request that the decode worker is busy with until somebody ends it."""
     (decode,) = stack.workers
-    params = core_pb2.SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)
+    params = core_pb2.SamplingParams(temperature=0.0, max_tokens=32000, ignore_eos=True)
     request = core_pb2.EngineCoreRequest(
         request_id="long", prompt_token_ids=[5, 6, 7], sampling_params=params
     )
     with grpc.insecure_channel(f"127.0.0.1:{decode.port}") as channel:
         generate = service_grpc.EngineCoreServiceStub(channel).Generate
-        call = generate(service_pb2.EngineCoreServiceGenerateRequest(request=request), timeout=60)
+        call = generate(service_pb2.EngineCoreServiceGenerateRequest(request=request), timeout=120)
         next(call)
         yield
 
@@ -281,7 +275,7 @@ def test_a_worker_asked_to_stop_while_loading_goes_at_once() -> None:
         line = process.stderr.readline()  # the engine has begun to load
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-        assert process.wait(10) == 0, line + rest
+        assert process.wait(WAIT_S) == 0, line + rest
         assert "Traceback" not in line + rest
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -292,7 +286,7 @@ def test_a_worker_asked_to_stop_while_loading_goes_at_once() -> None:
 def health(port: int) -> int:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         check = health_pb2.HealthCheckRequest()
-        return int(health_pb2_grpc.HealthStub(channel).Check(check, timeout=5).status)
+        return int(health_pb2_grpc.HealthStub(channel).Check(check, timeout=WAIT_S).status)
 
 
 FAULT = """
@@ -349,7 +343,7 @@ def test_a_dying_engine_tells_every_router_and_the_process_exits_to_be_restarted
                 assert "the device fell off" in dead.message
             for requests, _ in routers:
                 requests.put(None)
-        assert process.wait(20) == 2
+        assert process.wait(WAIT_S) == 2
     finally:
         process.kill()
         process.wait()
@@ -364,7 +358,7 @@ def attach(channel: grpc.Channel, name: str) -> tuple["queue.Queue[Any]", Any]:
         )
     )
     stub = service_grpc.EngineCoreServiceStub(channel)
-    responses = stub.Attach(iter(requests.get, None), timeout=30)
+    responses = stub.Attach(iter(requests.get, None), timeout=2 * WAIT_S)
     assert next(responses).WhichOneof("message") == "welcome"
     return requests, responses
 

@@ -3,8 +3,6 @@ no process outlives the other.
 """
 
 import asyncio
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,10 @@ from pdserve_common.engine_types import SamplingParams
 
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 16, 17, 150)]
 LONG = SamplingParams(temperature=0.0, max_tokens=1800, ignore_eos=True)
+FAILURES = "pdserve_kv_transfer_failures_total"
+
+# Of what has to happen, however busy the machine is. A silent process is given up after 10 s.
+EXIT_TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.slow
 
@@ -58,33 +60,32 @@ async def generate(client: AsyncClient, prompt: list[int]) -> list[int]:
     return tokens
 
 
-async def serve(start_stack: Any, model: Path, **fields: object) -> tuple[Any, dict[str, Any]]:
-    """Return the answers, and each worker's metrics."""
-    with start_stack(model=model, dtype="float32", **fields) as stack:
-        client = AsyncClient(stack.grpc_address)
-        answers = await asyncio.gather(*(generate(client, prompt) for prompt in 3 * PROMPTS))
-        await client.close()
-        stack.assert_idle()
-        assert stack.metrics("router")['pdserve_handoffs_total{outcome="completed"}'] == 12
-        return answers, {name: stack.metrics(name) for name in stack.worker_names()}
+async def serve(stack: Any) -> tuple[Any, dict[str, dict[str, float]]]:
+    """Return the answers, and the increase of each worker's metrics."""
+    before = {name: stack.metrics(name) for name in ["router", *stack.worker_names()]}
+    client = AsyncClient(stack.grpc_address)
+    answers = await asyncio.gather(*(generate(client, prompt) for prompt in 3 * PROMPTS))
+    await client.close()
+    await asyncio.to_thread(stack.assert_idle)
+    increase = {
+        name: {sample: value - old.get(sample, 0) for sample, value in stack.metrics(name).items()}
+        for name, old in before.items()
+    }
+    assert increase.pop("router")['pdserve_handoffs_total{outcome="completed"}'] == 12
+    return answers, increase
 
 
 async def test_the_engine_process_changes_nothing_that_is_seen(
-    model: Path, start_stack: Any, monkeypatch: pytest.MonkeyPatch
+    plain_stack: Any, stack: Any
 ) -> None:
-    answers, metrics = [], []
-    for kind in ("inproc", "subprocess"):
-        monkeypatch.setenv("PDSERVE_ENGINE_PROCESS", kind)
-        tokens, samples = await serve(start_stack, model)
-        answers.append(tokens)
-        metrics.append(samples)
-    assert answers[0] == answers[1]
-    for name, inproc in metrics[0].items():
-        subprocess = metrics[1][name]
-        # Label values come when they are first used.
-        assert names_of(inproc) == names_of(subprocess)
-        for sample in ('pdserve_engine_requests_total{outcome="length"}', "pdserve_kv_links"):
-            assert inproc[sample] == subprocess[sample]
+    expected, inproc = await serve(plain_stack)
+    answers, subprocess = await serve(stack)
+    assert answers == expected
+    for name, samples in inproc.items():
+        # Label values come when they are first used, and `plain_stack` has served others.
+        assert names_of(samples) - names_of(subprocess[name]) <= {FAILURES, f"{FAILURES}_created"}
+        sample = 'pdserve_engine_requests_total{outcome="length"}'
+        assert samples[sample] == subprocess[name][sample] == 12
 
 
 def names_of(samples: dict[str, float]) -> set[str]:
@@ -107,28 +108,20 @@ async def test_a_killed_engine_process_ends_its_worker(name: str, stack: Any) ->
     stream = client.generate(PROMPTS[-1], LONG, timeout_s=60)
     for _ in range(3):
         await anext(stream)
-    killed_at = time.monotonic()
     engine_process(stack, name).kill()
-    assert await asyncio.to_thread(stack.process(name).wait, 10) == 2
-    assert time.monotonic() - killed_at < 5
+    assert await asyncio.to_thread(stack.process(name).wait, EXIT_TIMEOUT_S) == 2
+    # At once: it was not its silence.
+    assert "the engine process was ended by SIGKILL" in stack.log(name)
     await stream.aclose()
     await client.close()
-    stack.assert_idle(without=name)
-    assert "the engine process was ended by SIGKILL" in stack.log(name)
+    await asyncio.to_thread(stack.assert_idle, without=name)
 
 
-async def test_a_stopped_engine_process_is_noticed(stack: Any) -> None:
-    engine = engine_process(stack, "decode-0")
-    engine.suspend()
-    assert await asyncio.to_thread(stack.process("decode-0").wait, 20) == 2
-    await asyncio.to_thread(psutil.wait_procs, [engine], 10)
-    assert not engine.is_running()
+async def test_a_stopped_engine_process_is_noticed_and_none_outlives_its_worker(stack: Any) -> None:
+    stopped, left = (engine_process(stack, name) for name in ("decode-0", "prefill-0"))
+    stopped.suspend()
+    stack.kill("prefill-0")
+    assert await asyncio.to_thread(stack.process("decode-0").wait, EXIT_TIMEOUT_S) == 2
     assert "has said nothing for" in stack.log("decode-0")
-
-
-async def test_an_engine_process_does_not_outlive_its_worker(stack: Any) -> None:
-    engines = [engine_process(stack, name) for name in stack.worker_names()]
-    for name in stack.worker_names():
-        stack.send_signal(name, signal.SIGKILL)
-    _, alive = await asyncio.to_thread(psutil.wait_procs, engines, 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, [stopped, left], EXIT_TIMEOUT_S)
     assert not alive

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 PROMPT = list(range(3, 120))
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-REDRIVE_WAIT_S = 3.0
+# A worker that goes on is attached again within some 2 s.
+REDRIVE_WAIT_S = 5.0
 # Silence counts as death after 5 s.
 BOUND_S = 8.0 + REDRIVE_WAIT_S
 
@@ -32,7 +33,10 @@ def one_of_each(make_served_model: Callable[..., Path], start_stack: Any) -> Ite
     model = make_served_model("LlamaForCausalLM", max_position_embeddings=2048)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PDSERVE_REDRIVE_WAIT_S", str(REDRIVE_WAIT_S))
-        with start_stack(model=model, dtype="float32", num_threads=1) as stack:
+        # Whoever has to end in order is given the time, however busy the machine is.
+        with start_stack(
+            model=model, dtype="float32", num_threads=1, drain_timeout_s=60.0
+        ) as stack:
             yield stack
 
 
@@ -76,7 +80,7 @@ def error_code(outputs: list[pb2.RequestOutput]) -> int:
 
 async def until_served(client: AsyncClient, *, path: str) -> None:
     """Send requests until one is served on `path`."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         outputs = await outputs_of(client, SHORT)
         assert len(tokens_of(outputs)) == 4
@@ -91,7 +95,7 @@ async def test_if_no_decode_worker_is_left_a_stream_ends_with_one_typed_error(
 ) -> None:
     stream = client.generate(PROMPT, LONG, timeout_s=60)
     await begin(stream, 5)
-    stack.send_signal("decode-0", signal.SIGKILL)
+    stack.kill("decode-0")
     lost_at = time.monotonic()
     rest = [output async for output in stream]
     assert REDRIVE_WAIT_S < time.monotonic() - lost_at < BOUND_S
@@ -99,7 +103,7 @@ async def test_if_no_decode_worker_is_left_a_stream_ends_with_one_typed_error(
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await outputs_of(client, SHORT)
     assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-    stack.assert_idle(without="decode-0")
+    await asyncio.to_thread(stack.assert_idle, without="decode-0")
 
 
 async def test_a_stream_goes_on_when_the_decode_worker_that_hung_comes_back(
@@ -148,4 +152,4 @@ async def test_sigterm_lets_a_running_stream_finish(stack: Any, client: AsyncCli
     assert rest[-1].outputs[0].finish_reason == core_pb2.FINISH_REASON_LENGTH
     assert rest[-1].metrics.num_redrives == 0
     for name in stack.worker_names():
-        assert stack.process(name).wait(15) == 0
+        assert stack.process(name).wait(60) == 0

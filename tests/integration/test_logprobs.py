@@ -1,7 +1,6 @@
 """Log-probabilities through router, P, NIXL and D are those of Hugging Face transformers."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -15,9 +14,8 @@ from pdserve_common.engine_types import SamplingParams
 
 pytestmark = pytest.mark.slow
 
-# Several chunks of the prompt, the last of them not full.
-CHUNK = 32
-PROMPT = [3 + (7 * i) % 180 for i in range(3 * CHUNK + 5)]
+# Several chunks of `plain_stack`, the last of them not full.
+PROMPT = [3 + (7 * i) % 180 for i in range(3 * 32 + 5)]
 NUM_TOKENS = 6
 TOLERANCE = 1e-3
 
@@ -25,23 +23,14 @@ HfLogprobs = Callable[[list[int]], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def model(make_served_model: Callable[..., Path]) -> Path:
-    return make_served_model("LlamaForCausalLM", max_position_embeddings=512)
-
-
-@pytest.fixture(scope="module")
-def stack(model: Path, start_stack: Any) -> Iterator[Any]:
-    with start_stack(model=model, dtype="float32", max_num_batched_tokens=CHUNK) as stack:
-        yield stack
-
-
-@pytest.fixture(scope="module")
-def hf_logprobs(model: Path, hf_model: Callable[..., Any]) -> HfLogprobs:
+def hf_logprobs(plain_stack: Any, hf_model: Callable[..., Any]) -> HfLogprobs:
     """[num_tokens, vocab_size] fp64; row i is about the token behind token i."""
 
     def compute(token_ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = hf_model(model)(torch.tensor([token_ids])).logits[0]
+            logits: torch.Tensor = hf_model(plain_stack.config.model)(
+                torch.tensor([token_ids])
+            ).logits[0]
         return logits.double().log_softmax(dim=-1)
 
     return compute

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +20,27 @@ from pdserve_router.worker_client import WorkerClient, WorkerState
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 200
+# An answer has several times as many bytes as come between all cuts.
+NUM_TOKENS = 400
 NUM_CUTS = 5
+BYTES_BETWEEN_CUTS = 1000
 # Of the 5 s for which a worker keeps a router's requests.
-PARTED_S = 3.0
+PARTED_S = 2.5
 
 
 class Relay:
-    """Passes bytes on to a port; `cut` resets all connections, and new ones are taken at once."""
+    """Passes bytes on to a port, and resets all connections where it is told to: at bytes, not at
+    times, so that it is in the midst of an answer however fast that comes.
+    """
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         # Who comes while it is clear waits.
-        self.is_passing = asyncio.Event()
-        self.is_passing.set()
+        self._is_passing = asyncio.Event()
+        self._is_passing.set()
+        self._num_cuts = 0
+        self._bytes_left = sys.maxsize
+        self._pause_s = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -42,37 +49,57 @@ class Relay:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         async with server:
             yield "{}:{}".format(*server.sockets[0].getsockname())
-            self.cut()
+            self._cut()
             await asyncio.gather(*self._tasks)
 
-    def cut(self) -> None:
+    def cut_soon(self, *, times: int, pause_s: float = 0.0) -> None:
+        """Reset all connections whenever BYTES_BETWEEN_CUTS have come from the target, so many
+        times. New ones are taken at once, but pass nothing on for `pause_s`.
+        """
+        self._num_cuts, self._pause_s = times, pause_s
+        self._bytes_left = BYTES_BETWEEN_CUTS
+
+    def _cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
-    def pause(self, duration_s: float) -> None:
-        """Take new connections, but pass nothing on for a while."""
-        self.is_passing.clear()
-        asyncio.get_running_loop().call_later(duration_s, self.is_passing.set)
+    def _count(self, num_bytes: int) -> None:
+        self._bytes_left -= num_bytes
+        if self._bytes_left > 0:
+            return
+        self._num_cuts -= 1
+        self._bytes_left = BYTES_BETWEEN_CUTS if self._num_cuts else sys.maxsize
+        if self._pause_s:
+            self._is_passing.clear()
+            asyncio.get_running_loop().call_later(self._pause_s, self._is_passing.set)
+        self._cut()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self.is_passing.wait()
+        await self._is_passing.wait()
         target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers |= {writer, target_writer}
-        for source, sink in ((reader, target_writer), (target_reader, writer)):
-            self._tasks.add(asyncio.create_task(_pass_on(source, sink)))
+        for part in (self._ask(reader, target_writer), self._answer(target_reader, writer)):
+            self._tasks.add(asyncio.create_task(part))
 
+    async def _ask(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+        sink.transport.abort()
 
-async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await source.read(65536):
-            sink.write(data)
-            await sink.drain()
-    sink.transport.abort()
+    async def _answer(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                sink.write(data[: self._bytes_left])
+                await sink.drain()
+                self._count(len(data))
+        sink.transport.abort()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 20
+    deadline = asyncio.get_running_loop().time() + 60
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "timed out"
         await asyncio.sleep(0.002)
@@ -101,46 +128,30 @@ async def attached(
             await client.close()
 
 
-async def test_a_request_survives_every_reset_with_the_same_tokens(
-    make_served_model: Callable[..., Path], start_stack: Any
-) -> None:
-    model = make_served_model("LlamaForCausalLM", max_position_embeddings=256)
-    with start_stack(model=model, dtype="float32", prefill=0) as stack:
-        (worker,) = stack.workers
-        relay = Relay(worker.port)
-        timings = LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01)
-        async with attached(relay, timings) as (client, states):
-            whole = await generate(client, "whole", lambda num_tokens: None)
-            cuts = iter(range(1, NUM_TOKENS, NUM_TOKENS // NUM_CUTS))
-            next_cut = next(cuts)
-
-            def cut_sometimes(num_tokens: int) -> None:
-                nonlocal next_cut
-                if num_tokens >= next_cut:
-                    next_cut = next(cuts, NUM_TOKENS + 1)
-                    asyncio.get_running_loop().call_soon(relay.cut)
-
-            assert await generate(client, "cut", cut_sometimes) == whole
-            assert states.count(WorkerState.REATTACHING) >= 3
-            assert WorkerState.DOWN not in states
-        async with attached(relay, LinkTimings()) as (client, states):
-            began = asyncio.get_running_loop().time()
-
-            def part_once(num_tokens: int) -> None:
-                if relay.is_passing.is_set() and WorkerState.REATTACHING not in states:
-                    asyncio.get_running_loop().call_soon(relay.cut)
-                    relay.pause(PARTED_S)
-
-            assert await generate(client, "parted", part_once) == whole
-            assert asyncio.get_running_loop().time() - began > PARTED_S
-            assert states.count(WorkerState.REATTACHING) == 1
-            assert WorkerState.DOWN not in states
-        stack.assert_idle()
+async def test_a_request_survives_every_reset_with_the_same_tokens(stack: Any) -> None:
+    relay = Relay(decode_port(stack))
+    timings = LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01)
+    async with attached(relay, timings) as (client, states):
+        whole = await generate(client, "whole")
+        relay.cut_soon(times=NUM_CUTS)
+        assert await generate(client, "cut") == whole
+        assert states.count(WorkerState.REATTACHING) == NUM_CUTS
+        assert WorkerState.DOWN not in states
+    async with attached(relay, LinkTimings()) as (client, states):
+        began = asyncio.get_running_loop().time()
+        relay.cut_soon(times=1, pause_s=PARTED_S)
+        assert await generate(client, "parted") == whole
+        assert asyncio.get_running_loop().time() - began > PARTED_S
+        assert states.count(WorkerState.REATTACHING) == 1
+        assert WorkerState.DOWN not in states
 
 
-async def generate(
-    client: WorkerClient, request_id: str, on_tokens: Callable[[int], None]
-) -> list[int]:
+def decode_port(stack: Any) -> int:
+    (worker,) = [worker for worker in stack.workers if worker.name == "decode-0"]
+    return int(worker.port)
+
+
+async def generate(client: WorkerClient, request_id: str) -> list[int]:
     """Return the tokens of one request, which have to come in order and to end well."""
     token_ids: list[int] = []
     ends: list[EngineCoreOutput] = []
@@ -148,7 +159,6 @@ async def generate(
     def take(output: EngineCoreOutput) -> None:
         assert output.first_token_index == len(token_ids) or not output.new_token_ids
         token_ids.extend(output.new_token_ids)
-        on_tokens(len(token_ids))
         if output.finished:
             ends.append(output)
 

@@ -2,21 +2,16 @@
 why, what is refused rather than downgraded, and workers that join, leave and do not match.
 """
 
-import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
-from pdserve_router.config import RouterConfig
-from pdserve_router.server import RouterServer
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +20,7 @@ NO_PAIR = "no prefill worker has proven to work with a ready decode worker"
 
 
 @pytest.fixture(scope="module")
-def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
+def two_of_each(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[Any]:
     """The KV of prefill-1 does not fit the others'."""
     model = make_served_model("LlamaForCausalLM", max_position_embeddings=1024)
     flags = {"prefill-1": ["--dtype=bfloat16"]}
@@ -35,58 +30,17 @@ def stack(make_served_model: Callable[..., Path], start_stack: Any) -> Iterator[
         yield running
 
 
-class Routed(NamedTuple):
-    """A router in this process, and its client."""
-
-    server: RouterServer
-    client: AsyncClient
-
-    def count(self, name: str, **labels: str) -> float:
-        return self.server.registry.get_sample_value(name, labels) or 0.0
-
-    async def until(self, value: float, name: str, **labels: str) -> None:
-        deadline = asyncio.get_running_loop().time() + 20
-        while self.count(name, **labels) != value:
-            now = asyncio.get_running_loop().time()
-            assert now < deadline, f"{name} {labels} is {self.count(name, **labels)}"
-            await asyncio.sleep(0.02)
-
-    async def ask(self, prompt: list[int]) -> pb2.RequestMetrics:
-        """Return where a request of so many tokens went."""
-        last = pb2.RequestOutput()
-        async for last in self.client.generate(prompt, SHORT, timeout_s=30):
-            assert not any(completion.HasField("error") for completion in last.outputs)
-        return last.metrics
+@pytest.fixture
+def stack(two_of_each: Any) -> Iterator[Any]:
+    """Each test leaves it idle."""
+    yield two_of_each
+    two_of_each.assert_idle()
 
 
-@contextlib.asynccontextmanager
-async def router(
-    stack: Any, prefill: str = "prefill-0", decode: str = "decode-0", **config: Any
-) -> AsyncIterator[Routed]:
-    """Workers are names, or sources as routers know them."""
-    ports = {worker.name: worker.port for worker in stack.workers}
-    prefill, decode = (
-        f"127.0.0.1:{ports[name]}" if name in ports else name for name in (prefill, decode)
-    )
-    free = dict.fromkeys(("grpc_port", "http_port", "metrics_port"), 0)
-    server = RouterServer(
-        RouterConfig(
-            model=stack.config.model,
-            prefill=(prefill,),
-            decode=(decode,),
-            host="127.0.0.1",
-            router_id="other",
-            **free,
-            **config,
-        )
-    )
-    await server.start()
-    client = AsyncClient(f"127.0.0.1:{server.grpc_port}")
-    try:
-        yield Routed(server, client)
-    finally:
-        await client.close()
-        await server.stop(1.0)
+async def ask(routed: Any, prompt: list[int]) -> pb2.RequestMetrics:
+    """Return where a request went."""
+    _, metrics = await routed.ask(prompt, SHORT)
+    return metrics
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -94,8 +48,10 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(3, 290), k=num_tokens)
 
 
-async def test_short_and_cached_prompts_stay_on_decode(stack: Any) -> None:
-    async with router(stack, disaggregation_threshold_tokens=32) as routed:
+async def test_short_and_cached_prompts_stay_on_decode(stack: Any, start_router: Any) -> None:
+    async with start_router(
+        stack, prefill="prefill-0", disaggregation_threshold_tokens=32
+    ) as routed:
         await routed.until(1, "pdserve_worker_pairs", state="proven")
         expected = [
             (prompt_of(32, 1), "local"),
@@ -107,7 +63,7 @@ async def test_short_and_cached_prompts_stay_on_decode(stack: Any) -> None:
             (prompt_of(400, 3), "disaggregated"),
         ]
         for prompt, path in expected:
-            assert (await routed.ask(prompt)).path == path, len(prompt)
+            assert (await ask(routed, prompt)).path == path, len(prompt)
         for reason, number in (("short_prompt", 1), ("cached_prompt", 2)):
             name = "pdserve_requests_routed_total"
             assert routed.count(name, path="local", reason=reason) == number
@@ -115,12 +71,12 @@ async def test_short_and_cached_prompts_stay_on_decode(stack: Any) -> None:
 
 
 async def test_a_pair_over_another_transport_is_not_used(
-    stack: Any, caplog: pytest.LogCaptureFixture
+    stack: Any, start_router: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with router(stack, require_transport="tcp") as routed:
+    async with start_router(stack, prefill="prefill-0", require_transport="tcp") as routed:
         await routed.until(1, "pdserve_worker_pairs", state="mismatched")
         assert "KV travels over shm, --require-transport is tcp" in caplog.text
-        assert (await routed.ask(prompt_of(50))).path == "local"
+        assert (await ask(routed, prompt_of(50))).path == "local"
         name = "pdserve_requests_routed_total"
         assert routed.count(name, path="local", reason="no_proven_pair") == 1
 
@@ -134,54 +90,54 @@ async def test_a_pair_over_another_transport_is_not_used(
     ],
 )
 async def test_where_disaggregation_is_required_nothing_is_downgraded(
-    stack: Any, config: dict[str, str], reason: str
+    stack: Any, start_router: Any, config: dict[str, str], reason: str
 ) -> None:
-    async with router(stack, require_disaggregation=True, **config) as routed:
-        await routed.until(1, "pdserve_workers", role="decode", state="ready")
+    config = {"prefill": "prefill-0", **config}
+    async with start_router(stack, require_disaggregation=True, **config) as routed:
         if reason == NO_PAIR:
             await routed.until(1, "pdserve_worker_pairs", state="mismatched")
         assert not routed.server.pool.is_ready
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await routed.ask(prompt_of(50))
+            await ask(routed, prompt_of(50))
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
         assert f"--require-disaggregation: {reason}" in error.value.details()
 
 
 async def test_workers_join_and_leave_while_a_router_runs(
-    stack: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stack: Any, start_router: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lists = {role: tmp_path / role for role in ("prefill", "decode")}
 
     def write(role: str, *names: str) -> None:
         ports = [worker.port for worker in stack.workers if worker.name in names]
-        lists[role].write_text("".join(f"127.0.0.1:{port}\n" for port in ports))
+        new = tmp_path / "new"
+        new.write_text("".join(f"127.0.0.1:{port}\n" for port in ports))
+        new.replace(lists[role])  # nobody reads half of it
 
     write("prefill")
     write("decode", "decode-0")
     sources = {role: f"file://{path}" for role, path in lists.items()}
-    async with router(stack, **sources) as routed:
-        await routed.until(1, "pdserve_workers", role="decode", state="ready")
-        alone = await routed.ask(prompt_of(100))
+    async with start_router(stack, **sources) as routed:
+        alone = await ask(routed, prompt_of(100))
         assert (alone.path, alone.decode_engine_id) == ("local", "decode-0")
 
         write("prefill", "prefill-0")
         await routed.until(1, "pdserve_worker_pairs", state="proven")
-        assert (await routed.ask(prompt_of(100))).path == "disaggregated"
+        assert (await ask(routed, prompt_of(100))).path == "disaggregated"
 
         write("decode", "decode-0", "decode-1")
         await routed.until(2, "pdserve_worker_pairs", state="proven")
-        metrics = [await routed.ask(prompt_of(100)) for _ in range(4)]
+        metrics = [await ask(routed, prompt_of(100)) for _ in range(4)]
         assert {each.decode_engine_id for each in metrics} == {"decode-0", "decode-1"}
         assert {each.prefill_engine_id for each in metrics} == {"prefill-0"}
 
         write("prefill", "prefill-0", "prefill-1")
         await routed.until(2, "pdserve_worker_pairs", state="mismatched")
         assert "prefill-1 and decode-0 cannot work together: dtype is" in caplog.text
-        metrics = [await routed.ask(prompt_of(100)) for _ in range(4)]
+        metrics = [await ask(routed, prompt_of(100)) for _ in range(4)]
         assert {each.prefill_engine_id for each in metrics} == {"prefill-0"}
 
         write("decode", "decode-1")
-        await routed.until(0, "pdserve_worker_pairs", state="unproven")
         await routed.until(1, "pdserve_worker_pairs", state="proven")
-        metrics = [await routed.ask(prompt_of(100)) for _ in range(2)]
+        metrics = [await ask(routed, prompt_of(100)) for _ in range(2)]
         assert {each.decode_engine_id for each in metrics} == {"decode-1"}

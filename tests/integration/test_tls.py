@@ -57,7 +57,7 @@ def stack(
 def generate(stack: Any, tls: Tls | None, key: str | None = KEY) -> list[int]:
     tokens: list[int] = []
     with Client(stack.grpc_address, tls=tls, api_key=key) as client:
-        for output in client.generate([5, 6, 7], PARAMS, timeout_s=20):
+        for output in client.generate([5, 6, 7], PARAMS, timeout_s=60):
             tokens += output.outputs[0].token_ids
     assert output.metrics.path == "disaggregated"
     return tokens
@@ -82,7 +82,7 @@ def engine_id(port: int, tls: Tls | None) -> str:
     """What a worker says to whoever dials it so."""
     with open_blocking_channel(f"127.0.0.1:{port}", tls) as channel:
         stub = service_grpc.EngineCoreServiceStub(channel)
-        return str(stub.GetInfo(service_pb2.GetInfoRequest(), timeout=5).info.engine_id)
+        return str(stub.GetInfo(service_pb2.GetInfoRequest(), timeout=30).info.engine_id)
 
 
 def test_clients_generate_through_the_handoff(stack: Any, ca: Any) -> None:
@@ -156,6 +156,6 @@ def run(*args: str) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, "PDSERVE_API_KEY": KEY},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )

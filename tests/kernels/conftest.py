@@ -153,6 +153,12 @@ def _dense_attention(batch: Batch) -> torch.Tensor:
     return torch.cat(outputs)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Random inputs do not depend on the tests that have run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["avx512bf16", "avx2"])
 def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernels, for one instruction set after the other."""

@@ -1,5 +1,6 @@
 """How the C++ kernels are found, compiled, chosen, and refused."""
 
+import contextlib
 import logging
 import os
 import re
@@ -258,15 +259,16 @@ def test_the_kernels_run_on_torchs_threads_each_on_its_core(two_threads: None) -
         torch.get_num_threads()
         compiled.pin_threads([cores[0], cores[-1]])
         mine = {str(threading.get_native_id()), *tids_before}
-        tids = set(os.listdir("/proc/self/task")) - mine
-        added.extend(os.sched_getaffinity(int(tid)) for tid in tids)
+        for tid in set(os.listdir("/proc/self/task")) - mine:
+            with contextlib.suppress(ProcessLookupError):  # somebody else's, and over
+                added.append(os.sched_getaffinity(int(tid)))
         compiled.pin_threads([])
 
     # On a thread of its own, whose team ends with it.
     thread = threading.Thread(target=pin)
     thread.start()
     thread.join()
-    assert added == [{cores[-1]}]
+    assert added.count({cores[-1]}) == 1, "nobody else pins threads that start meanwhile"
     assert sorted(os.sched_getaffinity(0)) == cores
 
 

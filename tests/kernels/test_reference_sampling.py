@@ -33,7 +33,7 @@ def kept_by_reference(
     is_dropped = ascending.softmax(0).cumsum(0) <= 1 - top_p
     is_dropped[-1] = False
     kept = order[~is_dropped]
-    return {int(i) for i in kept if logits[i] > -torch.inf}
+    return set(kept[logits[kept] > -torch.inf].tolist())
 
 
 def kept_by_filters(logits: torch.Tensor, **columns: Any) -> list[set[int]]:

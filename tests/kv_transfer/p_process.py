@@ -1,4 +1,4 @@
-"""A prefill worker without an engine, for test_kv_link.py: p_process.py HASH TRANSPORT.
+"""A prefill worker without an engine, for test_kv_link.py: p_process.py ENGINE_ID HASH TRANSPORT.
 
 Prints its port, then obeys lines on stdin: `prefill ID NUM_TOKENS` hands a request over as soon as
 D has granted it, in chunks of 4 blocks; `state` prints what it holds as JSON.
@@ -31,8 +31,8 @@ CHUNK = 4 * kit.BLOCK_SIZE
 class Prefills:
     """What P's engine does, on the event loop."""
 
-    def __init__(self, compatibility_hash: str, require_transport: str) -> None:
-        identity = kit.make_identity("p0", compatibility_hash=compatibility_hash)
+    def __init__(self, engine_id: str, compatibility_hash: str, require_transport: str) -> None:
+        identity = kit.make_identity(engine_id, compatibility_hash=compatibility_hash)
         self._loop = asyncio.get_running_loop()
         self.connector = ProducerConnector(
             make_transport("nixl", identity, require_transport=require_transport),
@@ -85,8 +85,8 @@ class Prefills:
         self.blocks.give([i for i in tables[0] if i not in kept])
 
 
-async def main(compatibility_hash: str, require_transport: str) -> None:
-    prefills = Prefills(compatibility_hash, require_transport)
+async def main(engine_id: str, compatibility_hash: str, require_transport: str) -> None:
+    prefills = Prefills(engine_id, compatibility_hash, require_transport)
     server = RpcServer("127.0.0.1", 0)
     servicer = KvTransferServicer(prefills.connector)
     servicer.add_to_server(server.server)

@@ -34,6 +34,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
+    TransferFailed,
     TransferFinished,
     TransferLost,
 )
@@ -569,10 +570,15 @@ def test_the_losses_below_are_all() -> None:
 
 
 @pytest.mark.parametrize("reason", [name for name in LOSSES if name != "no_link"])
-def test_a_lost_pull_is_reported_held_and_then_failed(world: World, reason: str) -> None:
+def test_a_lost_pull_is_reported_held_and_then_failed(
+    world: World, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
     request, session = world.confirmed()
     LOSSES[reason](world, request, session)
     lost = world.lost(request)
+    (line,) = caplog.messages
+    assert line.startswith("request r0, attempt 0: KV session 1.1 with p0 is lost in state PULLING")
+    assert f": {reason}: {lost.message}; the router decides how it goes on" in line
     assert lost.reason == reason
     assert lost.message
     assert lost.num_confirmed_tokens == (0 if reason == "fenced" else 16)
@@ -587,6 +593,9 @@ def test_a_lost_pull_is_reported_held_and_then_failed(world: World, reason: str)
     assert world.told() == [], "the router has time to decide"
     world.pass_time(1)
     (failed,) = world.told()
+    assert caplog.messages[1:] == [
+        "request r0, attempt 0: the router has not decided within 5 s; what is held is free"
+    ]
     is_expiry = reason in ("expired", "fenced", "not_valid")
     assert failed.error.code is (
         ErrorCode.KV_EXPIRED if is_expiry else ErrorCode.KV_TRANSFER_FAILED
@@ -693,6 +702,33 @@ def test_an_answer_that_came_while_ds_event_loop_hung_counts(world: World) -> No
     world.hang(ACK_TIMEOUT_S + 600)
     world.say(ack(session, 3))
     assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    world.end(request)
+
+
+def test_the_router_has_its_time_though_ds_step_is_long(world: World) -> None:
+    request, session = world.confirmed()
+    world.say(ended(session, "error"))
+    world.pass_time(3 * HOLD_S)
+    assert world.lost(request).num_confirmed_tokens == 16, "only now the router hears of it"
+    world.pass_time(HOLD_S - 1)
+    assert world.told() == []
+    world.pass_time(1)
+    assert [type(news) for news in world.told()] == [TransferFailed]
+    world.end(request)
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_what_is_held_waits_for_the_attempt_that_the_router_has_sent(
+    world: World, is_remote: bool
+) -> None:
+    request, session = world.confirmed()
+    world.say(ended(session, "error"))
+    world.lost(request)
+    world.pass_time(HOLD_S - 1)
+    params = request.kv_transfer_params if is_remote else None
+    world.d.on_dispatched(replace(request.request, attempt=1, kv_transfer_params=params))
+    world.pass_time(3 * HOLD_S)
+    assert world.told() == [], "D's scheduler takes it in when its step is over"
     world.end(request)
 
 

@@ -1,8 +1,10 @@
 """The transfer thread against an agent that fails and stalls when the test says so."""
 
+import contextlib
+import itertools
+import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +16,8 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
-from pdserve_engine.kv_transfer.nixl import (
-    MAX_LEFT_OPEN,
-    NixlAgent,
-    RemoteDisconnectError,
-    has_rdma_device,
-)
+from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
+from pdserve_engine.kv_transfer.nixl_transport import MAX_PUMP_S
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 BLOCK_BYTES = 1 << 20
@@ -48,7 +46,7 @@ class FakeAgent:
         self.post_error: Exception | None = None
         self.peers: list[str] = []
         self.num_left_open = 0
-        self.num_progressed = 0
+        self.progressed_at: list[float] = []
         self.is_closed = False
 
     def add_peer(self, name: str, endpoint: KVEndpoint) -> str:
@@ -87,7 +85,7 @@ class FakeAgent:
 
     def progress(self) -> None:
         """Nothing moves by itself."""
-        self.num_progressed += 1
+        self.progressed_at.append(time.monotonic())
 
     def close(self) -> None:
         self.is_closed = True
@@ -109,11 +107,27 @@ class Rig:
         self.welcome = self.kit.welcome_of(self.kit.make_identity("p0"), self.transport)
         self.peer = self.transport.add_peer(self.welcome, self.lost.append)
 
-    def read(self, num_blocks: int, timeout_s: float = 5.0) -> None:
+    def read(self, num_blocks: int, timeout_s: float = 60.0) -> None:
         ids = list(range(num_blocks))
         self.transport.read(
             self.peer, ids, ids, timeout_s, self.landed.on_done, self.landed.on_stall
         )
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is asked of the transfer thread meanwhile, it takes together afterwards."""
+        is_over = threading.Event()
+        self.transport._commands.put(is_over.wait)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def settle(self) -> None:
+        """Return when the transfer thread has taken what it was asked for."""
+        is_taken = threading.Event()
+        self.transport._commands.put(is_taken.set)
+        assert is_taken.wait(30.0)
 
     def end_posted(self) -> None:
         for handle in list(self.agent.posted):
@@ -158,8 +172,9 @@ def test_small_reads_are_posted_side_by_side(rig: Rig) -> None:
 
 
 def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamespace) -> None:
-    rig.read(40, timeout_s=0.05)
-    rig.read(8)
+    with rig.at_once():
+        rig.read(40, timeout_s=0.05)
+        rig.read(8)
     rig.wait_posted(1)
     kit.wait_until(lambda: rig.lost)
     assert len(rig.landed.stalls) == 1
@@ -167,7 +182,7 @@ def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamesp
     with pytest.raises(KVTransferError):
         rig.read(1)
     rig.transport.remove_peer(rig.peer)
-    assert rig.transport.num_pending_reads() == 1
+    assert len(rig.landed.results) == 1
     rig.agent.posted[0].end = ""
     kit.wait_until(lambda: len(rig.landed.results) == 2)
     assert not rig.landed.results[1].is_ok, "half of it was never posted"
@@ -182,7 +197,7 @@ def test_a_failed_piece_fails_the_read_once_it_has_settled(rig: Rig, kit: Simple
     kit.wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].error == "REMOTE_DISCONNECT"
     kit.wait_until(lambda: rig.lost)
-    assert rig.transport.num_pending_reads() == 1, "the other READ may still land"
+    assert len(rig.landed.results) == 1, "the other READ may still land"
     rig.agent.posted[0].end = ""
     kit.wait_until(lambda: len(rig.landed.results) == 2)
     assert rig.landed.results[1].is_ok
@@ -227,25 +242,33 @@ def test_what_stays_stalled_beyond_the_limits_fails_the_worker(
     failure: str,
 ) -> None:
     monkeypatch.setattr(reads, limit, value)
-    rig.read(8, timeout_s=0.02)
-    rig.read(8, timeout_s=0.02)
+    with rig.at_once():
+        rig.read(8, timeout_s=0.02)
+        rig.read(8, timeout_s=0.02)
     assert failure in kit.wait_until(lambda: rig.transport.failure)
-    assert rig.transport.num_stalled_reads() == 2
+    kit.wait_until(lambda: len(rig.landed.stalls) == 2)
     rig.end_posted()
     kit.wait_until(lambda: len(rig.landed.results) == 2)
-    assert rig.transport.num_stalled_reads() == 0
 
 
-def test_a_stalled_read_that_lands_in_time_is_forgotten(rig: Rig, kit: SimpleNamespace) -> None:
-    rig.read(8, timeout_s=0.02)
-    kit.wait_until(lambda: rig.transport.num_stalled_reads() == 1)
-    rig.end_posted()
-    kit.wait_until(lambda: rig.transport.num_stalled_reads() == 0)
+def test_a_stalled_read_that_lands_in_time_is_forgotten(
+    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "MAX_STALLED_READS", 1)
+    for number in (1, 2):
+        rig.read(8, timeout_s=0.02)
+        kit.wait_until(lambda number=number: len(rig.landed.stalls) == number)
+        rig.settle()
+        rig.end_posted()
+        kit.wait_until(lambda number=number: len(rig.landed.results) == number)
+        rig.transport.remove_peer(rig.peer)
+        rig.connect()
     assert rig.transport.failure is None
 
 
 def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace) -> None:
-    rig.transport.read(rig.peer, [9, 8, 7], [5, 4, 3], 5.0, rig.landed.on_done, rig.landed.on_stall)
+    on_done, on_stall = rig.landed.on_done, rig.landed.on_stall
+    rig.transport.read(rig.peer, [9, 8, 7], [5, 4, 3], 60.0, on_done, on_stall)
     rig.wait_posted(1)
     assert list(rig.agent.posted[0].local) == [3, 4, 5]
     assert list(rig.agent.posted[0].remote) == [7, 8, 9]
@@ -254,21 +277,24 @@ def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace
 def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(
     rig: Rig, kit: SimpleNamespace
 ) -> None:
-    def num_calls(duration_s: float) -> int:
-        before = rig.agent.num_progressed
-        time.sleep(duration_s)
-        return rig.agent.num_progressed - before
+    def pauses() -> list[float]:
+        return [after - before for before, after in itertools.pairwise(rig.agent.progressed_at)]
 
-    assert num_calls(0.02) == 0
+    def answers_nobody() -> bool:
+        rig.settle()
+        rig.agent.progressed_at.clear()
+        time.sleep(0.02)
+        return not rig.agent.progressed_at
+
+    assert answers_nobody()
     rig.transport.set_exporting(True)
-    time.sleep(0.1)
-    assert 1 <= num_calls(0.2) <= 40, "at most every 10 ms, and some slack"
-    before = rig.agent.num_progressed
+    # A machine with much else to do may make any pause longer, but none shorter.
+    kit.wait_until(lambda: len(pauses()) > 5 and min(pauses()[-5:]) >= MAX_PUMP_S)
+    rig.agent.progressed_at.clear()
     rig.transport.poke()
-    kit.wait_until(lambda: rig.agent.num_progressed >= before + 8, timeout_s=1.0)
+    kit.wait_until(lambda: min(pauses(), default=1.0) < MAX_PUMP_S / 4)
     rig.transport.set_exporting(False)
-    time.sleep(0.02)
-    assert num_calls(0.02) == 0
+    assert answers_nobody()
 
 
 def test_a_self_check_that_fails_says_what_to_do(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +321,7 @@ def test_a_self_check_sees_bytes_that_do_not_arrive(
     agent = FakeAgent("d0.x", pool, transport="any")
     agent.own_read_end = end
     with pytest.raises(error, match=match):
-        check_own_pool(agent, pool, 0.05)  # type: ignore[arg-type]
+        check_own_pool(agent, pool, 0.05 if end is None else 30.0)  # type: ignore[arg-type]
 
 
 def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
@@ -316,7 +342,7 @@ def test_p_answers_over_shared_memory_too(
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
     rig = Rig(kit, "shm")
     rig.transport.set_exporting(True)
-    kit.wait_until(lambda: rig.agent.num_progressed > 2)
+    kit.wait_until(lambda: len(rig.agent.progressed_at) > 2)
     rig.transport.close()
 
 
@@ -342,17 +368,6 @@ def test_the_label_says_how_the_peer_is_reached(
     kit.wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].transport == label
     rig.transport.close()
-
-
-def test_an_rdma_device_of_the_machine_counts_if_it_was_given_to_us(tmp_path: Path) -> None:
-    devices, verbs = tmp_path / "devices", tmp_path / "verbs"
-    assert not has_rdma_device(devices, verbs)
-    (devices / "mlx5_0").mkdir(parents=True)
-    verbs.mkdir()
-    (verbs / "rdma_cm").touch()
-    assert not has_rdma_device(devices, verbs)
-    (verbs / "uverbs0").touch()
-    assert has_rdma_device(devices, verbs)
 
 
 def test_a_required_transport_that_is_not_used_loses_the_peer(

@@ -2,8 +2,8 @@
 and that every way a session can end fences it first.
 """
 
+import logging
 import random
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -133,13 +133,6 @@ class World:
         assert not self.side.p._machine._open
         assert not self.side.p._machine._num_exported
         assert not any(self.num_sessions(state) for state in State)
-
-
-@pytest.fixture(autouse=True)
-def leaks_nothing() -> Iterator[None]:
-    """As everywhere here, but without collecting garbage: it would take most of the time."""
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "kv-transfer"]
 
 
 @pytest.fixture
@@ -674,8 +667,13 @@ def steps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, Ev
 
 @pytest.mark.parametrize(("state", "event"), ENDINGS)
 def test_every_end_of_a_session_fences_it_and_gives_its_blocks_back_once(
-    world: World, steps: list[tuple[State, Event]], state: State, event: Event
+    world: World,
+    steps: list[tuple[State, Event]],
+    caplog: pytest.LogCaptureFixture,
+    state: State,
+    event: Event,
 ) -> None:
+    caplog.set_level(logging.WARNING)
     request, session = set_up(world, state, event)
     world.heard()
     DRIVERS[event](world, request, session)
@@ -687,6 +685,7 @@ def test_every_end_of_a_session_fences_it_and_gives_its_blocks_back_once(
     news = world.take_p_news()  # a block that is freed twice fails here
     failed = any(isinstance(item, TransferFailed) for item in news)
     assert failed is (Action.FAIL_REQUEST in step.actions)
+    assert len(caplog.messages) == (event in (Event.EXPIRED, Event.FENCED, Event.LINK_LOST))
     if event is Event.LINK_LOST:
         world.connect()
     world.say(Release(session=session, through_block=1))
@@ -731,6 +730,28 @@ def test_a_fence_says_why(world: World) -> None:
     world.end_p(request, RequestStatus.FINISHED_ERROR)
 
 
+@pytest.mark.parametrize(
+    ("state", "what_next"),
+    [
+        (State.ASKING, "the router decides how it goes on"),
+        (State.HANDED_OFF, "its blocks are free"),
+    ],
+)
+def test_an_operator_reads_of_a_session_that_has_expired(
+    world: World, caplog: pytest.LogCaptureFixture, state: State, what_next: str
+) -> None:
+    request, session = SETUPS[state](world)
+    world.pass_time(30)
+    (line,) = caplog.messages
+    assert line == (
+        f"request r0, attempt 0: KV session {session.link}.{session.seq} with d0 is lost in state "
+        f"{state.name} after 30.0 s: expired; {what_next}"
+    )
+    world.take_p_news()
+    if not request.status.is_finished:
+        world.end_p(request, RequestStatus.FINISHED_ERROR)
+
+
 def test_a_new_link_ends_the_sessions_of_the_old_one(world: World) -> None:
     request, session = world.sending()
     old_wire, old_link = world.to_d, world.p_link
@@ -750,12 +771,15 @@ def test_a_new_link_ends_the_sessions_of_the_old_one(world: World) -> None:
 def test_whatever_happens_every_block_comes_back_once(world: World, seed: int) -> None:
     """Random steps of D, the scheduler and time; Blocks notices what is freed twice."""
     traffic = Traffic(world, random.Random(seed))
+    begun = traffic.counters()
+    assert ("pdserve_kv_sessions_ended", "expired") in begun
     for _ in range(1000):
         traffic.step()
     traffic.finish()
     assert not world.p._machine._failed
     world.check_baseline()
     assert len(traffic.reasons()) >= 8, "most ways to end a session have been taken"
+    assert traffic.counters() == begun, "rates miss the first sample of a series: `begin` it"
 
 
 class Traffic:
@@ -788,6 +812,17 @@ class Traffic:
         (metric,) = self.world.p_metrics.sessions_ended.collect()
         counts = (sample for sample in metric.samples if sample.name.endswith("_total"))
         return {sample.labels["reason"] for sample in counts if sample.value}
+
+    def counters(self) -> set[tuple[str, ...]]:
+        """All series of P that count: the metric and its labels' values."""
+        return {
+            (metric.name, *sample.labels.values())
+            for counter in vars(self.world.p_metrics).values()
+            for metric in counter.collect()
+            if metric.type == "counter"
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        }
 
     def _say(self) -> None:
         session = self.rng.choice(self.sessions[-6:])

@@ -19,10 +19,10 @@ from cluster import Member
 from monitoring import rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
 
-FIRE_TIMEOUT_S = 60.0
+FIRE_TIMEOUT_S = 90.0
 # The longest window that one test leaves to the next.
-QUIET_TIMEOUT_S = 30.0
-DRAIN_TIMEOUT_S = 30.0
+QUIET_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 60.0
 # Whatever else breaks.
 NEVER_BY_CHANCE = {"PdserveDuplicateTokenMismatch", "PdserveCorruptBlocks"}
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -110,7 +110,7 @@ def drained_before_reads(world: World) -> Iterator[None]:
         for name in DECODE:
             world.cluster.controls(name).arm("chunk", hold=True)
         for name in DECODE:
-            world.cluster.controls(name).wait_reached("chunk")
+            world.cluster.controls(name).wait_reached("chunk", timeout_s=30.0)
         try:
             drain(world.cluster.members["prefill-0"], timeout_s=1)
             yield
@@ -167,7 +167,7 @@ def deaths_while_loading(world: World) -> Iterator[None]:
             world.wait_until(
                 lambda: world.prometheus.query(started) not in ([], before),  # noqa: B023
                 "it is scraped again",
-                timeout_s=30,
+                timeout_s=60,
             )
             assert not world.prometheus.query('pdserve_build_info{pod="prefill-1"}'), "it is ready"
     yield

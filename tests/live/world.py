@@ -18,7 +18,7 @@ from prometheus import Prometheus, Target
 NAMESPACE, RELEASE = "serving", "demo"
 REQUEST_TIMEOUT_S = 60.0
 RETRY_S = 0.2
-SCRAPE_TIMEOUT_S = 30.0
+SCRAPE_TIMEOUT_S = 60.0
 POLL_S = 0.25
 
 

@@ -23,7 +23,8 @@ from pdserve_router.server import RouterServer
 from pdserve_router.tokenizer import Tokenizer
 
 ANSWER_TEXT = "hello world, the quick fox"
-TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=0.5, min_backoff_s=0.02, max_backoff_s=0.1)
+# A busy machine is no silent worker: tests of silence have a shorter time of their own.
+TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=20.0, min_backoff_s=0.02, max_backoff_s=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +32,14 @@ async def no_task_leaks() -> AsyncIterator[None]:
     """Every test must leave the event loop as empty as it found it."""
     before = asyncio.all_tasks()
     yield
-    for _ in range(50):
-        left = asyncio.all_tasks() - before - {asyncio.current_task()}
-        if not left:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"tasks left: {left}")
+
+    def left() -> set[asyncio.Task[object]]:
+        return asyncio.all_tasks() - before - {asyncio.current_task()}
+
+    try:
+        await until(lambda: not left())
+    except AssertionError:
+        raise AssertionError(f"tasks left: {left()}") from None
 
 
 @pytest.fixture(scope="session")
@@ -90,12 +93,30 @@ class Stack:
         await until(lambda: all(client.num_in_flight == 0 for client in clients))
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Wait for something that is about to become true."""
+def counters(server: RouterServer) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """All series that count, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for family in server.registry.collect()
+        if family.type == "counter"
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for something that is about to become true, on a machine however busy."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "timed out"
         await asyncio.sleep(0.005)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Change a file as operators do: nobody reads half of it."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
+    new.replace(path)
 
 
 StartStack = Callable[..., "contextlib.AbstractAsyncContextManager[Stack]"]
@@ -113,8 +134,26 @@ class NoMetricsServer:
         pass
 
 
+class QuickHttpServer(HttpServer):
+    """Closes without uvicorn's pauses, a fifth of a second together; tests of how it closes ask for
+    the real one.
+    """
+
+    async def close(self, *, grace_s: int) -> None:
+        assert self._server is not None
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        state = self._server.server_state
+        for server in self._server.servers:
+            server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        await until(lambda: not state.connections and not state.tasks)
+
+
 class NoHttpServer:
-    """uvicorn takes a fifth of a second to close; tests of HTTP ask for it."""
+    """For tests without HTTP."""
 
     port = 0
 
@@ -145,14 +184,14 @@ def start_stack(
         decode: int = 1,
         answer: str | Sequence[int] = ANSWER_TEXT,
         wait: bool = True,
-        http: bool = False,
+        http: bool | type[HttpServer] = False,
         info: dict[str, object] | None = None,
         channel_options: Sequence[tuple[str, object]] = (),
         **config: object,
     ) -> AsyncIterator[Stack]:
-        monkeypatch.setattr(
-            "pdserve_router.server.HttpServer", HttpServer if http else NoHttpServer
-        )
+        if isinstance(http, bool):
+            http = QuickHttpServer if http else NoHttpServer
+        monkeypatch.setattr("pdserve_router.server.HttpServer", http)
         tokens = tokenizer.backend.encode(answer).ids if isinstance(answer, str) else answer
 
         def worker(role: WorkerRole, number: int) -> FakeWorker:
@@ -165,7 +204,7 @@ def start_stack(
         async with contextlib.AsyncExitStack() as stack:
             for fake in (*prefills, *decodes):
                 await fake.start()
-                stack.push_async_callback(fake.stop)
+                stack.push_async_callback(fake.close)
             defaults: dict[str, object] = {
                 "host": "127.0.0.1",
                 "grpc_port": 0,
@@ -191,7 +230,12 @@ def start_stack(
                 clients = (*server.pool.prefill, *server.pool.decode)
                 await until(lambda: all(client.is_ready for client in clients))
                 await until(lambda: server.pool.is_ready)
+                unproven = ("pdserve_worker_pairs", {"state": "unproven"})
+                await until(lambda: server.registry.get_sample_value(*unproven) == 0)
+            begun = counters(server)
             yield Stack(server, prefills, decodes, channel)
+            born = counters(server) - begun
+            assert not born, f"rates miss the first sample of {born}: `begin` them"
 
     return start
 

@@ -4,6 +4,7 @@ tests choose. The real engine meets the router in tests/integration.
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
@@ -43,6 +44,19 @@ KV_STATS = KVTransferStats(
 PROBE_ANSWER = (4, 5)
 
 Behaviour = Callable[["Running"], Awaitable[None]]
+# Awaited before a request's next token, with how many it has.
+BeforeToken = Callable[["Running", int], Awaitable[None]]
+
+
+REUSEPORT = "grpc.so_reuseport"
+
+
+def reserve_port() -> socket.socket:
+    """Bind a free port of this machine; servers that share ports may listen on it."""
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation
 
 
 def is_probe(request_id: str) -> bool:
@@ -139,6 +153,11 @@ class Running:
     def num_resumed(self) -> int:
         return len(self.request.resume_output_token_ids)
 
+    async def turn(self, num_tokens: int) -> None:
+        """Wait until the next token may come."""
+        if not is_probe(self.request.request_id):
+            await self.worker.before_token(self, num_tokens)
+
     def emit(
         self,
         *token_ids: int,
@@ -190,6 +209,7 @@ async def prefill(running: Running) -> None:
     num_known = running.num_resumed
     if running.worker.step_s:
         await asyncio.sleep(running.worker.step_s)
+    await running.turn(num_known)
     running.emit_prompt_logprobs()
     params = running.request.kv_transfer_params
     if len(tokens) == num_known + 1:
@@ -219,6 +239,7 @@ async def decode(running: Running) -> None:
     if not is_remote:
         running.emit_prompt_logprobs()
     for end in range(start, len(tokens) + 1):
+        await running.turn(end - 1)
         is_first, is_last = end == start, end == len(tokens)
         begin = num_known if is_first else end - 1
         running.emit(
@@ -233,8 +254,12 @@ async def decode(running: Running) -> None:
         await asyncio.sleep(step_s)
 
 
+async def at_once(running: Running, num_tokens: int) -> None:
+    """Keep no token back."""
+
+
 class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
-    """One prefill or decode worker on a free port."""
+    """One prefill or decode worker on a free port, which stays its own until it is closed."""
 
     def __init__(
         self, role: WorkerRole, *, vocab_size: int, answer: Sequence[int] = (), **info: object
@@ -244,6 +269,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.step_s = 0.002
         self.behave: Behaviour = prefill if role is WorkerRole.PREFILL else decode
         self.behave_probe = self.behave
+        self.before_token: BeforeToken = at_once
         self.heartbeat_s: float | None = 0.1
         self.is_draining = False
         self.is_paused = False
@@ -265,6 +291,9 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self._running: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._cut = asyncio.Event()
         self._server: grpc.aio.Server | None = None
+        # Bound and not listening: while the worker is stopped its port refuses connections, and
+        # nobody else gets it.
+        self._reservation: socket.socket | None = None
 
     @property
     def address(self) -> str:
@@ -275,17 +304,27 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         return sum(not is_probe(request_id) for request_id in self._running)
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=server_options())
+        if self._reservation is None:
+            self._reservation = reserve_port()
+            self.port = self._reservation.getsockname()[1]
+        options = [option for option in server_options() if option[0] != REUSEPORT]
+        self._server = grpc.aio.server(options=[*options, (REUSEPORT, 1)])
         pb2_grpc.add_EngineCoreServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        assert self._server.add_insecure_port(self.address) == self.port
         await self._server.start()
 
     async def stop(self) -> None:
-        """Die: the port closes and every stream breaks."""
+        """Die: nobody listens any more and every stream breaks."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
         await self._end_all()
+
+    async def close(self) -> None:
+        """Stop for good."""
+        await self.stop()
+        if self._reservation is not None:
+            self._reservation.close()
 
     def cut(self) -> None:
         """Break the streams; the worker lives on."""
@@ -295,6 +334,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     async def Attach(
         self, requests: AsyncIterator[pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> None:
+        cut = self._cut
         hello = (await requests.__anext__()).hello
         self.hellos.append(hello)
         link, adopted = await self._link_for(hello)
@@ -302,7 +342,6 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         lock = asyncio.Lock()
         welcome = pb2.AttachWelcome(info=wire.engine_info_to_proto(self.info), adopted=adopted)
         await context.write(pb2.AttachResponse(welcome=welcome))
-        cut = self._cut
         tasks = [
             asyncio.create_task(part)
             for part in (

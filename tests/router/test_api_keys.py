@@ -1,6 +1,5 @@
 """Who is let in by API key, over HTTP and gRPC, and what is said to the others."""
 
-import os
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter
 
-from conftest import ANSWER_TEXT
+from conftest import ANSWER_TEXT, replace_file
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_router.api_keys import ApiKeys
@@ -50,7 +49,7 @@ async def complete(stack: Any, key: str) -> str:
 async def generate(stack: Any, key: str | None) -> str:
     client = AsyncClient(f"127.0.0.1:{stack.server.grpc_port}", api_key=key)
     try:
-        return "".join([o.outputs[0].text async for o in client.generate("hello", timeout_s=10)])
+        return "".join([o.outputs[0].text async for o in client.generate("hello", timeout_s=30)])
     finally:
         await client.close()
 
@@ -68,7 +67,7 @@ async def test_others_get_openais_401(stack: Any) -> None:
         await complete(stack, "another-key-0123456789")
     assert error.value.code == "invalid_api_key"
     assert error.value.type == "invalid_request_error"
-    async with httpx.AsyncClient(base_url=stack.url) as http:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         for path in ("/v1/completions", "/v1/models", "/nowhere", "//health"):
             answer = await http.post(path, content=b"{}")
             assert answer.status_code == 401
@@ -81,7 +80,7 @@ async def test_others_get_openais_401(stack: Any) -> None:
     "header", [FIRST, f"Basic {FIRST}", "Bearer", f"Bearer {FIRST} {SECOND}", "Bearer ü"]
 )
 async def test_a_header_that_is_none_opens_nothing(stack: Any, header: str) -> None:
-    async with httpx.AsyncClient(base_url=stack.url) as http:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         answer = await http.get("/v1/models", headers={"authorization": header.encode()})
     assert answer.status_code == 401
 
@@ -99,10 +98,10 @@ async def test_others_are_unauthenticated_on_grpc(stack: Any) -> None:
 
 
 async def test_health_needs_no_key(stack: Any) -> None:
-    async with httpx.AsyncClient(base_url=stack.url) as http:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
         assert (await http.get("/health")).status_code == 200
     health = health_pb2_grpc.HealthStub(stack.channel)
-    status = (await health.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+    status = (await health.Check(health_pb2.HealthCheckRequest(), timeout=30)).status
     assert status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -110,19 +109,13 @@ async def test_a_key_that_is_taken_out_of_the_file_opens_nothing_any_more(
     stack: Any, keys_file: Path
 ) -> None:
     assert await complete(stack, FIRST) == ANSWER_TEXT
-    replace(keys_file, f"alice:{SECOND}\n")
+    replace_file(keys_file, f"alice:{SECOND}\n")
     with pytest.raises(openai.AuthenticationError):
         await complete(stack, FIRST)
     assert await complete(stack, SECOND) == ANSWER_TEXT
     # What cannot be meant does not lock everybody out.
-    replace(keys_file, "")
+    replace_file(keys_file, "")
     assert await complete(stack, SECOND) == ANSWER_TEXT
-
-
-def replace(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    os.replace(new, path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The search finds what Hugging Face's beam search finds, from the same log-probabilities."""
 
+import functools
 import math
 
 import pytest
@@ -35,10 +36,16 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@functools.cache
 @torch.inference_mode()
-def top_tokens(model: LlamaForCausalLM, token_ids: list[int], num: int) -> LogprobsLists:
+def logprobs_behind(model: LlamaForCausalLM, token_ids: tuple[int, ...]) -> torch.Tensor:
+    """Most searches come by the same beams."""
     logits = model(torch.tensor([token_ids])).logits[0, -1]
-    values, ids = torch.log_softmax(logits.float(), dim=-1).topk(num)
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def top_tokens(model: LlamaForCausalLM, token_ids: list[int], num: int) -> LogprobsLists:
+    values, ids = logprobs_behind(model, tuple(token_ids)).topk(num)
     token_ids, logprobs = tuple(ids.tolist()), tuple(values.tolist())
     return LogprobsLists(
         logprob_token_ids=((token_ids[0], *token_ids),),

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from dataclasses import replace
 from functools import cache
 
 import grpc
@@ -174,28 +175,29 @@ async def test_a_stop_token_is_named_and_is_no_text(stack, tokenizer) -> None:
         assert item.text == tokenizer.decode([i for i in item.token_ids[:-1] if i != EOS])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 11}, "n is 11, at most 10 with use_beam_search"),
-        ({"best_of": 12}, "best_of is 12, at most 10 with use_beam_search"),
-        ({"n": 8, "stop_token_ids": range(50, 62)}, "stop_token_ids and EOS are 13 tokens"),
-        ({"length_penalty": 11.0}, "length_penalty is 11, must be -10 to 10"),
-        ({"stop": ["a"]}, "stop is set: not served with use_beam_search"),
-        ({"presence_penalty": 1.0}, "presence_penalty is set"),
-        ({"logit_bias": {5: 1.0}}, "logit_bias is set"),
-        ({"bad_words": ["a"]}, "bad_words is set"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is set"),
-        ({"temperature": 0.5}, "temperature is 0.5, must be 0 with use_beam_search"),
-    ],
-)
-async def test_what_beams_cannot_follow_is_refused(stack, fields, message) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(stack, **fields)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert message in caught.value.details()
+REFUSED = [
+    ({"n": 11}, "n is 11, at most 10 with use_beam_search"),
+    ({"best_of": 12}, "best_of is 12, at most 10 with use_beam_search"),
+    ({"n": 8, "stop_token_ids": range(50, 62)}, "stop_token_ids and EOS are 13 tokens"),
+    ({"length_penalty": 11.0}, "length_penalty is 11, must be -10 to 10"),
+    ({"stop": ["a"]}, "stop is set: not served with use_beam_search"),
+    ({"presence_penalty": 1.0}, "presence_penalty is set"),
+    ({"logit_bias": {5: 1.0}}, "logit_bias is set"),
+    ({"bad_words": ["a"]}, "bad_words is set"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs is set"),
+    ({"temperature": 0.5}, "temperature is 0.5, must be 0 with use_beam_search"),
+]
+
+
+async def test_what_beams_cannot_follow_is_refused(stack) -> None:
+    for fields, message in REFUSED:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack, **fields)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert message in caught.value.details()
     assert stack.decode.requests == []
-    assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+    rejected = stack.metric("pdserve_requests_total", model="tiny", outcome="rejected")
+    assert rejected == len(REFUSED)
 
 
 def error_of(output) -> tuple[int, str]:
@@ -218,21 +220,22 @@ async def test_one_beams_failure_ends_the_request_and_its_other_beams(stack) -> 
     assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
 
 
-async def test_a_step_without_logprobs_is_an_error(stack) -> None:
+async def test_a_step_without_logprobs_is_an_error(start_stack) -> None:
     async def end(running) -> None:
         running.emit(at=0, finish=FinishReason.ABORT)
 
-    stack.decode.behave = at_step(1, end)
-    code, message = error_of(await generate(stack))
-    assert code == core.ERROR_CODE_ENGINE_DEAD
-    assert "without logprobs: abort" in message
+    async with start_stack(max_redrives=0) as stack:
+        stack.decode.behave = at_step(1, end)
+        code, message = error_of(await generate(stack))
+        assert code == core.ERROR_CODE_ENGINE_DEAD
+        assert "without logprobs: abort" in message
 
 
 async def test_cancelling_aborts_every_beam(stack) -> None:
     stack.decode.behave = at_step(2, hang)
     call = stack.stub.Generate(request())
     reading = asyncio.ensure_future(call.read())
-    await until(lambda: stack.decode.num_running == 2)
+    await until(lambda: len(stack.decode.requests) == 1 + 2 + 2)
     call.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     await until(lambda: len(stack.decode.aborted) == 2)
@@ -241,7 +244,7 @@ async def test_cancelling_aborts_every_beam(stack) -> None:
 
 
 async def test_the_deadline_ends_it_with_a_typed_error(start_stack) -> None:
-    async with start_stack(default_deadline_s=0.2) as stack:
+    async with start_stack(default_deadline_s=0.6) as stack:
         stack.decode.behave = at_step(1, hang)
         code, message = error_of(await generate(stack))
         assert code == core.ERROR_CODE_DEADLINE_EXCEEDED
@@ -250,8 +253,8 @@ async def test_the_deadline_ends_it_with_a_typed_error(start_stack) -> None:
         await stack.assert_idle()
 
 
-async def test_a_lost_worker_ends_it_with_one_error(start_stack) -> None:
-    async with start_stack() as stack:
+async def test_without_another_worker_a_lost_one_ends_it_with_one_error(start_stack) -> None:
+    async with start_stack(redrive_wait_s=0.1) as stack:
         stack.decode.behave = at_step(1, hang)
         task = asyncio.create_task(generate(stack))
         await until(lambda: stack.decode.num_running == 2)
@@ -261,18 +264,111 @@ async def test_a_lost_worker_ends_it_with_one_error(start_stack) -> None:
         await stack.assert_idle()
 
 
-async def test_a_worker_that_drains_between_steps_ends_it_with_a_retryable_error(stack) -> None:
-    async def slow(running) -> None:
-        await until(lambda: not stack.server.pool.decode[0].is_ready)
+async def fail(running) -> None:
+    error = EngineError(code=ErrorCode.OVERLOADED, message="broken on purpose", is_retryable=True)
+    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+
+class TwoWorkers:
+    """Two decode workers; the one that gets `step` first does something else from then on."""
+
+    def __init__(self, stack, step: int, behave) -> None:
+        self.stack = stack
+        self.first = None
+        self._behave = behave
+        for worker in stack.decodes:
+            worker.behave = at_step(step, self._reach)
+
+    @property
+    def second(self):
+        (other,) = (worker for worker in self.stack.decodes if worker is not self.first)
+        return other
+
+    @property
+    def is_first_ready(self) -> bool:
+        clients = self.stack.server.pool.decode
+        return any(client.is_ready for client in clients if client.address == self.first.address)
+
+    async def _reach(self, running) -> None:
+        self.first = self.first or running.worker
+        await (self._behave if running.worker is self.first else predict)(running)
+
+
+@pytest.fixture
+async def two(start_stack):
+    async with start_stack(prefill=0, decode=2) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+def assert_recovered(stack, output, *, reason: str) -> None:
+    best = expected().finished[: PARAMS["n"]]
+    assert [tuple(item.token_ids) for item in output.outputs] == [b.token_ids for b in best]
+    assert output.metrics.num_redrives == 1
+    assert output.metrics.determinism == "exact"
+    assert stack.metric("pdserve_redrives_total", reason=reason, path="local") == 1
+    assert stack.metric("pdserve_redrives_waiting") == 0
+
+
+async def test_a_search_goes_on_elsewhere_when_its_worker_drains(two) -> None:
+    async def drain(running) -> None:
+        running.worker.is_draining = True
+        await until(lambda: not workers.is_first_ready)
         await predict(running)
 
-    stack.decode.behave = at_step(1, slow)
-    task = asyncio.create_task(generate(stack))
-    await until(lambda: stack.decode.num_running == 2)
-    stack.decode.is_draining = True
-    code, message = error_of(await task)
-    assert code == core.ERROR_CODE_NO_WORKER
-    assert "draining" in message
+    workers = TwoWorkers(two, 2, drain)
+    output = await generate(two)
+    assert_recovered(two, output, reason="no_worker")
+    # Each step is asked for once: what drained has finished its own.
+    steps = [
+        [int(each.request_id.split(".")[0]) for each in worker.requests]
+        for worker in (workers.first, workers.second)
+    ]
+    assert steps == [[0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
+    assert workers.first.aborted == []
+    assert output.metrics.decode_engine_id == workers.second.info.engine_id
+
+
+async def test_a_step_is_done_again_elsewhere_when_its_worker_dies(two) -> None:
+    workers = TwoWorkers(two, 2, hang)
+    task = asyncio.create_task(generate(two))
+    await until(lambda: workers.first is not None and workers.first.num_running == 2)
+    await workers.first.stop()
+    assert_recovered(two, await task, reason="engine_dead")
+    again = [each.request_id.split("_")[0] for each in workers.second.requests if each.attempt]
+    assert again == ["2.0", "2.1"]
+    assert len(workers.second.requests) == 2 * (MAX_TOKENS - 2)
+
+
+async def test_a_step_is_done_again_by_the_only_worker(stack, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.redrive.REUSE_DELAY_S", 0.0)
+
+    async def fail_one(running) -> None:
+        name = running.request.request_id
+        is_lost = running.request.attempt == 0 and name.startswith("2.")
+        await ((fail if ".1_" in name else hang) if is_lost else predict)(running)
+
+    stack.decode.behave = fail_one
+    assert_recovered(stack, await generate(stack), reason="overloaded")
+    # The other beam's answer would come too late.
+    assert [name.split("_")[0] for name in stack.decode.aborted] == ["2.0"]
+
+
+@pytest.mark.parametrize(("step", "is_taken"), [(0, True), (2, False)])
+async def test_no_other_weights_go_on_with_a_search(start_stack, step, is_taken) -> None:
+    async with start_stack(prefill=0, decode=2, max_redrives=1) as stack:
+        second = stack.decodes[1]
+        second.info = replace(second.info, kv_compatibility_hash="updated", epoch="1" * 32)
+        second.cut()
+        await until(lambda: stack.server.pool.decode[1].info == second.info)
+        await until(lambda: stack.server.pool.decode[1].is_ready)
+        workers = TwoWorkers(stack, step, fail)
+        output = await generate(stack)
+        assert bool(workers.second.requests) == is_taken
+        assert output.metrics.num_redrives == 1
+        if not is_taken:
+            assert error_of(output) == (core.ERROR_CODE_OVERLOADED, "broken on purpose")
+        await stack.assert_idle()
 
 
 async def test_a_search_outlives_a_pause_of_its_worker(stack) -> None:
@@ -292,6 +388,8 @@ async def test_a_search_waits_only_until_its_first_step(start_stack) -> None:
         first = asyncio.create_task(generate(stack))
         await until(lambda: stack.decode.num_running == 2)
         assert stack.server.router.num_queued == 0
+        ttft = {"model": "tiny", "path": "local"}
+        assert stack.metric("pdserve_time_to_first_token_seconds_count", **ttft) == 1
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await stack.assert_idle()

@@ -2,24 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.config import parse_config, to_flags
 from pdserve_router.config import RouterConfig
 
 
 def config(path: Path, **fields: object) -> RouterConfig:
     return RouterConfig(**{"model": str(path), "decode": ("d:1",), **fields})
-
-
-def test_flags_round_trip(tmp_path) -> None:
-    wanted = config(
-        tmp_path,
-        prefill=("a:1", "dns://b:2", "file:///c"),
-        require_disaggregation=True,
-        require_transport="shm",
-        disaggregation_threshold_tokens=7,
-        http_port=0,
-    )
-    assert parse_config(RouterConfig, to_flags(wanted), prog="x", environ={}) == wanted
 
 
 def test_the_model_is_named_after_its_directory_unless_told_otherwise(tmp_path) -> None:

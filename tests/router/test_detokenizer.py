@@ -79,10 +79,10 @@ def test_tokens_without_text_cost_no_more_the_longer_they_last(tokenizer, kind) 
         token_id = next(
             i for i in range(4, tokenizer.vocab_size) if tokenizer.decode([i]) == "\ufffd"
         )
-    began = time.perf_counter()
+    began = time.process_time()
     detokenize(tokenizer, [token_id] * 20_000)
     # Quadratic it would take a minute.
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 10
 
 
 def test_a_sentencepiece_style_decoder_keeps_its_spaces() -> None:

@@ -6,7 +6,7 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from conftest import until
+from conftest import replace_file, until
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.discovery import Discovery, DnsSource, FileSource, parse_sources
 
@@ -83,9 +83,9 @@ async def test_changes_of_a_file_are_told_and_repetitions_are_not(tmp_path) -> N
     path.write_text("a:1\n")
     async with Lists("s:9", f"file://{path}") as lists:
         await until(lambda: lists.told == [("s:9", "a:1")])
-        path.write_text("b:2\na:1\ns:9\n")
+        replace_file(path, "b:2\na:1\ns:9\n")
         await until(lambda: len(lists.told) == 2)
-        path.write_text("")
+        replace_file(path, "")
         await until(lambda: len(lists.told) == 3)
         await asyncio.sleep(0.1)
     assert lists.told[1:] == [("s:9", "b:2", "a:1"), ("s:9",)]
@@ -100,16 +100,15 @@ async def test_in_trouble_the_last_list_stays(tmp_path, caplog, trouble) -> None
         if trouble == "missing":
             path.unlink()
         elif trouble == "bad line":
-            path.write_text("b:2\nnonsense\n")
+            replace_file(path, "b:2\nnonsense\n")
         elif trouble == "too long":
-            path.write_text("b:2\n" * (1 << 19))
+            replace_file(path, "b:2\n" * (1 << 19))
         else:
-            path.write_bytes(b"\xff\xfe")
+            replace_file(path, b"\xff\xfe")
         await until(lambda: lists.num_errors >= 3)
         assert lists.told == [("a:1",)]
         assert caplog.text.count("its last list stays") == 1
-        path.unlink(missing_ok=True)
-        path.write_text("b:2\n")
+        replace_file(path, "b:2\n")
         await until(lambda: lists.told[-1] == ("b:2",))
 
 

@@ -157,21 +157,11 @@ async def test_an_unknown_model_is_not_found(processor) -> None:
 
 
 async def test_a_long_text_does_not_block_the_event_loop(processor) -> None:
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - before)
-
-    ticker = asyncio.create_task(tick())
-    began = time.perf_counter()
-    token_ids = await processor.tokenize(text="hello world " * 50_000)
-    took = time.perf_counter() - began
-    ticker.cancel()
-    await asyncio.gather(ticker, return_exceptions=True)
-    assert len(token_ids) > 50_000
-    # Two busy cores shared with others make this coarse.
-    assert longest < max(0.2, took / 2)
+    tokenizing = asyncio.create_task(processor.tokenize(text="hello world " * 50_000))
+    num_turns = 0
+    while not tokenizing.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(tokenizing.result()) > 50_000
+    # Of about 100. Two if it ran on the loop, few if its thread kept the interpreter to itself.
+    assert num_turns > 10

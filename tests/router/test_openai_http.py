@@ -30,7 +30,7 @@ async def stack(start_stack):
 
 @pytest.fixture
 async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url) as client:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as client:
         yield client
 
 
@@ -415,7 +415,7 @@ async def test_a_missing_field_is_named(http) -> None:
 async def test_a_body_above_the_limit_is_refused(start_stack) -> None:
     async with (
         start_stack(http=True, max_body_bytes=1000) as stack,
-        httpx.AsyncClient(base_url=stack.url) as http,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
     ):
         big = {**COMPLETION, "prompt": "x" * 2000}
         response = await http.post("/v1/completions", json=big)
@@ -480,7 +480,7 @@ async def test_a_failure_before_the_first_token_is_a_status(
         error = EngineError(code=code, message="broken", retry_after_ms=1500)
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
-    stack.prefill.behave = fail
+    stack.prefill.behave, stack.decode.behave = fail, hang
     response = await http.post("/v1/completions", json={**COMPLETION, "stream": stream})
     assert response.status_code == status
     assert response.json()["error"] == {
@@ -494,7 +494,7 @@ async def test_a_failure_before_the_first_token_is_a_status(
 
 async def test_a_failure_in_mid_stream_is_the_last_event(http, stack) -> None:
     async def fail(running) -> None:
-        await asyncio.sleep(0.05)
+        await until(lambda: stack.metric("pdserve_generation_tokens_total", model="tiny") == 1)
         error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
@@ -521,15 +521,16 @@ async def test_a_client_that_disconnects_aborts_both_legs(stack, stream) -> None
     if stream:
         assert await reader.readuntil(b"data: ")
     writer.close()
-    await until(lambda: stack.prefill.aborted and stack.decode.aborted, timeout_s=1)
+    await until(lambda: stack.prefill.aborted and stack.decode.aborted)
 
 
 async def test_a_client_that_disconnects_in_its_body_is_no_error(stack, caplog) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
-    await writer.drain()
+    state = stack.server._http._server.server_state
+    await until(lambda: state.tasks)
     writer.close()
-    await asyncio.sleep(0.1)
+    await until(lambda: not state.tasks and not state.connections)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -537,7 +538,7 @@ async def test_a_hundred_streams_at_once(http) -> None:
     body = {**COMPLETION, "stream": True}
 
     async def one() -> str:
-        response = await http.post("/v1/completions", json=body, timeout=30)
+        response = await http.post("/v1/completions", json=body, timeout=60)
         return "".join(chunk["choices"][0]["text"] for chunk in events_of(response.text))
 
     assert set(await asyncio.gather(*(one() for _ in range(100)))) == {ANSWER_TEXT}

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
-from fake_worker import KV_STATS, FakeWorker, Running, decode, prefill
+from fake_worker import EOS, KV_STATS, FakeWorker, Running, decode, engine_info, prefill
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, until
@@ -23,7 +23,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router import pairs
+from pdserve_router import pair_probe, pairs
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.worker_pool import WorkerPool
 
@@ -96,7 +96,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         async with contextlib.AsyncExitStack() as stack:
             for fake in workers:
                 await fake.start()
-                stack.push_async_callback(fake.stop)
+                stack.push_async_callback(fake.close)
             stage = Stage(workers, **rules)
             stack.push_async_callback(stage.pool.close)
             stage.pool.start()
@@ -150,6 +150,24 @@ async def test_a_pair_is_proven_by_a_generation_over_both(start) -> None:
         assert stage.pool.prefill[0].num_in_flight == stage.pool.decode[0].num_in_flight == 0
 
 
+class WatchedIds(tuple):
+    """Counts how often something is looked for."""
+
+    num_looks = 0
+
+    def __contains__(self, token_id: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(token_id)
+
+
+def test_a_proof_looks_at_no_more_of_a_vocabulary_than_it_needs() -> None:
+    eos = WatchedIds((EOS,))
+    info = engine_info(WorkerRole.DECODE, vocab_size=150_000, eos_token_ids=eos)
+    request = pair_probe._request(info, 1.0)
+    assert len(set(request.prompt_token_ids)) == info.block_size
+    assert eos.num_looks == info.block_size + 1
+
+
 async def test_readiness_waits_for_the_first_proof_and_never_flaps(start) -> None:
     def slow(workers: list[FakeWorker]) -> None:
         workers[1].behave_probe = hang
@@ -172,9 +190,9 @@ async def test_a_proof_may_keep_readiness_only_so_long(start, monkeypatch) -> No
 
     monkeypatch.setattr(pairs, "PROBE_TIMEOUT_S", 0.2)
     async with start(change=slow) as stage:
-        await stage.all_attached()
-        assert not stage.pool.is_ready
         await until(lambda: stage.pool.is_ready)
+        # When the first and when the second had attached it was not.
+        assert stage.readiness[:2] == [False, False]
         assert stage.path == "no_proven_pair"
         assert stage.count("failed") == 1
 
@@ -194,9 +212,10 @@ async def test_a_failed_proof_excludes_the_pair_until_one_succeeds(
     start, caplog, role, behave, reason
 ) -> None:
     def break_one(workers: list[FakeWorker]) -> None:
-        for fake in workers:
-            if fake.info.role is role:
-                fake.behave_probe = behave
+        on_prefill, on_decode = workers
+        # While P fails D waits, as it would for KV.
+        on_decode.behave_probe = hang
+        (on_prefill if role is WorkerRole.PREFILL else on_decode).behave_probe = behave
 
     async with start(change=break_one) as stage:
         await until(lambda: stage.count("failed") == 1)
@@ -213,6 +232,8 @@ async def test_no_worker_is_left_with_a_probe_that_got_no_answer(start, monkeypa
         workers[1].behave_probe = hang
 
     monkeypatch.setattr(pairs, "PROBE_TIMEOUT_S", 0.1)
+    # There is no second one.
+    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 600)
     async with start(change=slow) as stage:
         await until(lambda: stage.count("failed") == 1)
         await until(lambda: not stage.decode[0]._running)
@@ -259,7 +280,7 @@ async def test_a_transport_that_changes_ends_a_pair(start_stack, caplog, require
     """As after a link was made anew between the same two processes."""
 
     async def path_of(stack: object) -> str:
-        call = stack.stub.Generate(pb2.GenerateRequest(text="hello"), timeout=10)
+        call = stack.stub.Generate(pb2.GenerateRequest(text="hello"), timeout=30)
         outputs = [response.output async for response in call]
         assert outputs[-1].outputs[0].finish_reason == core.FINISH_REASON_STOP
         return outputs[-1].metrics.path
@@ -279,8 +300,8 @@ async def test_a_transport_that_changes_ends_a_pair(start_stack, caplog, require
         stack.decode.kv_stats = KV_STATS
         stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
         stack.decode.cut()
+        await until(lambda: stack.server.pool.decode[0].epoch == "1" * 32)
         await until(lambda: stack.metric("pdserve_worker_pairs", state="proven") == 1)
-        await until(lambda: len(stack.decode.hellos) == 2 and stack.server.pool.is_ready)
         await stack.assert_idle()
 
 
@@ -337,12 +358,14 @@ async def test_a_small_pool_proves_all_its_pairs(start) -> None:
 async def test_a_big_pool_proves_enough_for_every_worker_a_few_at_a_time(start, monkeypatch):
     monkeypatch.setattr(pairs, "ENOUGH_PARTNERS", 1)
     real, running, most = pairs.probe, 0, 0
+    may_run = asyncio.Event()
 
     async def counted(*workers: object, timeout_s: float) -> object:
         nonlocal running, most
         running += 1
         most = max(most, running)
         try:
+            await may_run.wait()
             return await real(*workers, timeout_s=timeout_s)
         finally:
             running -= 1
@@ -350,10 +373,12 @@ async def test_a_big_pool_proves_enough_for_every_worker_a_few_at_a_time(start, 
     monkeypatch.setattr(pairs, "probe", counted)
     async with start(6, 6) as stage:
         await stage.all_attached()
-        await until(lambda: all(fake.probes for fake in (*stage.prefill, *stage.decode)))
-        await until(lambda: running == 0)
+        may_run.set()
+        workers = (*stage.prefill, *stage.decode)
+        await until(lambda: running == 0 and all(fake.probes for fake in workers))
+        await until(lambda: stage.count("proven") >= 6)
         assert most == pairs.MAX_PROBES
-        assert 6 <= stage.count("proven") < 12
+        assert stage.count("proven") < 12
 
 
 async def test_without_disaggregation_nothing_is_proven(start) -> None:

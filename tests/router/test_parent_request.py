@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fake_worker import PREFILL_STATS, decode, prefill
 
-from conftest import ANSWER_TEXT, until
+from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
@@ -44,15 +44,23 @@ async def decode_cut(running) -> None:
     await decode(running)
 
 
-def failing(index: int, *, then):
+def failing(stack: Stack, index: int, *, num_tokens: int, then):
+    """Fail a completion when the router has so many tokens of the others."""
+
     async def behave(running) -> None:
         if index_of(running) != index:
             return await then(running)
-        await asyncio.sleep(0.03)
+        await tokens_came(stack, num_tokens)
         error = EngineError(code=ErrorCode.KV_EXPIRED, message="broken on purpose")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
     return behave
+
+
+async def tokens_came(stack: Stack, num_tokens: int) -> None:
+    """Wait until the router has so many, of all completions."""
+    name = "pdserve_generation_tokens_total"
+    await until(lambda: stack.metric(name, model="tiny") >= num_tokens)
 
 
 def completions(outputs) -> dict[int, list]:
@@ -94,6 +102,7 @@ async def test_seeds_wrap_at_64_bits(stack) -> None:
 
 async def test_one_stream_carries_every_completion_once(stack) -> None:
     stack.decode.behave = decode_cut
+    stack.decode.step_s = 0.01
     outputs = await generate(stack, request_id="mine")
     assert {output.request_id for output in outputs} == {"mine"}
     assert [bool(output.prompt_token_ids) for output in outputs] == (
@@ -158,10 +167,12 @@ async def test_cumulative_outputs_repeat_each_completion(stack) -> None:
 
 
 async def test_a_child_that_fails_ends_the_request_with_its_error(stack) -> None:
-    stack.prefill.behave = stack.decode.behave = failing(1, then=hang)
+    stack.prefill.behave = hang
+    stack.decode.behave = failing(stack, 1, num_tokens=0, then=hang)
     (output,) = await generate(stack)
     assert {item.error.code for item in output.outputs} == {core.ERROR_CODE_KV_EXPIRED}
     assert {item.error.message for item in output.outputs} == {"broken on purpose"}
+    await until(lambda: len(stack.decode.requests) == 3)
     first, _, third = [child.request_id for child in stack.decode.requests]
     await until(lambda: sorted(stack.decode.aborted) == [first, third])
     await until(lambda: stack.prefill.aborted == [first])
@@ -169,8 +180,7 @@ async def test_a_child_that_fails_ends_the_request_with_its_error(stack) -> None
 
 
 async def test_completions_that_ended_keep_their_ends_when_another_fails(stack) -> None:
-    stack.decode.behave = failing(2, then=decode_cut)
-    stack.decode.step_s = 0.001
+    stack.decode.behave = failing(stack, 2, num_tokens=4 + 5, then=decode_cut)
     outputs = await generate(stack)
     ends = {index: parts[-1] for index, parts in completions(outputs).items()}
     assert [ends[i].finish_reason for i in range(3)] == [
@@ -196,7 +206,7 @@ async def test_cancelling_aborts_every_child(stack) -> None:
 
 
 async def test_a_deadline_ends_every_child_with_one_error(start_stack) -> None:
-    async with start_stack(default_deadline_s=0.2) as stack:
+    async with start_stack(default_deadline_s=0.6) as stack:
         stack.decode.behave = hang
         outputs = await generate(stack)
         errors = {item.error.code for item in outputs[-1].outputs}
@@ -259,18 +269,22 @@ async def test_only_the_first_child_computes_the_prompts_logprobs(stack) -> None
     assert asked == [2, None, None]
 
 
-async def first_child_last(running) -> None:
+def first_child_last(stack: Stack):
     """A fork may be faster than the first child, whose first token takes another way."""
-    if index_of(running) == 0:
-        await asyncio.sleep(0.1)
-    await (prefill if running.worker.info.role is WorkerRole.PREFILL else decode)(running)
+
+    async def behave(running) -> None:
+        if index_of(running) == 0:
+            await tokens_came(stack, 1)
+        await (prefill if running.worker.info.role is WorkerRole.PREFILL else decode)(running)
+
+    return behave
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 2])
 async def test_the_first_output_has_the_prompts_logprobs_also_if_a_fork_is_faster(
     stack, prompt_logprobs
 ) -> None:
-    stack.prefill.behave = stack.decode.behave = first_child_last
+    stack.prefill.behave = stack.decode.behave = first_child_last(stack)
     params = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
     outputs = await generate(stack, params=params)
     has_first_child = 0 in [item.index for item in outputs[0].outputs]
@@ -323,8 +337,7 @@ async def test_best_of_picks_by_the_sum_not_by_the_order(stack) -> None:
 
 
 async def test_best_of_fails_whole_when_a_child_fails(stack) -> None:
-    stack.decode.behave = failing(3, then=decode_cut)
-    stack.decode.step_s = 0.001
+    stack.decode.behave = failing(stack, 3, num_tokens=4 + 5 + 6, then=decode_cut)
     (output,) = await generate(stack, params=BEST_OF)
     assert [item.error.code for item in output.outputs] == [core.ERROR_CODE_KV_EXPIRED]
     assert [item.index for item in output.outputs] == [0]
@@ -347,9 +360,9 @@ BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 100, "n": 2}
 
 
 async def test_an_echo_has_the_prompts_logprobs_also_if_a_fork_is_faster(http_stack) -> None:
-    http_stack.prefill.behave = http_stack.decode.behave = first_child_last
+    http_stack.prefill.behave = http_stack.decode.behave = first_child_last(http_stack)
     body = {**BODY, "stream": True, "echo": True, "logprobs": 1}
-    async with httpx.AsyncClient(base_url=http_stack.url) as http:
+    async with httpx.AsyncClient(base_url=http_stack.url, timeout=30) as http:
         lines = (await http.post("/v1/completions", json=body)).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     echoes = [event["choices"][0] for event in events[:2]]
@@ -360,7 +373,7 @@ async def test_an_echo_has_the_prompts_logprobs_also_if_a_fork_is_faster(http_st
 
 
 async def test_http_answers_have_a_choice_for_each_completion(http_stack) -> None:
-    async with httpx.AsyncClient(base_url=http_stack.url) as http:
+    async with httpx.AsyncClient(base_url=http_stack.url, timeout=30) as http:
         answer = (await http.post("/v1/completions", json=BODY)).json()
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
         assert {choice["text"] for choice in answer["choices"]} == {ANSWER_TEXT}
@@ -378,7 +391,7 @@ async def test_http_answers_have_a_choice_for_each_completion(http_stack) -> Non
 async def test_http_refuses_to_stream_what_is_only_known_at_the_end(
     http_stack, fields, reason
 ) -> None:
-    async with httpx.AsyncClient(base_url=http_stack.url) as http:
+    async with httpx.AsyncClient(base_url=http_stack.url, timeout=30) as http:
         response = await http.post("/v1/completions", json={**BODY, "stream": True, **fields})
         assert response.status_code == 400
         error = response.json()["error"]
@@ -388,7 +401,8 @@ async def test_http_refuses_to_stream_what_is_only_known_at_the_end(
 
 
 async def test_http_streams_events_of_every_completion(http_stack) -> None:
-    async with httpx.AsyncClient(base_url=http_stack.url) as http:
+    http_stack.decode.step_s = 0.01
+    async with httpx.AsyncClient(base_url=http_stack.url, timeout=30) as http:
         response = await http.post("/v1/completions", json={**BODY, "stream": True})
     assert response.text.count("data: [DONE]") == 1
     for index in range(2):

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import logging
 import time
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from pdserve_common.engine_types import (
     KVLost,
     WorkerRole,
 )
+from pdserve_router import handoff
 
 RETRYABLE = (
     ErrorCode.ENGINE_DEAD,
@@ -36,7 +38,7 @@ def request(**fields) -> pb2.GenerateRequest:
     return pb2.GenerateRequest(tokens=TOKENS, sampling_params=params, **fields)
 
 
-async def generate(stack, timeout=10, **fields) -> list[pb2.RequestOutput]:
+async def generate(stack, timeout=30, **fields) -> list[pb2.RequestOutput]:
     call = stack.stub.Generate(request(**fields), timeout=timeout)
     outputs = [response.output async for response in call]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -73,6 +75,33 @@ def lose_kv(running: Running, num_confirmed_tokens: int) -> None:
     running.emit(at=0, kv_lost=lost)
 
 
+async def noticed(stack) -> None:
+    """Wait until the router has lost a worker of the only request."""
+    await until(lambda: stack.metric("pdserve_redrives_waiting") == 1)
+
+
+def num_delivered(stack) -> float:
+    """Tokens of all requests that the router has."""
+    return stack.metric("pdserve_generation_tokens_total", model="tiny")
+
+
+async def all_streaming(stack, count: int) -> None:
+    """Wait until so many requests have one token each, and D."""
+    await until(lambda: num_delivered(stack) == count == stack.decode.num_running)
+
+
+@pytest.fixture
+def forgiving(monkeypatch) -> None:
+    """A worker that failed may get the request again at once: no request's time comes later."""
+    monkeypatch.setattr("pdserve_router.redrive.REUSE_DELAY_S", 0.0)
+
+
+@pytest.fixture
+def patient(monkeypatch) -> None:
+    """The router waits for D's word, however long it takes."""
+    monkeypatch.setattr(handoff, "_VERDICT_S", 60.0)
+
+
 def failing(num_tokens: int, then, *, attempts=(0,)):
     """Bring `num_tokens` new tokens and fail, at these attempts; else do as ever."""
 
@@ -93,13 +122,13 @@ def failing(num_tokens: int, then, *, attempts=(0,)):
     return behave
 
 
-async def assert_recovered(stack, outputs, tokenizer) -> None:
+async def assert_recovered(stack, outputs, tokenizer, *, num_recovered: int = 1) -> None:
     assert tokens_of(outputs) == [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
     assert text_of(outputs) == ANSWER_TEXT
     assert ending(outputs).finish_reason == core.FINISH_REASON_STOP
     assert outputs[-1].usage.num_prompt_tokens == len(TOKENS.token_ids)
     assert outputs[-1].usage.num_output_tokens == len(tokens_of(outputs))
-    assert stack.metric("pdserve_recovered_requests_total", outcome="stop") == 1
+    assert stack.metric("pdserve_recovered_requests_total", outcome="stop") == num_recovered
     assert stack.metric("pdserve_duplicate_tokens_total", match="false") == 0
     await stack.assert_idle()
     assert stack.metric("pdserve_redrives_waiting") == 0
@@ -117,18 +146,18 @@ def fail_as(code: ErrorCode):
     return lambda running: fail(running, code)
 
 
-@pytest.mark.parametrize("code", RETRYABLE, ids=lambda code: code.name.lower())
-async def test_a_prefill_worker_that_fails_is_replaced(four, tokenizer, code) -> None:
-    for worker in four.prefills:
-        worker.behave = failing(0, fail_as(code))
+async def test_a_prefill_worker_that_fails_is_replaced(four, tokenizer) -> None:
     for worker in four.decodes:
         worker.behave = failing(0, hang)
-    outputs = await generate(four)
-    await assert_recovered(four, outputs, tokenizer)
-    assert outputs[-1].metrics.num_redrives == 1
-    reason = code.name.lower()
-    assert four.metric("pdserve_redrives_total", reason=reason, path="local") == 1
-    assert four.metric("pdserve_handoffs_total", outcome="prefill_failed") == 1
+    for number, code in enumerate(RETRYABLE, 1):
+        for worker in four.prefills:
+            worker.behave = failing(0, fail_as(code))
+        outputs = await generate(four)
+        await assert_recovered(four, outputs, tokenizer, num_recovered=number)
+        assert outputs[-1].metrics.num_redrives == 1
+        reason = code.name.lower()
+        assert four.metric("pdserve_redrives_total", reason=reason, path="local") == 1
+        assert four.metric("pdserve_handoffs_total", outcome="prefill_failed") == number
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
@@ -143,13 +172,11 @@ async def test_a_decode_worker_that_fails_is_replaced_at_any_token(
     used = [worker for worker in four.decodes if worker.requests]
     is_own_fault = code not in (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
     assert len(used) == 2 or not is_own_fault
-    last = next(w.requests[-1] for w in four.decodes if w.requests and w.requests[-1].attempt)
+    (last,) = [leg for worker in used for leg in worker.requests if leg.attempt]
     assert last.attempt == 1
-    assert (
-        list(last.resume_output_token_ids)
-        == tokens_of(outputs)[: len(last.resume_output_token_ids)]
-    )
-    assert len(last.resume_output_token_ids) >= num_tokens
+    known = list(last.resume_output_token_ids)
+    assert known == tokens_of(outputs)[: len(known)]
+    assert len(known) >= num_tokens
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -219,27 +246,37 @@ async def test_kv_lost_with_much_missing_goes_on_at_the_same_worker_with_another
 
 
 async def test_a_prefill_worker_whose_word_is_lost_is_not_missed_if_decode_goes_on(
-    four, tokenizer
+    four, tokenizer, patient
 ) -> None:
     """P's last word reached D and not the router: D has all it needs."""
     for worker in four.prefills:
         worker.behave = failing(0, fail)
 
     async def later(running: Running) -> None:
-        await asyncio.sleep(0.1)
+        await noticed(four)
         await decode(running)
 
+    async def after_two_nothing_waits(running: Running, num_tokens: int) -> None:
+        if num_tokens > 1:
+            await until(lambda: four.metric("pdserve_redrives_waiting") == 0)
+
     for worker in four.decodes:
-        worker.behave = later
+        worker.behave, worker.before_token = later, after_two_nothing_waits
     outputs = await generate(four)
     assert text_of(outputs) == ANSWER_TEXT
     assert outputs[-1].metrics.num_redrives == 0
     assert max(leg.attempt for worker in four.workers for leg in worker.requests) == 0
 
 
-async def test_both_legs_fail_at_once(four, tokenizer) -> None:
-    for worker in four.workers:
+async def test_both_legs_fail_at_once(four, tokenizer, patient) -> None:
+    async def fail_second(running: Running) -> None:
+        await noticed(four)
+        fail(running)
+
+    for worker in four.prefills:
         worker.behave = failing(0, fail)
+    for worker in four.decodes:
+        worker.behave = failing(0, fail_second)
     outputs = await generate(four)
     await assert_recovered(four, outputs, tokenizer)
     assert [len(worker.requests) for worker in four.workers] == [1, 1, 1, 1]
@@ -250,7 +287,7 @@ async def test_decode_lets_go_while_the_next_attempt_is_not_decided(four, tokeni
     """The end of a ticket that P's loss made void is no end of the request."""
 
     async def void(running: Running) -> None:
-        await asyncio.sleep(0.03)
+        await noticed(four)
         error = EngineError(code=ErrorCode.CANCELLED, message="P is gone")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
@@ -266,13 +303,13 @@ async def test_a_cancel_that_nobody_asked_for_is_a_loss(four, tokenizer, num_tok
     """P has handed the request off: its own word does not come."""
 
     async def cancel(running: Running) -> None:
-        await asyncio.sleep(0.05)
+        await until(lambda: num_delivered(four) >= 1)
         error = EngineError(code=ErrorCode.CANCELLED, message="cancelled here")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
     for worker in four.decodes:
         worker.behave = failing(num_tokens, cancel)
-    await assert_recovered(four, await generate(four, timeout=5), tokenizer)
+    await assert_recovered(four, await generate(four), tokenizer)
 
 
 async def test_a_cancel_that_comes_before_prefill_hands_off_is_a_loss(four, tokenizer) -> None:
@@ -284,7 +321,7 @@ async def test_a_cancel_that_comes_before_prefill_hands_off_is_a_loss(four, toke
         worker.step_s = 0.1
     for worker in four.decodes:
         worker.behave = failing(0, cancel)
-    await assert_recovered(four, await generate(four, timeout=5), tokenizer)
+    await assert_recovered(four, await generate(four), tokenizer)
 
 
 async def test_late_outputs_of_a_lost_attempt_change_nothing(four, tokenizer) -> None:
@@ -362,7 +399,8 @@ async def test_an_attempt_that_contradicts_what_was_delivered_ends_with_an_error
     assert four.metric("pdserve_recovered_requests_total", outcome="error") == 1
 
 
-async def test_the_redrives_of_a_request_are_bounded(four) -> None:
+async def test_the_redrives_of_a_request_are_bounded(four, caplog) -> None:
+    caplog.set_level(logging.INFO, logger=handoff.__name__)
     for worker in four.decodes:
         worker.behave = failing(1, fail, attempts=range(10))
     began = time.monotonic()
@@ -377,6 +415,48 @@ async def test_the_redrives_of_a_request_are_bounded(four) -> None:
     assert [len(worker.requests) for worker in four.decodes] == [2, 2]
     assert outputs[-1].metrics.num_redrives == 3
     assert four.metric("pdserve_recovered_requests_total", outcome="error") == 1
+    # What an operator reads of it.
+    told = [text.partition(", attempt ")[2] for text in caplog.messages]
+    for attempt in range(3):
+        assert f"{attempt}: lost 127.0.0.1:" in told[2 * attempt]
+        assert "engine_dead: broken on purpose; it is sent again" in told[2 * attempt]
+        assert told[2 * attempt + 1].startswith(f"{attempt + 1}: it goes on after ")
+    assert told[6].endswith("no attempt is left")
+    assert told[7:] == ["3: nobody is left to go on with: it fails"]
+
+
+async def test_without_an_attempt_left_decode_still_goes_on_without_prefill(
+    start_stack, patient
+) -> None:
+    async with start_stack(max_redrives=0) as stack:
+
+        async def later(running: Running) -> None:
+            await noticed(stack)
+            await decode(running)
+
+        stack.prefill.behave = failing(0, fail)
+        stack.decode.behave = later
+        outputs = await generate(stack)
+        assert text_of(outputs) == ANSWER_TEXT
+        assert outputs[-1].metrics.num_redrives == 0
+        assert stack.metric("pdserve_redrives_waiting") == 0
+        await stack.assert_idle()
+
+
+async def test_without_an_attempt_left_decodes_loss_ends_the_request(start_stack, patient) -> None:
+    async with start_stack(max_redrives=0) as stack:
+
+        async def lose(running: Running) -> None:
+            await noticed(stack)
+            lose_kv(running, 0)
+            await hang(running)
+
+        stack.prefill.behave = failing(0, fail)
+        stack.decode.behave = lose
+        outputs = await generate(stack)
+        assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
+        assert stack.metric("pdserve_redrives_waiting") == 0
+        await stack.assert_idle()
 
 
 async def test_an_error_that_is_not_retryable_ends_the_request_at_once(four) -> None:
@@ -386,6 +466,8 @@ async def test_an_error_that_is_not_retryable_ends_the_request_at_once(four) -> 
 
     for worker in four.prefills:
         worker.behave = refuse
+    for worker in four.decodes:
+        worker.behave = hang
     outputs = await generate(four)
     assert ending(outputs).error.code == core.ERROR_CODE_INVALID_ARGUMENT
     assert outputs[-1].metrics.num_redrives == 0
@@ -403,8 +485,7 @@ async def test_a_request_waits_for_a_worker_to_come_back(start_stack, tokenizer)
     async with start_stack() as stack:
         stack.decode.behave = failing(3, hang)
         task = asyncio.create_task(generate(stack))
-        await until(lambda: stack.decode.num_running == 1)
-        await asyncio.sleep(0.05)
+        await until(lambda: num_delivered(stack) == 3)
         await stack.decode.stop()
         await until(lambda: stack.metric("pdserve_redrives_waiting") == 1)
         stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
@@ -420,7 +501,7 @@ async def test_without_a_worker_the_wait_is_bounded_and_the_last_error_is_told(s
         await stack.decode.stop()
         began = time.monotonic()
         outputs = await task
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 8, "the default is 10"
         assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
         assert outputs[-1].metrics.num_redrives == 0
         await stack.assert_idle()
@@ -434,7 +515,7 @@ async def test_an_event_stream_that_waits_for_a_worker_is_not_taken_for_a_slow_c
             3, lambda running: fail(running, ErrorCode.OVERLOADED, retry_after_ms=800)
         )
         body = {"model": "tiny", "prompt": "hello", "stream": True}
-        async with httpx.AsyncClient(base_url=stack.url, timeout=10) as http:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
             answer = await http.post("/v1/completions", json=body)
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert events.pop() == "[DONE]"
@@ -445,7 +526,7 @@ async def test_an_event_stream_that_waits_for_a_worker_is_not_taken_for_a_slow_c
 
 
 async def test_a_deadline_ends_the_wait(start_stack) -> None:
-    async with start_stack(default_deadline_s=0.4) as stack:
+    async with start_stack(default_deadline_s=0.8) as stack:
         stack.decode.behave = failing(3, hang)
         task = asyncio.create_task(generate(stack, timeout=None))
         await until(lambda: stack.decode.num_running == 1)
@@ -488,20 +569,17 @@ async def test_cancelling_ends_the_wait(start_stack) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_tokens", [0, 1, 4])
-async def test_the_client_sees_what_it_would_have_seen(start_stack, params, num_tokens) -> None:
-    results = []
-    for is_broken in (False, True):
-        async with start_stack(prefill=2, decode=2) as stack:
-            if is_broken:
-                for worker in stack.decodes:
-                    worker.behave = failing_as_decode(num_tokens)
-            outputs = await generate(stack, params=params)
-            results.append(seen(outputs, params))
-            if is_broken:
-                check_border(stack, params)
-            await stack.assert_idle()
-    assert results[0] == results[1]
+async def test_the_client_sees_what_it_would_have_seen(four, params) -> None:
+    expected = seen(await generate(four, params=params), params)
+    for num_tokens in (0, 1, 4):
+        for worker in four.workers:
+            worker.requests.clear()
+        for worker in four.decodes:
+            worker.behave = failing_as_decode(num_tokens)
+        outputs = await generate(four, params=params)
+        assert seen(outputs, params) == expected, f"lost after {num_tokens}"
+        check_border(four, params)
+        await four.assert_idle()
 
 
 def failing_as_decode(num_tokens: int):
@@ -608,7 +686,7 @@ async def test_forks_of_a_dead_worker_go_on_by_themselves(four, tokenizer) -> No
     task = asyncio.create_task(generate(four, params={"n": 3}))
     used = lambda: [worker for worker in four.decodes if worker.num_running == 3]  # noqa: E731
     await until(lambda: len(used()) == 1)
-    await asyncio.sleep(0.05)
+    await until(lambda: num_delivered(four) == 6)
     await used()[0].stop()
     outputs = await task
     expected = [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
@@ -630,8 +708,7 @@ async def lose_many(stack, count: int) -> list[asyncio.Task]:
     """Have `count` requests in mid-stream on the first D, then let it die while P hangs."""
     stack.decode.behave = failing(1, hang)
     tasks = [asyncio.create_task(generate(stack)) for _ in range(count)]
-    await until(lambda: stack.decode.num_running == count)
-    await asyncio.sleep(0.1)
+    await all_streaming(stack, count)
     for worker in stack.prefills:
         worker.behave = failing(0, hang, attempts=range(1, 5))
     return tasks
@@ -643,12 +720,14 @@ async def cancel_all(tasks) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_redrives_are_let_onto_a_prefill_worker_one_step_at_a_time(start_stack) -> None:
+async def test_redrives_are_let_onto_a_prefill_worker_one_step_at_a_time(
+    start_stack, forgiving
+) -> None:
     # Each has 21 tokens: two fit.
-    async with start_stack(decode=1, info={"max_num_batched_tokens": 50}) as stack:
+    async with start_stack(info={"max_num_batched_tokens": 50}) as stack:
         tasks = await lose_many(stack, 12)
         stack.decode.behave = failing(0, hang, attempts=range(1, 5))
-        await restart(stack)
+        await interrupt(stack)
         again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
         await until(lambda: len(again()) == 2)
         await asyncio.sleep(0.2)
@@ -660,15 +739,15 @@ async def test_redrives_are_let_onto_a_prefill_worker_one_step_at_a_time(start_s
         await stack.assert_idle()
 
 
-async def test_redrives_take_a_quarter_of_the_queue(start_stack) -> None:
-    async with start_stack(decode=1, info={"max_num_batched_tokens": 1}) as stack:
+async def test_redrives_take_a_quarter_of_the_queue(start_stack, forgiving) -> None:
+    async with start_stack(info={"max_num_batched_tokens": 1}) as stack:
         tasks = await lose_many(stack, 12)
         stack.decode.behave = failing(0, hang, attempts=range(1, 5))
         # A quarter of 420 is 105: five requests of 21 tokens.
         stack.prefill.links[-1].num_waiting_tokens = 420
         stack.prefill.links[-1].say()
         await until(lambda: stack.server.pool.prefill[0].stats.num_waiting_tokens == 420)
-        await restart(stack)
+        await interrupt(stack)
         again = lambda: [leg for leg in stack.prefill.requests if leg.attempt]  # noqa: E731
         await until(lambda: len(again()) == 5)
         await asyncio.sleep(0.2)
@@ -677,14 +756,13 @@ async def test_redrives_take_a_quarter_of_the_queue(start_stack) -> None:
         await stack.assert_idle()
 
 
-async def test_all_are_recovered_in_the_order_of_their_deadlines(start_stack, tokenizer) -> None:
-    async with start_stack(decode=1, info={"max_num_batched_tokens": 25}) as stack:
+async def test_all_are_recovered_in_the_order_of_their_deadlines(start_stack, forgiving) -> None:
+    async with start_stack(info={"max_num_batched_tokens": 25}) as stack:
         stack.decode.behave = failing(1, hang)
-        timeouts = [9, 5, 7, 3, 8]
+        timeouts = [50, 30, 40, 20, 45]
         tasks = [asyncio.create_task(generate(stack, timeout=t)) for t in timeouts]
-        await until(lambda: stack.decode.num_running == len(tasks))
-        await asyncio.sleep(0.1)
-        await restart(stack)
+        await all_streaming(stack, len(tasks))
+        await interrupt(stack)
         for outputs in await asyncio.gather(*tasks):
             assert text_of(outputs) == ANSWER_TEXT
         deadlines = [leg.deadline for leg in stack.prefill.requests if leg.attempt == 1]
@@ -693,10 +771,11 @@ async def test_all_are_recovered_in_the_order_of_their_deadlines(start_stack, to
         await stack.assert_idle()
 
 
-async def restart(stack) -> None:
-    """The first D dies; another process takes its place."""
+async def interrupt(stack) -> None:
+    """The first D comes back with nothing of what it had. A new process would have to prove itself
+    with P first, and get what is sent again meanwhile alone.
+    """
     await stack.decode.stop()
-    stack.decode.info = replace(stack.decode.info, epoch="1" * 32)
     await stack.decode.start()
 
 

@@ -288,7 +288,7 @@ class World:
     def report_success(self, working: object) -> None:
         pass
 
-    def note_computed(self, decode: object, request: object) -> None:
+    def note_answered(self, decode: object, request: object, token_ids: object) -> None:
         pass
 
     def _on_end(self, live: LiveRequest) -> None:
@@ -317,7 +317,7 @@ async def walk(seed: int, outcomes: Counter[str]) -> None:
         if handoff.ending is not None:
             break
     assert handoff.ending is not None, "it does not end"
-    await asyncio.wait_for(reader, 1)
+    await asyncio.wait_for(reader, 20)
     for _ in range(MAX_STEPS):
         world.step(may_fail=False)
     (completion,) = outputs[-1].outputs

@@ -157,13 +157,31 @@ async def test_what_decode_holds_blocks_of_does_not_wait_for_prefill() -> None:
         queue.discard(request)
 
 
+async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=2)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    first, second, spent = (lost_request(name, SentRequest) for name in ("a", "b", "c"))
+    spent.recovery.num_redrives = 3
+    for request in (first, second):
+        queue.add(request)
+    queue.add(spent, delay_s=0.05)
+    await asyncio.sleep(0.01)
+    assert not spent.given_up.is_set()
+    await asyncio.wait_for(spent.given_up.wait(), 20)
+    assert [request.is_sent for request in (first, second, spent)] == [True, False, False]
+    assert spent not in queue
+    for request in (first, second):
+        queue.discard(request)
+
+
 async def lose_several_at_once() -> None:
     metrics = RouterMetrics(CollectorRegistry())
     queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
     requests = [lost_request(f"request-{i}") for i in range(3)]
     for request, delay_s in zip(requests, (0.0, 0.2, 0.0), strict=True):
         queue.add(request, delay_s=delay_s)
-    await asyncio.wait_for(asyncio.gather(*(r.given_up.wait() for r in requests)), 5)
+    await asyncio.wait_for(asyncio.gather(*(r.given_up.wait() for r in requests)), 30)
     assert not any(request in queue for request in requests)
 
 

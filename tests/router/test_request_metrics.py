@@ -14,7 +14,8 @@ from pdserve_router.request_metrics import (
     RequestMetrics,
     Timeline,
     measure,
-    observe,
+    observe_end,
+    observe_first_token,
 )
 
 MS = 1_000_000
@@ -155,7 +156,9 @@ def test_histograms_have_only_stages_that_a_request_went_through(is_local) -> No
     registry = CollectorRegistry()
     local = {"transfer": None, "prefill": dataclasses.replace(PREFILL, grant_s=0.0)}
     metrics = measured(timeline(), **(local if is_local else {}))
-    observe(RouterMetrics(registry), metrics, model="tiny")
+    exported = RouterMetrics(registry)
+    observe_first_token(exported, metrics, model="tiny")
+    observe_end(exported, metrics, model="tiny")
     shared = {*TTFT_STAGES, "decode_return"}
     for stage in (*shared, *FIRST_ITL_STAGES, "grant", "kv_transfer"):
         name, labels = "pdserve_request_stage_seconds", {"stage": stage}

@@ -115,7 +115,7 @@ def request(resume=(), n=1, **params) -> pb2.GenerateRequest:
 
 
 async def generate(stack, **fields) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(request(**fields), timeout=10)
+    call = stack.stub.Generate(request(**fields), timeout=30)
     outputs = [response.output async for response in call]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs
@@ -138,15 +138,15 @@ def answer(tokenizer) -> list[int]:
     return [*tokenizer.backend.encode(ANSWER_TEXT).ids, EOS]
 
 
-async def test_only_what_follows_is_sent_and_all_counts(stack, answer) -> None:
-    whole = await generate(stack, prompt_logprobs=1)
-    for num_messages in (1, 2, len(whole) - 1):
-        broken = text_of(whole[:num_messages])
-        border = len(tokens_of(whole[:num_messages]))
+async def test_only_what_follows_is_sent_and_all_counts(stack, tokenizer, answer) -> None:
+    await generate(stack, prompt_logprobs=1)
+    borders = (1, 2, len(answer) - 1)
+    for border in borders:
         resume = [{"index": 0, "token_ids": answer[:border]}]
         outputs = await generate(stack, resume=resume, prompt_logprobs=1)
         assert tokens_of(outputs) == answer[border:]
-        assert broken + text_of(outputs) == ANSWER_TEXT
+        # Each of its characters is a token, or several are.
+        assert tokenizer.decode(answer[:border]) + text_of(outputs) == ANSWER_TEXT
         assert outputs[-1].usage.num_output_tokens == len(answer)
         assert not any(output.prompt_token_ids for output in outputs)
         assert not any(output.HasField("prompt_logprobs") for output in outputs)
@@ -156,7 +156,7 @@ async def test_only_what_follows_is_sent_and_all_counts(stack, answer) -> None:
         assert leg.sampling_params.prompt_logprobs is None
         assert outputs[-1].metrics.ttft_ns > 0
     assert stack.metric("pdserve_generation_tokens_total", model="tiny") == (
-        len(answer) + sum(len(answer) - border for border in (1, 2, len(answer) - 1))
+        len(answer) + sum(len(answer) - border for border in borders)
     )
 
 
@@ -381,30 +381,30 @@ async def test_a_resume_of_too_many_tokens_is_refused(stack, answer, monkeypatch
         await generate(stack, resume=resume, n=2)
 
 
-@pytest.mark.parametrize(
-    ("resume", "params", "message"),
-    [
-        ([{"index": 1}], {}, "resume has index 1, must be 0 to 0"),
-        ([{"index": 0}, {"index": 0}], {}, "resume names an index twice"),
-        ([{"index": 0, "token_ids": [5, 99999]}], {}, "resume.token_ids has 99999"),
-        (
-            [{"index": 0, "token_ids": [5, 6, 7]}],
-            {"max_tokens": 2},
-            "resume has 3 tokens of completion 0, max_tokens is 2",
-        ),
-        ([{"index": 0}], {"seed": None}, "resume needs sampling_params.seed"),
-        ([{"index": 0, "origin": "here"}], {}, "resume.origin is 'here' (4 characters), must be"),
-        ([{"index": 0}], {"n": 2, "best_of": 3}, "resume is set with best_of"),
-        (
-            [{"index": 0}],
-            {"use_beam_search": True, "temperature": 0.0, "n": 2},
-            "resume is set with use_beam_search",
-        ),
-    ],
-)
-async def test_what_cannot_be_resumed_is_refused(stack, resume, params, message) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(stack, resume=resume, **params)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert message in caught.value.details()
+REFUSED = [
+    ([{"index": 1}], {}, "resume has index 1, must be 0 to 0"),
+    ([{"index": 0}, {"index": 0}], {}, "resume names an index twice"),
+    ([{"index": 0, "token_ids": [5, 99999]}], {}, "resume.token_ids has 99999"),
+    (
+        [{"index": 0, "token_ids": [5, 6, 7]}],
+        {"max_tokens": 2},
+        "resume has 3 tokens of completion 0, max_tokens is 2",
+    ),
+    ([{"index": 0}], {"seed": None}, "resume needs sampling_params.seed"),
+    ([{"index": 0, "origin": "here"}], {}, "resume.origin is 'here' (4 characters), must be"),
+    ([{"index": 0}], {"n": 2, "best_of": 3}, "resume is set with best_of"),
+    (
+        [{"index": 0}],
+        {"use_beam_search": True, "temperature": 0.0, "n": 2},
+        "resume is set with use_beam_search",
+    ),
+]
+
+
+async def test_what_cannot_be_resumed_is_refused(stack) -> None:
+    for resume, params, message in REFUSED:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stack, resume=resume, **params)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert message in caught.value.details()
     assert stack.decode.requests == []

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -16,11 +15,12 @@ import pytest
 from fake_worker import FakeWorker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conftest import ANSWER_TEXT, TIMINGS, until
+from conftest import ANSWER_TEXT, TIMINGS, replace_file, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.config import RouterConfig
+from pdserve_router.http_server import HttpServer
 from pdserve_router.server import RouterServer
 from pdserve_router.service import SERVICE_NAME
 
@@ -32,6 +32,15 @@ async def read_all(call) -> list[pb2.RequestOutput]:
 async def hang(running) -> None:
     running.emit(*running.worker.answer[:1], at=0)
     await asyncio.Event().wait()
+
+
+async def log_until(process: asyncio.subprocess.Process, words: str) -> str:
+    """Read the log up to the line that says this."""
+    lines = [""]
+    while words not in lines[-1]:
+        lines.append((await process.stderr.readline()).decode())
+        assert lines[-1], f"it ended: {''.join(lines)}"
+    return "".join(lines)
 
 
 def mapped_files(pid: int) -> str:
@@ -47,7 +56,10 @@ async def start_and_stop(config: RouterConfig) -> None:
 
 
 async def test_draining_finishes_what_runs_and_takes_nothing_new(start_stack) -> None:
-    async with start_stack(http=True) as stack, httpx.AsyncClient(base_url=stack.url) as http:
+    async with (
+        start_stack(http=HttpServer) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+    ):
         stack.decode.step_s = 0.05
         running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
         await until(lambda: stack.server.router.num_in_flight == 1)
@@ -76,21 +88,66 @@ async def test_the_drain_timeout_ends_the_rest_with_a_typed_error(start_stack) -
         await until(lambda: len(stack.decode.aborted) == 1)
 
 
+def hold_back(stack, monkeypatch) -> asyncio.Event:
+    """Requests stay in the tokenizer until it is set."""
+    may_go = asyncio.Event()
+    processor = stack.server.router.input_processor
+    tokenize = processor.tokenize
+
+    async def tokenize_later(**prompt: object) -> object:
+        await may_go.wait()
+        return await tokenize(**prompt)
+
+    monkeypatch.setattr(processor, "tokenize", tokenize_later)
+    return may_go
+
+
+async def test_draining_waits_for_what_is_still_arriving(start_stack, monkeypatch) -> None:
+    async with start_stack() as stack:
+        may_go = hold_back(stack, monkeypatch)
+        running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
+        await until(lambda: stack.server.router.num_queued == 1)
+        drain = asyncio.create_task(stack.server.router.drain(30))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        may_go.set()
+        outputs = await running
+        assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
+        await drain
+        await stack.assert_idle()
+
+
+async def test_what_arrives_behind_the_drain_timeout_is_not_sent(start_stack, monkeypatch) -> None:
+    async with start_stack() as stack:
+        may_go = hold_back(stack, monkeypatch)
+        running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
+        await until(lambda: stack.server.router.num_queued == 1)
+        await stack.server.router.drain(0.01)
+        may_go.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="shut down before the request was sent"):
+            await running
+        assert not any(worker.requests for worker in stack.workers)
+        await stack.assert_idle()
+
+
 async def test_readiness_ends_before_anything_else(start_stack) -> None:
     async with start_stack() as stack:
         health = health_pb2_grpc.HealthStub(stack.channel)
         question = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         assert (await health.Check(question)).status == health_pb2.HealthCheckResponse.SERVING
-        stack.decode.behave = hang
+        may_end = asyncio.Event()
+        stack.decode.before_token = lambda running, num_tokens: may_end.wait()
         running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
         await until(lambda: stack.decode.num_running == 1)
-        stopping = asyncio.create_task(stack.server.stop(0.3))
+        stopping = asyncio.create_task(stack.server.stop(30))
         await asyncio.sleep(0.05)
-        answer = await health.Check(question)
+        answer = await health.Check(question, timeout=20)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert not running.done()
+        may_end.set()
         await stopping
-        await running
+        outputs = await running
+        assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
 
 
 async def test_what_is_required_is_refused_rather_than_done_otherwise(start_stack) -> None:
@@ -104,8 +161,9 @@ async def test_what_is_required_is_refused_rather_than_done_otherwise(start_stac
 
 
 async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
-    start_stack, tmp_path
+    start_stack, tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
     path = tmp_path / "decode"
     path.write_text("")
     async with start_stack(decode=1, wait=False) as stack:
@@ -114,7 +172,7 @@ async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
         await server.start()
         try:
             assert not server.router.is_ready
-            path.write_text(stack.decode.address)
+            replace_file(path, stack.decode.address)
             await until(lambda: server.router.is_ready)
         finally:
             await server.stop(0)
@@ -136,9 +194,18 @@ async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
     await server.start()
     try:
         url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        response = await asyncio.to_thread(urllib.request.urlopen, url, timeout=30)
+        text = response.read().decode()
         assert 'pdserve_build_info{kernels="",model="tiny",role="router"' in text
         assert 'pdserve_workers{role="decode",state="ready"} 0.0' in text
+        for counted in (
+            'requests_total{model="tiny",outcome="rejected"}',
+            'requests_routed_total{path="local",reason="no_proven_pair"}',
+            'redrives_total{path="disaggregated",reason="kv_lost"}',
+            'recovered_requests_total{outcome="error"}',
+            'handoffs_total{outcome="decode_failed"}',
+        ):
+            assert f"pdserve_{counted} 0.0" in text, "else rates miss its first sample"
     finally:
         await server.stop(0)
 
@@ -159,36 +226,31 @@ async def test_a_taken_port_is_an_error_and_leaves_nothing_open(model_dir, port)
 async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
     answer = tokenizer.backend.encode(ANSWER_TEXT).ids
     worker = FakeWorker(WorkerRole.DECODE, vocab_size=tokenizer.vocab_size, answer=answer)
-    worker.step_s = 0.05
+    may_answer = asyncio.Event()
+    worker.before_token = lambda running, num_tokens: may_answer.wait()
     await worker.start()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdserve_router", f"--model={model_dir}",
-        f"--decode={worker.address}", "--host=127.0.0.1", f"--http-port={port}",
+        f"--decode={worker.address}", "--host=127.0.0.1", "--http-port=0",
         "--grpc-port=0", "--metrics-port=0",
         stderr=asyncio.subprocess.PIPE, env={**os.environ},
     )  # fmt: skip
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            deadline = time.monotonic() + 60
-            while True:
-                assert time.monotonic() < deadline
-                try:
-                    if (await http.get("/health")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.05)
+        log = await asyncio.wait_for(log_until(process, "HTTP on "), 60)
+        port = int(log.rpartition("HTTP on ")[2].partition(",")[0])
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            log += await asyncio.wait_for(log_until(process, "the router is ready"), 60)
+            assert (await http.get("/health")).status_code == 200
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
             request = asyncio.create_task(http.post("/v1/completions", json=body))
             await until(lambda: worker.num_running == 1)
             # It is installed here, and the tokenizer's library would import it.
             assert "libtorch" not in mapped_files(process.pid)
             process.send_signal(signal.SIGTERM)
+            may_answer.set()
             assert (await request).json()["choices"][0]["text"] == ANSWER_TEXT
-        _, stderr = await asyncio.wait_for(process.communicate(), 15)
-        log = stderr.decode()
+        _, rest = await asyncio.wait_for(process.communicate(), 60)
+        log += rest.decode()
         assert process.returncode == 0, log
         assert log.count("config: RouterConfig(") == 1
         assert "hello" not in log
@@ -198,4 +260,4 @@ async def test_sigterm_drains_and_exits_with_zero(model_dir, tokenizer) -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        await worker.stop()
+        await worker.close()

@@ -105,7 +105,7 @@ async def test_logprobs_are_whole_although_decode_is_faster_than_prefill(stack) 
     """P's messages are late: D's tokens wait for the logprobs that only P has."""
 
     async def late(running) -> None:
-        await until(lambda: stack.decode.num_running == 0)
+        await until(lambda: stack.decode.requests and stack.decode.num_running == 0)
         await prefill(running)
 
     stack.prefill.behave = late
@@ -256,7 +256,7 @@ async def test_a_worker_that_refuses_becomes_the_end_of_the_stream(start_stack) 
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
     async with start_stack(max_redrives=0) as stack:
-        stack.prefill.behave = refuse
+        stack.prefill.behave = stack.decode.behave = refuse
         (output,), _ = await collect(stack, pb2.GenerateRequest(text="hello"))
     assert output.finished
     assert output.outputs[0].error.code == core.ERROR_CODE_OVERLOADED
@@ -293,7 +293,7 @@ async def test_models_health_and_reflection(stack) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     await stack.decode.stop()
     await until(lambda: not stack.server.router.is_ready)
-    answer = await health.Check(health_pb2.HealthCheckRequest())
+    answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 

@@ -74,20 +74,15 @@ async def test_without_a_decode_worker_it_is_refused_at_once(start_stack, kind) 
 
 
 @every_kind
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+async def test_bad_input_is_refused_with_its_limit(stack, kind) -> None:
+    for fields, message in (
         ({"n": 65, "best_of": 65}, "n is 65, must be 1 to 64"),
         ({"n": 5, "best_of": 4}, "best_of is 4, must be n (5) to 64"),
         ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
         ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
-    ],
-)
-async def test_bad_input_is_refused_with_its_limit(stack, kind, fields, message) -> None:
-    assert await status_of(call(stack, kind, **fields)) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        message,
-    )
+    ):
+        status = await status_of(call(stack, kind, **fields))
+        assert status == (grpc.StatusCode.INVALID_ARGUMENT, message)
     assert stack.decode.requests == []
 
 
@@ -110,7 +105,7 @@ async def test_an_sse_client_that_leaves_ends_all_its_completions(start_stack) -
         stack.decode.behave = hang
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 50, "n": 3, "stream": True}
         async with (
-            httpx.AsyncClient(base_url=stack.url) as http,
+            httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             await anext(response.aiter_bytes())
@@ -125,31 +120,26 @@ CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 1, "output_kind": FINAL_ONLY},
-        {"n": 1, "output_kind": CUMULATIVE},
-        {"n": 2, "output_kind": FINAL_ONLY, "max_tokens": 10_000},
-        {"n": 2, "best_of": 3, "max_tokens": 10_000},
-        {"n": 2, "use_beam_search": True, "temperature": 0.0, "max_tokens": 10_000},
-        {"n": 1, "output_kind": FINAL_ONLY, "logprobs": 0, "max_tokens": 262_144 - 2 * 5},
-    ],
-)
-async def test_logprobs_that_may_not_fit_into_one_message_are_refused(start_stack, fields) -> None:
-    params = {**MANY, **fields}
+# The prompt's are in the same message.
+FEW_BUT_FOR_THE_PROMPTS = {"logprobs": 0, "prompt_logprobs": 20, "max_tokens": 262_144 - 2 * 5}
+
+
+async def test_logprobs_that_may_not_fit_into_one_message_are_refused(start_stack) -> None:
     async with start_stack(info={"max_model_len": 300_000}) as stack:
-        if params["logprobs"] == 0:
-            # The prompt's are in the same message.
-            params["prompt_logprobs"] = 20
-        code, details = await status_of(
-            stack.stub.Generate(
-                pb2.GenerateRequest(text="hello", sampling_params=core.SamplingParams(**params))
-            )
-        )
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert details.startswith(f"logprobs is {params['logprobs']} with max_tokens ")
-        assert details.endswith("log-probabilities, at most 262144")
+        for fields in (
+            {"n": 1, "output_kind": FINAL_ONLY},
+            {"n": 1, "output_kind": CUMULATIVE},
+            {"n": 2, "output_kind": FINAL_ONLY, "max_tokens": 10_000},
+            {"n": 2, "best_of": 3, "max_tokens": 10_000},
+            {"n": 2, "use_beam_search": True, "temperature": 0.0, "max_tokens": 10_000},
+            {"n": 1, "output_kind": FINAL_ONLY, **FEW_BUT_FOR_THE_PROMPTS},
+        ):
+            params = core.SamplingParams(**{**MANY, **fields})
+            request = pb2.GenerateRequest(text="hello", sampling_params=params)
+            code, details = await status_of(stack.stub.Generate(request))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert details.startswith(f"logprobs is {params.logprobs} with max_tokens ")
+            assert details.endswith("log-probabilities, at most 262144")
         assert stack.decode.requests == []
 
 
@@ -157,7 +147,7 @@ async def test_logprobs_in_parts_or_over_http_may_be_many(start_stack) -> None:
     async with start_stack(http=True, info=ROOM) as stack:
         outputs = [response.output async for response in call(stack, "n", **MANY)]
         assert outputs[-1].finished
-        async with httpx.AsyncClient(base_url=stack.url) as http:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
             body = {"model": "tiny", "prompt": "hello", **MANY}
             response = await http.post("/v1/completions", json=body)
         assert response.status_code == 200

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from fake_worker import PREFILL_STATS, FakeWorker, engine_info
 from prometheus_client import CollectorRegistry
 
-from conftest import TIMINGS, until
+from conftest import TIMINGS, replace_file, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -81,7 +80,7 @@ class Stage:
     def serve(self, *args: object, **fields: object) -> Route:
         """Have a request answered."""
         route = self.route(*args, **fields)
-        self.pool.note_computed(route.decode, request(*args, **fields))
+        self.pool.note_answered(route.decode, request(*args, **fields), ())
         return route
 
 
@@ -105,7 +104,7 @@ async def make() -> AsyncIterator[Callable[..., object]]:
             ]
             for fake in fakes:
                 await fake.start()
-                stack.push_async_callback(fake.stop)
+                stack.push_async_callback(fake.close)
             return fakes
 
         async def make(num_prefill: int, num_decode: int) -> Stage:
@@ -156,15 +155,15 @@ async def test_workers_join_and_leave_with_the_file(make, tmp_path: Path, fast_l
     assert not stage.pool.is_ready
     with pytest.raises(NoWorkerError, match="none is listed"):
         stage.pool.model_limits()
-    decode.write_text(f"{stage.decode[0].address}\n")
+    replace_file(decode, f"{stage.decode[0].address}\n")
     await until(lambda: stage.pool.is_ready)
     assert stage.route().reason == "no_prefill_worker"
-    prefill.write_text(f"{stage.prefill[0].address}\n")
-    decode.write_text(f"{stage.decode[0].address}\n{stage.decode[1].address}\n")
+    replace_file(prefill, f"{stage.prefill[0].address}\n")
+    replace_file(decode, f"{stage.decode[0].address}\n{stage.decode[1].address}\n")
     await stage.proven(2)
     assert {stage.route().decode.engine_id for _ in range(4)} == {"decode-0", "decode-1"}
     assert stage.pool.is_ready
-    decode.write_text(f"{stage.decode[1].address}\n")
+    replace_file(decode, f"{stage.decode[1].address}\n")
     await until(lambda: len(stage.pool.decode) == 1)
     assert {stage.route().decode.engine_id for _ in range(4)} == {"decode-1"}
     await until(lambda: stage.metric("pdserve_worker_pairs", state="proven") == 1)
@@ -172,7 +171,8 @@ async def test_workers_join_and_leave_with_the_file(make, tmp_path: Path, fast_l
 
 async def test_what_runs_on_a_worker_that_leaves_goes_on(make, tmp_path, fast_lists) -> None:
     stage = await make(0, 1)
-    stage.decode[0].step_s = 0.05
+    may_answer = asyncio.Event()
+    stage.decode[0].before_token = lambda running, num_tokens: may_answer.wait()
     path = tmp_path / "decode"
     path.write_text(stage.decode[0].address)
     stage.start([], [f"file://{path}"])
@@ -181,10 +181,11 @@ async def test_what_runs_on_a_worker_that_leaves_goes_on(make, tmp_path, fast_li
     outputs: list[EngineCoreOutput] = []
     client.add_request(request(), outputs.append)
     await until(lambda: stage.decode[0].num_running == 1)
-    path.write_text("")
+    replace_file(path, "")
     await until(lambda: stage.pool.decode == ())
     assert not stage.pool.is_ready
     assert client.state is WorkerState.READY
+    may_answer.set()
     await until(lambda: bool(outputs) and outputs[-1].finished)
     assert outputs[-1].error is None
     await until(lambda: client.state is WorkerState.DOWN)
@@ -200,9 +201,9 @@ async def test_a_worker_that_returns_before_it_is_idle_keeps_its_link(make, tmp_
     await until(lambda: stage.pool.is_ready)
     client = stage.pool.decode[0]
     client.add_request(request(), lambda output: None)
-    path.write_text("")
+    replace_file(path, "")
     await until(lambda: stage.pool.decode == ())
-    path.write_text(stage.decode[0].address)
+    replace_file(path, stage.decode[0].address)
     await until(lambda: stage.pool.decode == (client,))
     client.abort("a")
     await asyncio.sleep(0.1)
@@ -245,7 +246,7 @@ async def test_a_worker_whose_first_name_is_gone_is_used_under_the_other(
     stage.start([], [f"file://{path}"])
     await until(lambda: [client.is_ready for client in stage.pool.decode] == [True, True])
     assert stage.route().decode.address == names[0]
-    path.write_text(names[1])
+    replace_file(path, names[1])
     await until(lambda: len(stage.pool.decode) == 1)
     assert stage.route().decode.address == names[1]
 
@@ -274,7 +275,7 @@ async def test_readiness_waits_for_prefill_workers_that_are_being_dialed(make) -
     assert stage.route().reason == "no_prefill_worker"
 
 
-async def test_choosing_among_many_pairs_takes_no_time_to_speak_of() -> None:
+async def test_choosing_among_many_pairs_looks_at_none_of_them() -> None:
     addresses = [[f"{role}:{i}" for i in range(1, 21)] for role in "pd"]
     stage = Stage([], [])
     stage.make(*addresses)
@@ -286,10 +287,9 @@ async def test_choosing_among_many_pairs_takes_no_time_to_speak_of() -> None:
     for pair in stage.pool._pairs._pairs.values():
         pair.is_proven = True
     stage.pool._on_change()
-    began = time.process_time()
-    routes = [stage.route() for _ in range(300)]
-    # 0.05 s; 0.6 s if every pair were looked at for every request.
-    assert time.process_time() - began < 0.25
+    # All 400 for every request would take 2 ms: what can be used is found beforehand.
+    stage.pool._pairs._pairs.clear()
+    routes = [stage.route() for _ in range(40)]
     assert len({route.prefill for route in routes}) == len({r.decode for r in routes}) == 20
 
 
@@ -342,6 +342,15 @@ async def test_a_prompt_that_decode_should_have_cached_stays_there(start) -> Non
         assert stage.route(5 * BLOCK, cache_salt="another").path == "disaggregated"
         assert stage.route(5 * BLOCK, first=6).path == "disaggregated"
         assert stage.route(5 * BLOCK + BLOCK + 1).path == "disaggregated"
+
+
+async def test_answers_are_not_read_where_nothing_is_estimated(start) -> None:
+    class Unread(list):
+        def __getitem__(self, index: object) -> int:
+            raise AssertionError("it is read")
+
+    async with start() as stage:
+        stage.pool.note_answered(stage.pool.decode[0], request(), Unread(range(100)))
 
 
 async def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(start) -> None:
@@ -404,7 +413,7 @@ async def test_decode_without_its_cache_is_found_out_by_one_answer(start_stack) 
                 PREFILL_STATS, num_prompt_tokens=len(prompt), num_cached_tokens=num_cached_tokens
             )
             tokens = pb2.TokenPrompt(token_ids=prompt)
-            call = stack.stub.Generate(pb2.GenerateRequest(tokens=tokens), timeout=10)
+            call = stack.stub.Generate(pb2.GenerateRequest(tokens=tokens), timeout=30)
             return [response.output async for response in call][-1].metrics.path
 
         assert [await path_of(prompt) for prompt in prompts] == ["disaggregated"] * 3
@@ -423,7 +432,7 @@ async def test_the_next_turn_of_a_chat_finds_its_answer_cached(start_stack) -> N
         for path in ("disaggregated", "local"):
             tokens = pb2.TokenPrompt(token_ids=prompt)
             call = stack.stub.Generate(
-                pb2.GenerateRequest(tokens=tokens, sampling_params=params), timeout=10
+                pb2.GenerateRequest(tokens=tokens, sampling_params=params), timeout=30
             )
             outputs = [response.output async for response in call]
             assert outputs[-1].metrics.path == path
@@ -505,15 +514,15 @@ async def test_a_decode_worker_that_keeps_failing_is_left_alone(start) -> None:
         assert stage.metric("pdserve_workers_failing", role="decode") == 0
 
 
-async def test_if_all_keep_failing_the_next_trial_is_told(start, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 0.1)
+async def test_if_all_keep_failing_the_next_trial_is_told(start) -> None:
+    now = 100.0
     async with start(0, 1) as stage:
-        stage.pool.decode[0].breaker = CircuitBreaker()
+        stage.pool.decode[0].breaker = CircuitBreaker(clock=lambda: now)
         for _ in range(3):
             stage.pool.report_failure(stage.pool.decode[0])
-        with pytest.raises(NoWorkerError, match=r"1 keep failing, the next trial is in 0.1 s"):
+        with pytest.raises(NoWorkerError, match=r"1 keep failing, the next trial is in 1.0 s"):
             stage.route()
-        await asyncio.sleep(0.11)
+        now += 1
         stage.route()
         with pytest.raises(NoWorkerError):
             stage.route()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pdserve_common.config import opt
+from pdserve_common.config import LogLevel, opt
 from pdserve_common.tls import TlsConfig
 
 
@@ -19,7 +19,7 @@ class WorkerConfig(TlsConfig):
     self_check_timeout_s: float = opt(
         60.0, "How long the generation may take that a worker tries on itself before it serves."
     )
-    log_level: str = opt("info", "debug, info, warning or error.")
+    log_level: LogLevel = opt("info", "What is logged.")
 
     def __post_init__(self) -> None:
         TlsConfig.__post_init__(self)
@@ -32,8 +32,4 @@ class WorkerConfig(TlsConfig):
         if not self.self_check_timeout_s > 0:
             raise ValueError(
                 f"self_check_timeout_s is {self.self_check_timeout_s}, must be above 0"
-            )
-        if self.log_level.lower() not in ("debug", "info", "warning", "error"):
-            raise ValueError(
-                f"log_level is {self.log_level!r}, must be debug, info, warning or error"
             )

@@ -31,7 +31,7 @@ class EngineStatsRecorder:
         metrics.waiting_tokens.set(stats.num_waiting_tokens)
         used = stats.num_total_blocks - stats.num_free_blocks
         metrics.kv_blocks.labels(state="used").set(used)
-        metrics.kv_blocks.labels(state="free").set(stats.num_free_blocks)
+        metrics.kv_blocks.labels(state="free").set(stats.num_free_blocks - stats.num_cached_blocks)
         metrics.kv_blocks.labels(state="cached").set(stats.num_cached_blocks)
         metrics.kv_cache_usage.set(stats.kv_cache_usage)
         metrics.prefix_cache_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)

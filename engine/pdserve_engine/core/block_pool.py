@@ -103,7 +103,9 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self._free = FreeBlockQueue(self.blocks)
+        # By hash, held ones and free ones; and how many of them are free.
         self._cached: dict[bytes, KVCacheBlock] = {}
+        self.num_free_cached_blocks = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -134,6 +136,7 @@ class BlockPool:
         for block in blocks:
             if block.ref_cnt == 0:
                 self._free.remove(block)
+                self.num_free_cached_blocks -= 1
             block.ref_cnt += 1
 
     def cache_block(self, block: KVCacheBlock, block_hash: bytes) -> None:
@@ -157,6 +160,7 @@ class BlockPool:
                 dead.append(block)
             else:
                 self._free.append(block)
+                self.num_free_cached_blocks += 1
         self._bury(dead)
 
     def reset_prefix_cache(self) -> bool:
@@ -176,6 +180,10 @@ class BlockPool:
         assert len(free_ids) == self._free.num_blocks, (len(free_ids), self._free.num_blocks)
         hashed = {block.block_hash: block for block in self.blocks if block.block_hash is not None}
         assert hashed == self._cached, f"{len(hashed)} hashed blocks, {len(self._cached)} indexed"
+        num_free_cached = sum(block.ref_cnt == 0 for block in self._cached.values())
+        assert num_free_cached == self.num_free_cached_blocks, (
+            f"{num_free_cached} free blocks are cached, {self.num_free_cached_blocks} are counted"
+        )
 
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop the hashes that free blocks still have."""
@@ -184,6 +192,7 @@ class BlockPool:
             assert block.block_hash is not None
             del self._cached[block.block_hash]
             block.block_hash = None
+        self.num_free_cached_blocks -= len(hashed)
         self._bury(hashed)
 
     def _bury(self, blocks: Sequence[KVCacheBlock]) -> None:

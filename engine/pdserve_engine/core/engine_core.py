@@ -28,7 +28,8 @@ BATCH_QUEUE_SIZE = 2
 MAX_LOOKAHEAD_STEP_S = 0.02
 # After so many failing steps in a row a step of our own tells whose fault it is.
 MAX_FAILURES_IN_A_ROW = 5
-PROBE_ID = "engine-probe"
+# Not printable, so that no front end's request has it (validate_request_id).
+PROBE_ID = "\0engine-probe"
 # The client_index of nobody.
 NO_CLIENT = -1
 CLOSE_TIMEOUT_S = 30.0

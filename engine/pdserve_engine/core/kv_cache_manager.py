@@ -405,8 +405,10 @@ def _num_revived(blocks: Iterable[KVCacheBlock]) -> int:
 
 
 def _extra_key(request: Request) -> bytes:
-    """What separates equal tokens: the tenant's salt and the adapter."""
-    salt = request.request.cache_salt
+    """What separates equal tokens: the tenant's salt and the adapter. The salt's length tells where
+    it ends: both may have any characters.
+    """
+    salt = (request.request.cache_salt or "").encode()
     lora = request.request.lora_request
-    parts = (salt or "", lora.lora_name if lora else "")
-    return "\0".join(parts).encode() if any(parts) else b""
+    adapter = lora.lora_name.encode() if lora else b""
+    return b"%d:%s%s" % (len(salt), salt, adapter) if salt or adapter else b""

@@ -47,13 +47,7 @@ def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
     """One position per token: a token that D repeats after P has an empty one here."""
     if num_tokens == 0:
         return None
-    num_repeated = num_tokens - len(logprobs)
-    nothing = LogprobsLists(
-        logprob_token_ids=((),) * num_repeated,
-        logprobs=((),) * num_repeated,
-        sampled_token_ranks=(0,) * num_repeated,
-    )
-    return nothing + logprobs
+    return LogprobsLists.unknown(num_tokens - len(logprobs)) + logprobs
 
 
 def _prefill_stats(request: Request, first_token_index: int) -> PrefillStats | None:

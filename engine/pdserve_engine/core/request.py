@@ -153,10 +153,6 @@ class Request:
         return self._all_token_ids
 
     @property
-    def output_token_ids(self) -> Sequence[int]:
-        return self._all_token_ids[self.num_prompt_tokens :]
-
-    @property
     def num_tokens(self) -> int:
         return len(self._all_token_ids)
 

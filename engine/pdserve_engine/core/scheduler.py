@@ -50,6 +50,7 @@ from pdserve_engine.core.request_queue import make_request_queue
 from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.stop import check_stop
+from pdserve_engine.core.suspects import Suspects
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -118,8 +119,7 @@ class Scheduler:
         # Set when a step could not be planned without a preemption while others were in flight.
         self.needs_drain = False
         self.forks = Forks(kv_cache_manager)
-        # Requests of a step that failed: they run one by one until each has brought a token.
-        self._suspects: list[Request] = []
+        self.suspects = Suspects(self.remote_decodes)
         # Steps that were planned and whose results have not come in, oldest first.
         self._in_flight: deque[dict[Request, int]] = deque()
         self._num_planned_steps = 0
@@ -241,7 +241,7 @@ class Scheduler:
         self.needs_drain = False
         plan = StepPlan(self.config.max_num_batched_tokens)
         if self.pause_state is not PauseState.PAUSED_ALL:
-            suspect = self._next_suspect()
+            suspect = self.suspects.next()
             if suspect is not None:
                 self._schedule_suspect(suspect, plan)
             elif self.config.scheduling_mode == "v0":
@@ -271,9 +271,10 @@ class Scheduler:
         """Of the steps in flight, which are given and all over, the oldest raised: none counts.
 
         Whatever runs is computed again. A step of one request fails it; of several, each is tried
-        alone.
+        alone, also if others have ended meanwhile: it may have been their fault.
         """
-        suspects = [r for r in self._in_flight[0] if r.status is RequestStatus.RUNNING]
+        failed = self._in_flight[0]
+        suspects = [r for r in failed if r.status is RequestStatus.RUNNING]
         for request in itertools.chain.from_iterable(self._in_flight):
             request.num_in_flight_tokens = 0
         self._in_flight.clear()
@@ -286,16 +287,17 @@ class Scheduler:
                 self._take_back(request)
             else:
                 self._preempt(request)
-        if len(suspects) == 1:
+        if len(failed) == 1:
             error = EngineError(code=ErrorCode.INTERNAL, message=message)
-            self.finish_requests([suspects[0].request_id], RequestStatus.FINISHED_ERROR, error)
+            request_ids = [r.request_id for r in suspects]
+            self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
-            self._suspects = [r for r in suspects if not r.needs_remote_kv]
+            self.suspects.note_failed(r for r in suspects if not r.needs_remote_kv)
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""
         self.add_request(request)
-        self._suspects.insert(0, request)
+        self.suspects.put_first(request)
 
     def make_stats(self, *, step_num_tokens: int, step_duration_s: float) -> SchedulerStats:
         """Return the load after a step."""
@@ -307,7 +309,7 @@ class Scheduler:
             num_waiting_tokens=self.waiting.num_tokens + self.remote_decodes.num_tokens,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
+            num_cached_blocks=pool.num_free_cached_blocks,
             num_open_kv_sessions=self.connector.num_open_sessions() if self.connector else 0,
             prefix_cache_queries=self.kv.prefix_cache_queries,
             prefix_cache_hits=self.kv.prefix_cache_hits,
@@ -543,10 +545,6 @@ class Scheduler:
             )
         )
 
-    def _next_suspect(self) -> Request | None:
-        """One that need not wait for another worker first."""
-        return next((r for r in self._suspects if r not in self.remote_decodes), None)
-
     def _schedule_suspect(self, suspect: Request, plan: StepPlan) -> None:
         """Plan a step for one request of a step that failed, and for no other."""
         if suspect.status is RequestStatus.RUNNING:
@@ -689,8 +687,7 @@ class Scheduler:
         elif token_ids:
             request.num_output_placeholders -= len(token_ids)
             self._append_tokens(request, token_ids)
-            if request in self._suspects:
-                self._suspects.remove(request)
+            self.suspects.remove(request)
         elif prompt_logprobs is None:
             return
         emit(
@@ -724,8 +721,7 @@ class Scheduler:
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
         self._dissolve_forks(request)
-        if request in self._suspects:
-            self._suspects.remove(request)
+        self.suspects.remove(request)
         kept: frozenset[int] = frozenset()
         if self.connector is not None:
             block_ids = self.kv.get_block_ids(request.request_id)

@@ -136,7 +136,8 @@ class KVConnector(ABC):
     @abstractmethod
     def on_dispatched(self, request: EngineCoreRequest) -> None:
         """A request has come and waits until the engine thread is between two steps, which may take
-        long. D dials its P meanwhile, who does not wait for ever for a link. P: nothing.
+        long. D dials its P meanwhile, who does not wait for ever for a link, and goes on holding
+        what it has of an earlier attempt (rule K6). P: nothing.
         """
 
     # ---- the engine thread
@@ -355,14 +356,6 @@ class KVTransport(ABC):
         the caller gives the request up but keeps its blocks until `on_done`. Raises
         KVTransferError, and then calls neither, on an unknown or lost peer or bad block ids.
         """
-
-    @abstractmethod
-    def num_pending_reads(self) -> int:
-        """READs whose `on_done` has not run."""
-
-    @abstractmethod
-    def num_stalled_reads(self) -> int:
-        """Of these, READs whose `on_stall` has run. Too many, or one for too long, is a failure."""
 
     @abstractmethod
     def close(self) -> None:

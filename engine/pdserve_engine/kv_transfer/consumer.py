@@ -20,7 +20,7 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
     KVLinkWelcome,
 )
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 class ConsumerConnector(KVConnector):
     """D's connector. `wakeup` makes the engine thread call take_news soon.
 
+    A pull of which P says nothing for `session_timeout_s` is lost, whatever it waits for; a READ
+    without progress for `transfer_timeout_s` is given up.
     `checksum` returns the CRC-32 of each of some blocks: with it, blocks that P sends checksums of
     are checked when they have landed.
     """
@@ -57,7 +59,7 @@ class ConsumerConnector(KVConnector):
         wakeup: Callable[[], None],
         step_seq: Callable[[], int],
         transfer_timeout_s: float = 5.0,
-        ticket_timeout_s: float = 600.0,
+        session_timeout_s: float = 600.0,
         checksum: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +82,7 @@ class ConsumerConnector(KVConnector):
             link_of=self._links.get,
             post=self._post,
             wakeup=wakeup,
-            ticket_timeout_s=ticket_timeout_s,
+            session_timeout_s=session_timeout_s,
             clock=clock,
         )
 
@@ -96,6 +98,9 @@ class ConsumerConnector(KVConnector):
     # ---- the event loop's thread
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
+        if request.attempt:
+            with self._lock:
+                self._table.keep_held(request.request_id)
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill:
             self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
@@ -214,9 +219,7 @@ class ConsumerConnector(KVConnector):
             self._links.add(link)
             self._dialing.discard(engine_id)
             self._metrics.links.set(len(self._links))
-            # An alert asks for their rate, of which the first sample of a series is no part.
-            for reason in FAILURE_REASONS:
-                self._metrics.transfer_failures.labels(engine_id, reason)
+            begin(self._metrics.transfer_failures, peer=(engine_id,), reason=FAILURE_REASONS)
         return link
 
     def link_failed(self, engine_id: str, reason: str) -> None:

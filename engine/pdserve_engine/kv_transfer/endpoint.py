@@ -6,7 +6,7 @@ loop's thread and return at once.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from pdserve_common.kv_types import (
     KVLinkHello,
@@ -14,13 +14,11 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
     KVLinkWelcome,
 )
-from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, MessageT_contra
 from pdserve_engine.kv_transfer.links import KVLink
 
 # Asks for a link to `(engine_id, host, port)`; may be called on any thread.
 RequestLink = Callable[[str, str, int], None]
-
-MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 
 
 class KVLinkEndpoint(Protocol[MessageT_contra]):

@@ -21,6 +21,9 @@ from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
 TICK_S = 1.0
 # A peer that says nothing for this long is dead.
 SILENCE_S = 5.0
+# What both sides log of a session that will not bring its KV to D: id and peer, the state that it
+# was in, its age, why, and what comes of it.
+SESSION_LOST = "KV session %s with %s is lost in state %s after %.1f s: %s; %s"
 
 
 @dataclass(slots=True, eq=False)

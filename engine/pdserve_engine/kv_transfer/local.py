@@ -59,7 +59,6 @@ class LocalTransport(KVTransport):
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._num_peers = 0
-        self._num_pending = 0
         self._is_closed = False
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -124,15 +123,8 @@ class LocalTransport(KVTransport):
             check_block_ids(local_block_ids, self._kv_cache.num_blocks, "local")
             if len(remote_block_ids) != len(local_block_ids):
                 raise KVTransferError("remote and local block ids differ in number")
-            self._num_pending += 1
             read = _Read(target, tuple(remote_block_ids), tuple(local_block_ids), on_done)
             self._reads.put(read)
-
-    def num_pending_reads(self) -> int:
-        return self._num_pending
-
-    def num_stalled_reads(self) -> int:
-        return 0
 
     def close(self) -> None:
         with self._lock:
@@ -149,7 +141,6 @@ class LocalTransport(KVTransport):
             start = time.monotonic()
             error = self._copy(read)
             with self._lock:
-                self._num_pending -= 1
                 is_news = bool(error) and not read.peer.is_lost
                 read.peer.is_lost |= bool(error)
             result = ReadResult(

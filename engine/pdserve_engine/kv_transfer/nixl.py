@@ -4,9 +4,7 @@ UCX makes progress only inside NIXL calls.
 """
 
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 # Registrations beyond 4 GiB are slow on some NICs.
 MAX_REGION_BYTES = 2 << 30
 PROBE_BYTES = 64
-RDMA_DEVICES = Path("/sys/class/infiniband")
-RDMA_VERBS = Path("/dev/infiniband")
 # Peers whose links have ended, as when a network was down for some seconds.
 MAX_UNUSED_PEERS = 16
 # Connections to living peers that NIXL will never close. After so many a new process is cheaper.
@@ -213,16 +209,6 @@ class NixlAgent:
         size = self._block_bytes
         rows = [(r.base_address, size, r.device_id, size, r.num_blocks) for r in regions]
         return self._agent.prep_xfer_dlist(name, np.array(rows, dtype=np.uint64), memory_type)
-
-
-def has_rdma_device(devices: Path = RDMA_DEVICES, verbs: Path = RDMA_VERBS) -> bool:
-    """Is there an RDMA device that this process may open?
-
-    A container sees all devices of its machine in `devices`, and in `verbs` those it was given.
-    """
-    return any(devices.glob("*")) and any(
-        os.access(path, os.R_OK | os.W_OK) for path in verbs.glob("uverbs*")
-    )
 
 
 def _regions(kv_cache: "KVCache", device_id: int) -> tuple[KVMemoryRegion, ...]:

@@ -23,16 +23,11 @@ from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
 from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadDone,
-    ReadResult,
     check_block_ids,
     num_region_blocks,
 )
-from pdserve_engine.kv_transfer.nixl import (
-    MAX_LEFT_OPEN,
-    NIXL_ERRORS,
-    NixlAgent,
-    has_rdma_device,
-)
+from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
+from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
@@ -72,7 +67,6 @@ class NixlTransport(KVTransport):
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._num_peers = 0
-        self._num_pending = 0
         self._is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -161,22 +155,13 @@ class NixlTransport(KVTransport):
             check_block_ids(local_block_ids, self._num_blocks, "local")
             if not remote_block_ids or len(remote_block_ids) != len(local_block_ids):
                 raise KVTransferError("remote and local block ids differ in number, or are none")
-            self._num_pending += 1
             # NIXL merges blocks that follow on one another on both sides, in ascending order only;
             # what the prefix cache gives back comes in descending order.
             local = np.asarray(local_block_ids, dtype=np.int32)
             order = np.argsort(local)
             remote = np.asarray(remote_block_ids, dtype=np.int32)[order]
-            read = Read(
-                target, remote, local[order], timeout_s, self._count_down(on_done), on_stall
-            )
+            read = Read(target, remote, local[order], timeout_s, on_done, on_stall)
             self._commands.put(lambda: self._queue_read(read))
-
-    def num_pending_reads(self) -> int:
-        return self._num_pending
-
-    def num_stalled_reads(self) -> int:
-        return self._reads.num_stalled
 
     def close(self) -> None:
         with self._lock:
@@ -367,14 +352,6 @@ class NixlTransport(KVTransport):
         self._reads.queue(read)
         if read.peer.is_lost or self._close_by is not None:
             self._reads.drop_waiting(read.peer, "connection was closed")
-
-    def _count_down(self, on_done: ReadDone) -> ReadDone:
-        def done(result: ReadResult) -> None:
-            with self._lock:
-                self._num_pending -= 1
-            on_done(result)
-
-        return done
 
 
 def _ucx_tls() -> str:

@@ -27,7 +27,7 @@ from pdserve_common.kv_types import (
     Release,
     Revoke,
 )
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
@@ -85,6 +85,7 @@ class ProducerConnector(KVConnector):
         self._transport = transport
         self._identity = identity
         self._metrics = metrics
+        begin(metrics.grants, answer=(answer for _, answer in _ANSWERS.values()))
         self._step_seq = step_seq
         self._clock = clock
         self._lock = threading.Lock()

@@ -137,6 +137,8 @@ class Pull:
 
     key: PullKey
     state: ConsumerState
+    # When it began.
+    since: float
     deadline: float
     # Whose KV P is to send: as P says while EARLY, then as the request has.
     num_tokens: int = 0

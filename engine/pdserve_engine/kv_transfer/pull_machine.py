@@ -22,6 +22,7 @@ from pdserve_common.kv_types import (
     Release,
     Revoke,
 )
+from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
@@ -33,7 +34,7 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
-from pdserve_engine.kv_transfer.links import KVLink, RecentKeys
+from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
     ConsumerAction,
@@ -46,7 +47,7 @@ from pdserve_engine.kv_transfer.pull import ChunkRead, LossReason, Pull, PullKey
 logger = logging.getLogger(__name__)
 
 ACK_TIMEOUT_S = 5.0  # P answers at once
-# How long a lost pull waits for the router's decision (K6).
+# How long a lost pull waits for the router's decision, from when the router can know (K6).
 HOLD_S = 5.0
 
 # P has a session of ours open.
@@ -93,6 +94,8 @@ class PullMachine:
         self.num_in: Counter[ConsumerState] = Counter()
         self._num_zombies = 0
         self._news: list[KVNews] = []
+        # Lost pulls that the scheduler, and so the router, has not heard of yet.
+        self._unheard: list[Pull] = []
         self._actions: dict[ConsumerAction, Callable[[Pull], None]] = {
             ConsumerAction.CLAIM: self._claim,
             ConsumerAction.SEND_GRANTED: self._send_granted,
@@ -116,11 +119,18 @@ class PullMachine:
         return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_zombies
 
     def take_news(self) -> list[KVNews]:
+        """For the scheduler, which comes between two steps only. What it hears the router hears at
+        once, so holds begin here; until then they are bounded as the running step is.
+        """
+        for pull in self._unheard:
+            pull.deadline = self._clock() + HOLD_S
+        self._unheard.clear()
         news, self._news = self._news, []
         return news
 
     def add(self, key: PullKey, state: ConsumerState, timeout_s: float) -> Pull:
-        pull = Pull(key, state, self._clock() + timeout_s)
+        now = self._clock()
+        pull = Pull(key, state, since=now, deadline=now + timeout_s)
         self.pulls[key] = pull
         self._count(state, +1)
         return pull
@@ -134,10 +144,12 @@ class PullMachine:
         self._news.append(news)
         self._wakeup()
 
-    def zombie_landed(self) -> None:
-        """A READ whose pull is over has landed."""
+    def zombie_landed(self, pull: Pull) -> None:
+        """A READ of a pull that is over has landed."""
         self._num_zombies -= 1
         self._metrics.zombie_reads.set(self._num_zombies)
+        text = "a READ from %s that was given up has landed; %d more may"
+        _log(pull, logging.INFO, text, pull.engine_id, self._num_zombies)
 
     def has_news_of_claim(self, request: Request) -> bool:
         """Is there a claim of the request that the scheduler has not heard of yet?"""
@@ -160,6 +172,8 @@ class PullMachine:
         if event not in CONSUMER[pull.state]:
             return False
         pull.reason, pull.message = reason, message
+        if event is not ConsumerEvent.SESSION_VOID:
+            self._warn_lost(pull)
         return self.advance(pull, event)
 
     def lose_protocol(self, pull: Pull, what: str) -> bool:
@@ -231,6 +245,9 @@ class PullMachine:
         self._num_zombies += len(zombies)
         self._metrics.zombie_reads.set(self._num_zombies)
         self._metrics.abandoned_reads.inc(len(zombies))
+        if zombies:
+            text = "%d READs from %s have not landed; until then %d blocks stay out of use"
+            _log(pull, logging.WARNING, text, len(zombies), pull.engine_id, len(pull.kept))
 
     def _send_cancel(self, pull: Pull) -> None:
         link = self._link_of(pull.engine_id)
@@ -238,9 +255,9 @@ class PullMachine:
             link.handle.send(make_cancel(pull.key, pull.reason))
 
     def _report_lost(self, pull: Pull) -> None:
-        pull.deadline = self._clock() + HOLD_S
+        pull.deadline = math.inf
+        self._unheard.append(pull)
         self._metrics.transfer_failures.labels(pull.engine_id, pull.reason).inc()
-        logger.warning("KV pull of %s is lost: %s", pull.request_id, pull.message)
         num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         lost = KVLost(num_confirmed_tokens=num_tokens, reason=pull.reason, message=pull.message)
         self.tell(TransferLost(pull.ticket, lost))
@@ -250,6 +267,8 @@ class PullMachine:
         code = ErrorCode.KV_EXPIRED if is_expiry else ErrorCode.KV_TRANSFER_FAILED
         error = EngineError(code=code, message=pull.message, is_retryable=True)
         self.tell(TransferFailed(pull.ticket, error))
+        text = "the router has not decided within %g s; what is held is free"
+        _log(pull, logging.WARNING, text, HOLD_S)
 
     def _void_request(self, pull: Pull) -> None:
         """Nobody's fault: the router knows of it from P's own output."""
@@ -258,6 +277,22 @@ class PullMachine:
         self.tell(TransferFailed(pull.ticket, error))
 
     # ---- inside
+
+    def _warn_lost(self, pull: Pull) -> None:
+        num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
+        _log(
+            pull,
+            logging.WARNING,
+            SESSION_LOST,
+            pull.session or "(none yet)",
+            pull.engine_id,
+            pull.state.name,
+            self._clock() - pull.since,
+            f"{pull.reason}: {pull.message}",
+            "the router has not sent the request yet"
+            if pull.state is ConsumerState.EARLY
+            else f"the router decides how it goes on, {num_tokens} tokens are held until then",
+        )
 
     def _forget(self, pull: Pull) -> None:
         self._count(pull.state, -1)
@@ -283,6 +318,10 @@ class PullMachine:
 
 def make_cancel(key: PullKey, reason: str) -> CancelRequest:
     return CancelRequest(request_id=key[1], attempt=key[2], reason=reason)
+
+
+def _log(pull: Pull, level: int, text: str, *args: object) -> None:
+    log_request(logger, level, pull.request_id, pull.attempt, text, *args)
 
 
 def _session_of(pull: Pull) -> KVSessionId:

@@ -67,14 +67,14 @@ class PullTable:
         link_of: Callable[[str], KVLink | None],
         post: Callable[[ChunkRead], None],
         wakeup: Callable[[], None],
-        ticket_timeout_s: float,
+        session_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._layout = layout
         self._vocab_size = vocab_size
         self._d_epoch = d_epoch
         self._metrics = metrics
-        self._ticket_timeout_s = ticket_timeout_s
+        self._session_timeout_s = session_timeout_s
         self._clock = clock
         self._num_grants = 0
         self._machine = PullMachine(
@@ -95,12 +95,12 @@ class PullTable:
         key = _key_of(request)
         pull = self._machine.pulls.get(key)
         if pull is None:
-            pull = self._machine.add(key, ConsumerState.TICKET, self._ticket_timeout_s)
+            pull = self._machine.add(key, ConsumerState.TICKET, self._session_timeout_s)
             pull.request, pull.num_tokens = request, request.num_tokens
             return
         num_asked, pull.num_tokens = pull.num_tokens, request.num_tokens
         pull.request = request
-        pull.deadline = self._clock() + self._ticket_timeout_s
+        pull.deadline = self._clock() + self._session_timeout_s
         self._machine.advance(pull, ConsumerEvent.TICKETED)
         self._check_claim(pull, num_asked)
 
@@ -119,7 +119,7 @@ class PullTable:
         self._num_grants += 1
         pull.kept = frozenset()
         pull.transfer = make_transfer(block_ids, num_cached_tokens, self._num_grants, self._layout)
-        pull.deadline = self._clock() + self._ticket_timeout_s
+        pull.deadline = self._clock() + self._session_timeout_s
         return self._machine.advance(pull, ConsumerEvent.RESERVED)
 
     def defer(self, request: Request) -> None:
@@ -135,6 +135,14 @@ class PullTable:
         pull = max(granted, key=lambda pull: pull.granted.number)
         self._machine.advance(pull, ConsumerEvent.RECLAIMED)
         return pull.request
+
+    def keep_held(self, request_id: str) -> None:
+        """The router has decided how the request goes on: what is held for it (K6) stays until the
+        scheduler takes the next attempt in, however long its step is.
+        """
+        for pull in self._machine.pulls.values():
+            if pull.request_id == request_id and pull.state is ConsumerState.LOST:
+                pull.deadline = math.inf
 
     def end_request(self, request: Request) -> frozenset[int]:
         """The request is over on D. Return which of its blocks are still written into."""
@@ -201,7 +209,7 @@ class PullTable:
             by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
             by_transport.inc(result.num_bytes)
         if ReadAction.FREE_BLOCKS in read.advance(ReadEvent.LANDED):
-            self._machine.zombie_landed()
+            self._machine.zombie_landed(pull)
             self._machine.tell(BlocksFreed(read.local_block_ids))
         elif not result.is_ok:
             self._machine.lose(pull, ConsumerEvent.READ_FAILED, "read_error", result.error)
@@ -238,7 +246,7 @@ class PullTable:
         if key in self._machine.ended or self._machine.num_in[ConsumerState.EARLY] >= MAX_EARLY:
             link.handle.send(make_cancel(key, "unwanted"))
             return False
-        pull = self._machine.add(key, ConsumerState.EARLY, self._ticket_timeout_s)
+        pull = self._machine.add(key, ConsumerState.EARLY, self._session_timeout_s)
         pull.num_tokens = message.num_tokens
         self._machine.open_session(pull, link, message.session)
         return True
@@ -258,7 +266,7 @@ class PullTable:
         read = make_read(pull, message, self._layout)
         read.transfer.reads.append(read)
         read.transfer.num_announced = read.end_block
-        pull.deadline = self._clock() + self._ticket_timeout_s
+        pull.deadline = self._clock() + self._session_timeout_s
         return self._machine.advance(pull, ConsumerEvent.ANNOUNCED)
 
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
@@ -270,7 +278,7 @@ class PullTable:
         transfer, now = pull.granted, self._clock()
         transfer.prefill_done_at = now
         transfer.output_token_ids = message.output_token_ids
-        pull.deadline = now + min(message.timeout_s, self._ticket_timeout_s)
+        pull.deadline = now + min(message.timeout_s, self._session_timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
         self._get_on(pull)
         return True
@@ -316,7 +324,7 @@ class PullTable:
         """P will ask again. Until then the scheduler has neither a claim nor blocks for it."""
         is_known = self._machine.advance(pull, ConsumerEvent.SESSION_PREEMPTED)
         if is_known and pull.request is not None:
-            pull.deadline = self._clock() + self._ticket_timeout_s
+            pull.deadline = self._clock() + self._session_timeout_s
             self._machine.tell(BlocksReturned(pull.request, pull.kept))
         return is_known
 

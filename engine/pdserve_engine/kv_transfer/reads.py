@@ -107,7 +107,7 @@ class Peer:
 
 
 class Reads:
-    """Posts and polls. Runs on the transfer thread, but for `num_stalled`."""
+    """Posts and polls, on the transfer thread."""
 
     def __init__(
         self,
@@ -128,10 +128,6 @@ class Reads:
         self._fail = fail
         # Those that were given up but may still land, oldest first.
         self._stalled: list[Read] = []
-
-    @property
-    def num_stalled(self) -> int:
-        return len(self._stalled)
 
     def queue(self, read: Read) -> None:
         """Cut a READ into pieces that wait for their turn."""

@@ -20,7 +20,8 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     SessionEnded,
 )
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.logging import log_request
+from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.core.block_pool import NULL_BLOCK_ID
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
@@ -32,12 +33,13 @@ from pdserve_engine.kv_transfer.base import (
     StartForbidden,
     TransferFailed,
 )
-from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
     ProducerAction,
     ProducerEvent,
     ProducerState,
+    ProducerStep,
 )
 from pdserve_engine.kv_transfer.session import Session
 
@@ -47,6 +49,14 @@ MAX_UNDELIVERED = 4096
 # How long a session waits for its D to dial, which it does when it hears of the request, also in
 # the midst of a step.
 LINK_WAIT_S = 5.0
+# Why sessions end; of a fence, why it was put up follows.
+END_REASONS = (
+    "aborted", "cancelled", "error", "expired", "fenced", "finished", "link_lost", "preempted",
+    "released", "revoked", "superseded",
+)  # fmt: skip
+
+# Ends that nobody has asked for: an operator reads of them.
+_LOSSES = frozenset({ProducerEvent.EXPIRED, ProducerEvent.FENCED, ProducerEvent.LINK_LOST})
 
 Checksum = Callable[[Sequence[int]], tuple[int, ...]]
 
@@ -69,6 +79,7 @@ class SessionMachine:
         self._transport = transport
         self._identity = identity
         self._metrics = metrics
+        begin(metrics.sessions_ended, reason=END_REASONS)
         self._link_of = link_of
         self._wakeup = wakeup
         self._session_timeout_s = session_timeout_s
@@ -129,7 +140,9 @@ class SessionMachine:
         step = PRODUCER[session.state].get(event)
         if step is None:
             return False
-        logger.debug("session of %s: %s %s", session.request.request_id, event.name, reason)
+        logger.debug("request %s: %s %s", session.request.request_id, event.name, reason)
+        if event in _LOSSES:
+            self._warn_lost(session, step, reason)
         session.deadline = self._clock() + self._session_timeout_s
         session.reason = reason
         self._enter(session, step.next)
@@ -265,6 +278,22 @@ class SessionMachine:
         self._tell(TransferFailed(session.request, error.to_engine_error()))
 
     # ---- helpers
+
+    def _warn_lost(self, session: Session, step: ProducerStep, reason: str) -> None:
+        is_failed = ProducerAction.FAIL_REQUEST in step.actions
+        log_request(
+            logger,
+            logging.WARNING,
+            session.request.request_id,
+            session.request.request.attempt,
+            SESSION_LOST,
+            session.id or "(none yet)",
+            session.engine_id,
+            session.state.name,
+            self._clock() - session.asked_at,
+            reason,
+            "the router decides how it goes on" if is_failed else "its blocks are free",
+        )
 
     def _enter(self, session: Session, state: ProducerState) -> None:
         self._metrics.sessions.labels(session.state.name.lower()).dec()

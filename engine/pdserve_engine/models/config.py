@@ -70,10 +70,6 @@ class ModelConfig:
     quantization: Quantization | None = None
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 

@@ -5,8 +5,6 @@ likely tokens go to the lowest id.
 """
 
 import math
-from functools import reduce
-from operator import add
 
 import torch
 
@@ -40,7 +38,7 @@ def compute_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -
         )
         for start in range(0, len(logits), step)
     )
-    return reduce(add, pieces)
+    return LogprobsLists.join(pieces)
 
 
 def narrow(lists: LogprobsLists, num_top: int) -> LogprobsLists:

@@ -8,6 +8,7 @@ import torch
 
 from pdserve_common.engine_types import SamplingParams
 
+# Rows of the batch, token ids or positions.
 Rows = npt.NDArray[np.int64]
 
 

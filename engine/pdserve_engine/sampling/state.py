@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pdserve_common.engine_types import LogprobsLists, SamplingParams
 from pdserve_engine.core.sched_output import NewRequestData
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
-from pdserve_engine.sampling.penalties import Penalties
+from pdserve_engine.sampling.penalties import Penalties, Rows
 from pdserve_engine.sampling.processors import (
     NO_PROCESSORS,
     LogitsProcessorError,
@@ -20,8 +19,6 @@ from pdserve_engine.sampling.processors import (
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_kernels import select
 from pdserve_kernels.sampling_batch import SamplingBatch
-
-Rows = npt.NDArray[np.int64]
 
 # In num_logprobs and num_prompt_logprobs; 0 asks for the chosen token's alone.
 NO_LOGPROBS = -1

@@ -89,6 +89,11 @@ def pin_threads(cores: Sequence[int]) -> None:
     library().pds_pin_threads(ctypes.addressof(ranked), len(cores))
 
 
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Return what the C++ gets for a tensor that may be missing."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @cache
 def load_library(isa: str) -> ctypes.CDLL:
     """Return the kernels for an instruction set. Raises KernelsUnavailable."""

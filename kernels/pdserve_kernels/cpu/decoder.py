@@ -9,7 +9,7 @@ import torch
 from pdserve_kernels import cpu
 from pdserve_kernels.cpu.attention import Batch
 from pdserve_kernels.cpu.cache import PagedKV, check_slots, has_packed_tiles
-from pdserve_kernels.cpu.compiled import library
+from pdserve_kernels.cpu.compiled import address, library
 from pdserve_kernels.cpu.layers import as_contiguous_int64, check_indices
 from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
@@ -41,8 +41,8 @@ class _Layer(ctypes.Structure):
         return cls(
             layer.input_norm.data_ptr(),
             PackedLinear.of(layer.qkv),
-            _address(layer.q_norm),
-            _address(layer.k_norm),
+            address(layer.q_norm),
+            address(layer.k_norm),
             PackedLinear.of(layer.attention_output),
             layer.post_attention_norm.data_ptr(),
             PackedLinear.of(layer.gate_up),
@@ -216,7 +216,3 @@ def _check_group(decoder: Decoder, group: AttentionMetadata, kv_cache: torch.Ten
         raise ValueError(
             f"a request has {longest} tokens, block_table and positions go to {num_places}"
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

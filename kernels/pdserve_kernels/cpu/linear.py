@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.cpu.compiled import library
+from pdserve_kernels.cpu.compiled import address, library
 from pdserve_kernels.cpu.linear_int import PANEL, IntegerPanels, pack_integers
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.reference.quantization import QuantizedWeight
@@ -48,7 +48,7 @@ class PackedLinear(ctypes.Structure):
     @classmethod
     def of(cls, weight: LinearWeight) -> "PackedLinear":
         n, k = weight.out_features, weight.in_features + weight.in_features % 2
-        shape = (_address(weight.bias), n, k, weight.num_parts)
+        shape = (address(weight.bias), n, k, weight.num_parts)
         panels = weight.panels
         if isinstance(panels, torch.Tensor):
             return cls(panels.data_ptr(), *shape, bits=16)
@@ -57,14 +57,10 @@ class PackedLinear(ctypes.Structure):
             *shape,
             panels.bits,
             panels.scales.data_ptr(),
-            _address(panels.zeros),
+            address(panels.zeros),
             panels.group_size,
             int(panels.scales.dtype == torch.float32),
         )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 # What `pack_linear` returns for dtypes that have no C++ kernel.

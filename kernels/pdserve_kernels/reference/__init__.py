@@ -1,4 +1,6 @@
-"""The kernels in torch ops: what Triton is tested against, and what a CPU runs."""
+"""The kernels in torch ops: what the others are tested against, and what a CPU runs
+for which none could be compiled.
+"""
 
 from pdserve_kernels.reference.attention import paged_attention
 from pdserve_kernels.reference.cache import kv_tile_format, reshape_and_cache

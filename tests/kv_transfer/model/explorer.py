@@ -19,6 +19,8 @@ and loses nothing until it breaks. What goes wrong goes wrong once or twice wher
 nothing new. The models say what else they leave out.
 """
 
+import contextlib
+import gc
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -114,6 +116,23 @@ class _Graph(Generic[StateT]):
 
 def explore(model: Model[StateT]) -> Exploration:
     """Visit all states of a model, up to the first bad one."""
+    with _garbage_left_alone():
+        return _explore(model)
+
+
+@contextlib.contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """A million values that are kept, and no cycle among them, are much to look through."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _explore(model: Model[StateT]) -> Exploration:
     graph = _Graph(model.initial())
     # The list grows under the loop: that is the search.
     for number, state in enumerate(graph.states):

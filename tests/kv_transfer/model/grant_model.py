@@ -5,6 +5,11 @@ one more for the first token that D computes, and another one later on. Sessions
 session_model's: here a step is what two schedulers have agreed on. What is revoked although P had
 started it is given up and comes again as another attempt.
 
+Who is the next to get blocks is not a table of states but a comparison of ages and room, so that
+the production code cannot be the model's. Two tests bind them: test_grant_tables.py has each move
+here be one of the production tables', and tests/engine/test_handoff_engines.py has the real
+schedulers and connectors share few blocks at random.
+
 Without a clock a claim may be overdue at any time, and is so at the latest when it has been
 overtaken MAX_PATIENCE times. Where requests come again and again (`recurs`) somebody may starve
 while all others are served. That shows as a number: how often others got blocks of the D that it
@@ -14,16 +19,17 @@ Grants are bounded by room alone. pdserve also limits the share of a pool that t
 only takes choices away.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 MAX_PATIENCE = 1
 
 
-class Stage(Enum):
-    """Where a request is."""
+class Stage(IntEnum):
+    """Where a request is. (An Enum's own hash is not C's, and would take a third of the time.)"""
 
     QUEUED = auto()
     # P has asked D, and waits.
@@ -79,16 +85,16 @@ class Item(NamedTuple):
 
 class World(NamedTuple):
     items: tuple[Item, ...]
-    # Requests that wait for D's blocks, the oldest claim first.
+    # By D, as neither knows of the other's: requests that wait for its blocks, the oldest claim
+    # first, and those that it could take blocks back from, the oldest grant first.
     claims: tuple[int, ...] = ()
-    # Those that D could take blocks back from, the oldest grant first.
     grants: tuple[int, ...] = ()
 
 
 Steps: TypeAlias = Iterator[tuple[str, World]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GrantModel:
     """Pools in blocks and who shares them; each flag that is true is a rule."""
 
@@ -136,39 +142,52 @@ class GrantModel:
 
     # ---- pools
 
+    @cached_property
+    def _at_p(self) -> Sequence[list[int]]:
+        return [
+            [number for number, request in enumerate(self.requests) if request.p == p]
+            for p in range(len(self.p_blocks))
+        ]
+
+    @cached_property
+    def _at_d(self) -> Sequence[list[int]]:
+        return [
+            [number for number, request in enumerate(self.requests) if request.d == d]
+            for d in range(len(self.d_blocks))
+        ]
+
     def _free_on_p(self, world: World, p: int) -> int:
-        held = sum(r.num_blocks for r, item in self._at(world, p=p) if item.stage in ON_P)
-        return self.p_blocks[p] - held
+        free = self.p_blocks[p]
+        for number in self._at_p[p]:
+            if world.items[number].stage in ON_P:
+                free -= self.requests[number].num_blocks
+        return free
 
     def _free_on_d(self, world: World, d: int) -> int:
-        held = sum(
-            r.num_blocks + ON_D[item.stage]
-            for r, item in self._at(world, d=d)
-            if item.stage in ON_D
-        )
-        return self.d_blocks[d] - held
+        free = self.d_blocks[d]
+        for number in self._at_d[d]:
+            num_more = ON_D.get(world.items[number].stage)
+            if num_more is not None:
+                free -= self.requests[number].num_blocks + num_more
+        return free
 
-    def _at(
-        self, world: World, *, p: int | None = None, d: int | None = None
-    ) -> Iterator[tuple[Request, Item]]:
-        for request, item in zip(self.requests, world.items, strict=True):
-            if request.p == p or request.d == d:
-                yield request, item
+    def _by_d(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(numbers, key=lambda number: self.requests[number].d))
 
     def _has_room(self, world: World, number: int, *, num_more: int = 1) -> bool:
         """For the prompt and `num_more` blocks, besides what D owes to others."""
         request = self.requests[number]
         num_owed = 0
         if self.reserves_next_block:
-            at_d = self._at(world, d=request.d)
-            num_owed = num_more + sum(item.stage in ADMITTED for _, item in at_d)
+            stages = [world.items[other].stage for other in self._at_d[request.d]]
+            num_owed = num_more + sum(stage in ADMITTED for stage in stages)
         return self._free_on_d(world, request.d) >= request.num_blocks + num_owed
 
     def _is_blocked(self, world: World, number: int) -> bool:
         """Whether somebody else is the next to get blocks of this request's D."""
         d = self.requests[number].d
-        is_preempted = any(item.stage is Stage.PREEMPTED for _, item in self._at(world, d=d))
-        if self.resumes_first and is_preempted:
+        stages = [world.items[other].stage for other in self._at_d[d]]
+        if self.resumes_first and Stage.PREEMPTED in stages:
             return True
         for other in world.claims:
             if other == number:
@@ -180,7 +199,8 @@ class GrantModel:
     # ---- P
 
     def _queued(self, world: World, number: int) -> Steps:
-        yield "P asks D for", _put(_claim(world, number), number, Stage.CLAIMED)
+        world = world._replace(claims=self._by_d((*world.claims, number)))
+        yield "P asks D for", _put(world, number, Stage.CLAIMED)
 
     def _claimed(self, world: World, number: int) -> Steps:
         yield from self._wait(world, number, Stage.GRANTED)
@@ -217,7 +237,7 @@ class GrantModel:
     def _grant(self, world: World, number: int, stage: Stage) -> World:
         world = self._overtake(world, number)
         world = world._replace(
-            claims=_without(world.claims, number), grants=(*world.grants, number)
+            claims=_without(world.claims, number), grants=self._by_d((*world.grants, number))
         )
         return _put(world, number, stage)
 
@@ -252,11 +272,19 @@ class GrantModel:
             return
         revocable = [other for other in world.grants if self.requests[other].d == d]
         if self.revokes and revocable:
-            yield f"D takes {revocable[-1]}'s grant back for", _revoke(world, revocable[-1])
+            yield f"D takes {revocable[-1]}'s grant back for", self._revoke(world, revocable[-1])
             return
         for other, item in enumerate(world.items):
             if self.requests[other].d == d and item.stage in RUNNING:
                 yield f"D preempts {other} for", _put(world, other, Stage.PREEMPTED)
+
+    def _revoke(self, world: World, number: int) -> World:
+        """A claim again, and the oldest; what P had started comes as another attempt."""
+        world = world._replace(grants=_without(world.grants, number))
+        if world.items[number].stage is Stage.STARTED:
+            return _put(world, number, Stage.QUEUED)
+        world = world._replace(claims=self._by_d((number, *world.claims)))
+        return _put(world, number, Stage.CLAIMED)
 
     def _grown(self, world: World, number: int) -> Steps:
         yield "D finishes", self._done(world, number)
@@ -287,10 +315,6 @@ def _is_older(world: World, other: int, number: int) -> bool:
     return world.claims.index(other) < world.claims.index(number)
 
 
-def _claim(world: World, number: int) -> World:
-    return world._replace(claims=(*world.claims, number))
-
-
 def _age(world: World, number: int) -> World:
     item = world.items[number]._replace(age=MAX_PATIENCE)
     items = (*world.items[:number], item, *world.items[number + 1 :])
@@ -302,15 +326,6 @@ def _refused(world: World, number: int) -> World:
     items = list(world.items)
     items[number] = items[number]._replace(stage=Stage.QUEUED, age=0)
     return world._replace(items=tuple(items), claims=_without(world.claims, number))
-
-
-def _revoke(world: World, number: int) -> World:
-    """A claim again, and the oldest; what P had started comes as another attempt."""
-    world = world._replace(grants=_without(world.grants, number))
-    if world.items[number].stage is Stage.STARTED:
-        return _put(world, number, Stage.QUEUED)
-    world = world._replace(claims=(number, *world.claims))
-    return _put(world, number, Stage.CLAIMED)
 
 
 _MOVES: Mapping[Stage, Callable[[GrantModel, World, int], Steps]] = {

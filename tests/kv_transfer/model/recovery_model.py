@@ -5,6 +5,9 @@ never alike. That is the worst case of CONSISTENT; at EXACT a mix-up would go un
 carries its sender's whole history beside what is on the wire, so that the model can tell whether
 what the client has is one story or two.
 
+The two Ds are alike, so that only which of them has the current attempt is told apart: that one is
+"D". When the router turns to "the other D" they change names.
+
 A stopped process is one that takes no step for a while: every step may come arbitrarily late, so a
 D that is stopped, given up and continued is among the cases, and so are slow ones. For the same
 reason the router may decide at any moment; what made it (an error, silence, kv_lost) is the same
@@ -12,22 +15,26 @@ to safety. P dies with what it has sent to the router, and what it has sent to D
 A link to a D loses nothing: what a router does not get back of a broken one, it gives up.
 
 How KV travels is session_model's: here it arrives at D, with P's token, or D finds that it is lost.
+
+The router keeps no table: what it knows of a request is its tokens and its attempt's number, and
+each rule is one comparison of these. tests/router/test_recovery_walk.py binds them to this model:
+the code that serves takes the same steps at random, and has to keep the same promises.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import NamedTuple, TypeAlias
 
-# Tokens are named after who sampled them in which attempt: "P0", "A1", "B2".
+# Tokens are named after who sampled them in which attempt: "P0", "D2". An attempt has one D.
 History: TypeAlias = tuple[str, ...]
 
 ANSWER_LENGTH = 3
-D_NAMES = "AB"
+D_NAMES = ("D", "the other D")
 
 
-class LegState(Enum):
-    """D's leg of an attempt."""
+class LegState(IntEnum):
+    """D's leg of an attempt. (An Enum's own hash is not C's.)"""
 
     # Its KV is under way.
     WAITING = auto()
@@ -45,35 +52,33 @@ class Leg(NamedTuple):
 
 
 class PLeg(NamedTuple):
-    """What P is to compute, and where its KV goes."""
+    """What P is to compute for the current attempt's D."""
 
     attempt: int
     tokens: History
-    d: int
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
+# Of messages on the same way none has as many fields as another: no tuple is equal to another's.
+
+
+class AddRequest(NamedTuple):
     attempt: int
     tokens: History
     is_remote: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(NamedTuple):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     attempt: int
     first_index: int
     # All tokens of the sender; those from first_index on are on the wire.
     history: History
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(NamedTuple):
     """D's leg has ended with a retryable error, or waits for a decision (`is_kv_lost`)."""
 
     attempt: int
@@ -96,8 +101,6 @@ class D(NamedTuple):
 
 class Router(NamedTuple):
     attempt: int = 0
-    # Whose leg is current.
-    d: int = 0
     delivered: History = ()
     # The current attempt is known to have failed.
     needs_redrive: bool = False
@@ -108,9 +111,10 @@ class Router(NamedTuple):
 
 class World(NamedTuple):
     router: Router = Router()
+    # The first has the current attempt.
     ds: tuple[D, ...] = (D(), D())
-    # P's legs, and what it has sent to the router.
-    p: tuple[PLeg, ...] = ()
+    # P's leg, and what it has sent to the router.
+    p: PLeg | None = None
     from_p: tuple[Output, ...] = ()
     has_p_died: bool = False
 
@@ -140,13 +144,13 @@ class RecoveryModel:
     supersedes: bool = True
 
     def initial(self) -> World:
-        return _send_attempt(World(), 0, is_remote=self.has_p)
+        return _send_attempt(World(), is_remote=self.has_p)
 
     def bad(self, world: World) -> str:
         return world.router.fault
 
     def is_good_end(self, world: World) -> bool:
-        is_idle = not world.p and all(not d.inbox and d.leg is None for d in world.ds)
+        is_idle = world.p is None and all(not d.inbox and d.leg is None for d in world.ds)
         return world.router.is_over and is_idle
 
     def show(self, world: World) -> str:
@@ -169,15 +173,15 @@ class RecoveryModel:
     # ---- P
 
     def _p_steps(self, world: World) -> Steps:
-        for number, leg in enumerate(world.p):
+        leg = world.p
+        if leg is not None:
             token = f"P{leg.attempt}"
             output = Output(leg.attempt, len(leg.tokens), (*leg.tokens, token))
-            d = world.ds[leg.d]
-            after = _put_d(world, leg.d, d._replace(kv=d.kv | {Kv(leg.attempt, token)}))
-            rest = (*world.p[:number], *world.p[number + 1 :])
-            yield f"P samples {token}", after._replace(p=rest, from_p=(*world.from_p, output))
+            d = world.ds[0]
+            after = _put_d(world, 0, d._replace(kv=d.kv | {Kv(leg.attempt, token)}))
+            yield f"P samples {token}", after._replace(p=None, from_p=(*world.from_p, output))
         if self.p_dies and not world.has_p_died:
-            yield "P dies", world._replace(p=(), from_p=(), has_p_died=True)
+            yield "P dies", world._replace(p=None, from_p=(), has_p_died=True)
 
     # ---- D
 
@@ -196,7 +200,7 @@ class RecoveryModel:
             after = d._replace(leg=None, outbox=(*d.outbox, failed))
             yield f"{name} has held long enough", _put_d(world, number, after)
         else:
-            yield f"{name} samples a token", _put_d(world, number, _decode(d, d.leg, name))
+            yield f"{name} samples a token", _put_d(world, number, _decode(d, d.leg))
 
     def _take(self, d: D, message: AddRequest | Abort) -> D:
         attempt = -1 if d.leg is None else d.leg.attempt
@@ -237,14 +241,14 @@ class RecoveryModel:
         if world.from_p:
             output, *rest = world.from_p
             after = self._accept(world._replace(from_p=tuple(rest)), output)
-            yield f"the router takes P's {_describe(output)}", after
+            yield f"the router takes {_describe(output)} of P", after
         for number, name in enumerate(D_NAMES):
             d = world.ds[number]
             if d.outbox:
                 message, *others = d.outbox
                 after = _put_d(world, number, d._replace(outbox=tuple(others)))
                 yield (
-                    f"the router takes {name}'s {_describe(message)}",
+                    f"the router takes {_describe(message)} of {name}",
                     self._hear(after, message),
                 )
         yield from self._decide(world)
@@ -281,12 +285,15 @@ class RecoveryModel:
         """Another attempt, on either D, with P or without; or the end, if there were too many."""
         router = world.router
         if router.attempt < self.max_redrives:
-            for number, name in enumerate(D_NAMES):
-                yield f"the router retries on {name}", _retry(world, number, is_remote=False)
+            # On the same D it is superseded: an abort would throw away what D has of the prompt.
+            same = world._replace(p=None)
+            aborted = _abort(world)
+            other = aborted._replace(ds=aborted.ds[::-1])
+            for name, after in (("the same D", same), ("the other D", other)):
+                yield f"the router retries on {name}", _retry(after, is_remote=False)
                 # The last token is not worth a P: D would have nothing left to do.
                 if self.has_p and len(router.delivered) < ANSWER_LENGTH - 1:
-                    after = _retry(world, number, is_remote=True)
-                    yield f"the router retries on P and {name}", after
+                    yield f"the router retries on {name} and P", _retry(after, is_remote=True)
         elif router.needs_redrive:
             yield "the router gives up", _end(world)
 
@@ -295,11 +302,13 @@ class RecoveryModel:
 
 
 def _put_d(world: World, number: int, d: D) -> World:
+    if world.router.is_over:
+        d = d._replace(outbox=())  # nobody reads it
     return world._replace(ds=(*world.ds[:number], d, *world.ds[number + 1 :]))
 
 
-def _decode(d: D, leg: Leg, name: str) -> D:
-    tokens = (*leg.tokens, f"{name}{leg.attempt}")
+def _decode(d: D, leg: Leg) -> D:
+    tokens = (*leg.tokens, f"D{leg.attempt}")
     output = Output(leg.attempt, leg.num_sent, tokens)
     is_over = len(tokens) == ANSWER_LENGTH
     after = leg._replace(tokens=tokens, num_sent=len(tokens))
@@ -309,35 +318,33 @@ def _decode(d: D, leg: Leg, name: str) -> D:
 # ---- the router
 
 
-def _retry(world: World, d: int, *, is_remote: bool) -> World:
+def _retry(world: World, *, is_remote: bool) -> World:
     router = world.router
-    # On the same D it is superseded: an abort would throw away what D has of the prompt.
-    world = world._replace(p=()) if d == router.d else _abort(world)
     router = router._replace(attempt=router.attempt + 1, needs_redrive=False)
-    return _send_attempt(world._replace(router=router), d, is_remote=is_remote)
+    return _send_attempt(world._replace(router=router), is_remote=is_remote)
 
 
-def _send_attempt(world: World, d: int, *, is_remote: bool) -> World:
-    router = world.router
-    request = AddRequest(router.attempt, router.delivered, is_remote)
-    world = _send(world._replace(router=router._replace(d=d)), d, request)
-    if not is_remote:
-        return world
-    return world._replace(p=(*world.p, PLeg(router.attempt, router.delivered, d)))
+def _send_attempt(world: World, *, is_remote: bool) -> World:
+    attempt, tokens = world.router.attempt, world.router.delivered
+    world = _send(world, AddRequest(attempt, tokens, is_remote))
+    return world._replace(p=PLeg(attempt, tokens)) if is_remote else world
 
 
-def _send(world: World, number: int, message: AddRequest | Abort) -> World:
-    d = world.ds[number]
-    return _put_d(world, number, d._replace(inbox=(*d.inbox, message)))
+def _send(world: World, message: AddRequest | Abort) -> World:
+    d = world.ds[0]
+    return _put_d(world, 0, d._replace(inbox=(*d.inbox, message)))
 
 
 def _abort(world: World) -> World:
-    """P's legs end at once, D's when D hears of it."""
-    return _send(world._replace(p=()), world.router.d, Abort(world.router.attempt))
+    """P's leg ends at once, D's when D hears of it."""
+    return _send(world._replace(p=None), Abort(world.router.attempt))
 
 
 def _end(world: World) -> World:
-    return _abort(world)._replace(router=world.router._replace(is_over=True, needs_redrive=False))
+    world = _abort(world)
+    ds = tuple(d._replace(outbox=()) for d in world.ds)
+    router = world.router._replace(is_over=True, needs_redrive=False)
+    return world._replace(router=router, ds=ds, from_p=())
 
 
 def _fault(world: World, what: str) -> World:

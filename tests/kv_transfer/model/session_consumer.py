@@ -249,16 +249,20 @@ class ConsumerSide:
         return self._advance_reads(world, _RE.DROPPED, set(range(len(world.reads))))
 
     def _advance_reads(self, world: World, event: ReadEvent, numbers: set[int]) -> World:
-        """Carry out transitions of READs. One that is OVER is forgotten: its blocks are free."""
-        reads = []
+        """Carry out transitions of READs. One that is OVER is forgotten: its blocks are free, and
+        somebody else's at once.
+        """
+        reads, memory = [], world.d.memory
         for number, read in enumerate(world.reads):
             step = self.read_table[read.state].get(event) if number in numbers else None
             if step is not None:
                 assert (step.next is _R.OVER) == (ReadAction.FREE_BLOCKS in step.actions)
                 read = read._replace(state=step.next)
-            if read.state is not _R.OVER:
+            if read.state is _R.OVER:
+                memory = put(memory, read.block, FOREIGN)
+            else:
                 reads.append(read)
-        return world._replace(reads=tuple(reads))
+        return world._replace(reads=tuple(reads), d=world.d._replace(memory=memory))
 
 
 def _num_landed(world: World) -> int:

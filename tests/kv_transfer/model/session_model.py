@@ -19,12 +19,26 @@ further links between the two (sessions are not resumed); the time between a con
 its scheduler, as schedulers ask the connector again before they act on news.
 """
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import TypeAlias
 
 from session_consumer import ConsumerSide, ConsumerTable, ReadTable
 from session_producer import ProducerSide, ProducerTable
-from session_world import PROMPT, Scope, Steps, World, put
+from session_world import (
+    PROMPT,
+    Consumer,
+    Copy,
+    Producer,
+    Read,
+    Scope,
+    Steps,
+    ToD,
+    ToP,
+    World,
+    put,
+)
 
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
@@ -32,6 +46,9 @@ from pdserve_engine.kv_transfer.protocol import (
     READ,
     ConsumerState,
 )
+
+# Labels, and a world of which the rest has been left out.
+Moves: TypeAlias = list[tuple[str, World]]
 
 
 @dataclass(frozen=True)
@@ -51,17 +68,28 @@ class SessionModel:
     holds_back: bool = True
 
     @cached_property
-    def _p(self) -> ProducerSide:
-        return ProducerSide(
+    def _p_moves(self) -> Callable[..., Moves]:
+        """What P may do by what it sees, each of which is worked out once: many worlds differ
+        elsewhere. Of messages it sees the oldest.
+        """
+        side = ProducerSide(
             scope=self.scope,
             table=self.producer,
             checks_identity=self.checks_identity,
             announces_after_step=self.announces_after_step,
         )
 
+        @cache
+        def moves(p: Producer, to_p: tuple[ToP, ...], *is_cut: bool) -> Moves:
+            world = World(p, to_p=to_p, is_to_d_cut=is_cut[0], is_to_p_cut=is_cut[1])
+            return [*side.steps(world), *side.take(world)]
+
+        return moves
+
     @cached_property
-    def _d(self) -> ConsumerSide:
-        return ConsumerSide(
+    def _d_moves(self) -> Callable[..., Moves]:
+        """The same for D."""
+        side = ConsumerSide(
             scope=self.scope,
             table=self.consumer,
             read_table=self.read,
@@ -69,14 +97,35 @@ class SessionModel:
             holds_back=self.holds_back,
         )
 
+        @cache
+        def moves(
+            is_p_over: bool,
+            d: Consumer,
+            reads: tuple[Read, ...],
+            copies: tuple[Copy, ...],
+            to_d: tuple[ToD, ...],
+            *is_cut: bool,
+        ) -> Moves:
+            # All that the router tells it of P.
+            p = Producer(is_queued=not is_p_over)
+            world = World(p, d, reads, copies, to_d, (), *is_cut)
+            return [*side.steps(world), *side.take(world)]
+
+        return moves
+
     def initial(self) -> World:
         return World()
 
     def steps(self, world: World) -> Steps:
-        yield from self._p.steps(world)
-        yield from self._p.take(world)
-        yield from self._d.steps(world)
-        yield from self._d.take(world)
+        p, d, reads, copies, to_d, to_p, *is_cut = world
+        for label, after in self._p_moves(p, to_p[:1], *is_cut):
+            to_d_after = () if after.is_to_d_cut else to_d + after.to_d
+            to_p_after = () if after.is_to_p_cut else to_p[1 - len(after.to_p) :]
+            yield label, World(after.p, d, reads, copies, to_d_after, to_p_after, *after[6:])
+        for label, after in self._d_moves(p.is_over, d, reads, copies, to_d[:1], *is_cut):
+            to_d_after = () if after.is_to_d_cut else to_d[1 - len(after.to_d) :]
+            to_p_after = () if after.is_to_p_cut else to_p + after.to_p
+            yield label, World(p, *after[1:4], to_d_after, to_p_after, *after[6:])
         for number, copy in enumerate(world.copies):
             yield f"the NIC copies block {copy.source} to {copy.block}", _copy(world, number)
         if self.scope.cuts:

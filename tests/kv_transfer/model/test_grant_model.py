@@ -31,7 +31,7 @@ ONE_D = replace(AGAIN, requests=AGAIN.requests[:3])
 
 @pytest.mark.slow
 def test_all_requests_are_served() -> None:
-    holds(ONCE, more_than=50_000)
+    holds(ONCE, more_than=30_000)
 
 
 @pytest.mark.slow

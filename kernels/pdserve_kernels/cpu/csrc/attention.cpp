@@ -10,13 +10,13 @@ namespace {
 
 constexpr int64_t SPAN_GROUPS = SPAN / LANES;
 // Rows that go through a span together, in strips whose sums fill the register file.
-constexpr int64_t TILE_ROWS = 48;
+constexpr int64_t WORK_ROWS = 48;
 constexpr int STRIP_ROWS = NUM_REGISTERS >= 32 ? 6 : 2;
 constexpr int STRIP_VECTORS = NUM_REGISTERS >= 32 ? 4 : 2;
 // Groups of V whose part for one strip stays in the L1 cache while all strips go over it.
 constexpr int64_t VALUE_STEP = 8;
 // Up to so many rows it is memory that takes the time; more of them wait for arithmetic.
-constexpr int64_t MAX_STREAMING_ROWS = TILE_ROWS / 2;
+constexpr int64_t MAX_STREAMING_ROWS = WORK_ROWS / 2;
 // How many groups before it is read a group is prefetched.
 constexpr int64_t AHEAD = 8;
 constexpr float NOTHING = -INFINITY;
@@ -44,22 +44,6 @@ PDS_INLINE void with_strip(int64_t num_rows, int64_t num_vectors, const F& f) {
   with_constant<STRIP_ROWS>(num_rows, [&](auto rows) {
     with_constant<max_vectors(rows())>(num_vectors, [&](auto vectors) { f(rows, vectors); });
   });
-}
-
-template <typename Combine>
-PDS_INLINE float reduce(F32 x, const Combine& combine) {
-  float lanes[LANES];
-  store(lanes, x);
-  for (int step = LANES / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] = combine(lanes[i], lanes[i + step]);
-  }
-  return lanes[0];
-}
-
-float scalar_exp2(float x) {
-  float lanes[LANES];
-  store(lanes, exp2(set1(x)));
-  return lanes[0];
 }
 
 // What all threads of a call share.
@@ -127,7 +111,7 @@ Seen seen_in_spans(const Attention& a, const Work& work, int64_t first, int64_t 
 
 // The rows from `first_row` on that fit into a tile, over all spans they see.
 Work tile_of_rows(const Attention& a, int64_t request, int64_t head, int64_t first_row) {
-  int64_t count = std::min(TILE_ROWS, a.num_rows(request) - first_row);
+  int64_t count = std::min(WORK_ROWS, a.num_rows(request) - first_row);
   int64_t begin = seen_by_row(a, request, first_row).begin;
   int64_t end = seen_by_row(a, request, first_row + count - 1).end;
   return {request, head, first_row, count, begin / SPAN, round_up(end, SPAN) / SPAN, nullptr};
@@ -136,7 +120,7 @@ Work tile_of_rows(const Attention& a, int64_t request, int64_t head, int64_t fir
 // A request of few rows, a decode for instance, is shared out by its spans; their results are
 // merged at last. Of one with more, each thread takes tiles and goes through their spans alone.
 bool is_split(const Attention& a, const Work& tile) {
-  return a.num_rows(tile.request) <= TILE_ROWS && tile.end_span - tile.first_span > 1;
+  return a.num_rows(tile.request) <= WORK_ROWS && tile.end_span - tile.first_span > 1;
 }
 
 int64_t partial_size(const Attention& a, const Work& tile) {
@@ -149,7 +133,7 @@ void for_each_tile(const Attention& a, int64_t num_kv_heads, const F& f) {
   float* partial = a.partials;
   for (int64_t request = 0; request < a.batch.num_reqs; ++request) {
     for (int64_t head = 0; head < num_kv_heads; ++head) {
-      for (int64_t row = 0; row < a.num_rows(request); row += TILE_ROWS) {
+      for (int64_t row = 0; row < a.num_rows(request); row += WORK_ROWS) {
         Work tile = tile_of_rows(a, request, head, row);
         if (is_split(a, tile)) {
           tile.partial = partial;
@@ -205,18 +189,18 @@ struct Workspace {
   int64_t head_dim;
 
   static int64_t size(int64_t head_dim) {
-    return TILE_ROWS * (SPAN + head_dim / 2 + 2 * States::stride(head_dim)) + LANES * head_dim / 2;
+    return WORK_ROWS * (SPAN + head_dim / 2 + 2 * States::stride(head_dim)) + LANES * head_dim / 2;
   }
-  // [TILE_ROWS, SPAN]
+  // [WORK_ROWS, SPAN]
   float* scores(int64_t row) const { return base + row * SPAN; }
   // In the place of the scores, each row's at their beginning.
   bf16* probabilities(int64_t row) const { return reinterpret_cast<bf16*>(scores(row)); }
-  States merged() const { return {scores(TILE_ROWS), head_dim}; }
-  States fresh() const { return {merged().output(TILE_ROWS), head_dim}; }
-  // [TILE_ROWS, head_dim]
-  bf16* query() const { return reinterpret_cast<bf16*>(fresh().output(TILE_ROWS)); }
+  States merged() const { return {scores(WORK_ROWS), head_dim}; }
+  States fresh() const { return {merged().output(WORK_ROWS), head_dim}; }
+  // [WORK_ROWS, head_dim]
+  bf16* query() const { return reinterpret_cast<bf16*>(fresh().output(WORK_ROWS)); }
   // One group of V.
-  bf16* tail() const { return query() + TILE_ROWS * head_dim; }
+  bf16* tail() const { return query() + WORK_ROWS * head_dim; }
 };
 
 // A work's rows over one span, and where K and V of all they see of it are: `count` groups, the
@@ -323,7 +307,16 @@ void score_strip(const bf16* query, const PagedKV& kv, const bf16* const* keys, 
   }
 }
 
-// All scores of the part's rows, times `factor`.
+// How many of the part's groups the strip of rows from `row` on sees, leading ones: the others' scores
+// are never read, and their probabilities are 0.
+int64_t num_seen(const Attention& a, const Part& part, int64_t row) {
+  int64_t last = std::min(row + STRIP_ROWS, part.work.num_rows) - 1;
+  int64_t end = seen_by_row(a, part.work.request, part.work.first_row + last).end;
+  int64_t seen = round_up(end - part.span * SPAN - part.begin(), LANES) / LANES;
+  return std::clamp<int64_t>(seen, 0, part.count);
+}
+
+// All scores of the part's rows that count, times `factor`.
 void score(const Attention& a, const Part& part, float factor, const Workspace& workspace) {
   int64_t num_rows = part.work.num_rows, step = max_vectors(num_rows);
   for (int64_t group = 0; group < part.count; group += step) {
@@ -331,7 +324,8 @@ void score(const Attention& a, const Part& part, float factor, const Workspace& 
       bool is_streaming = row == 0 && num_rows <= MAX_STREAMING_ROWS;
       const bf16* query = workspace.query() + row * a.kv.head_dim;
       float* scores = workspace.scores(row) + part.begin() + group * LANES;
-      int64_t count = std::min(step, part.count - group);
+      int64_t count = std::min(step, num_seen(a, part, row) - group);
+      if (count <= 0) continue;
       with_strip(num_rows - row, count, [&](auto rows, auto vectors) {
         auto strip = is_streaming ? score_strip<true, rows(), vectors()>
                                   : score_strip<false, rows(), vectors()>;
@@ -355,7 +349,7 @@ void cap(float* scores, int64_t count, float softcap) {
 void exponentiate(float* scores, int64_t count, bf16* probabilities, float& maximum, float& sum) {
   F32 highest = set1(NOTHING), sums = zero();
   for (int64_t i = 0; i < count; i += LANES) highest = max(highest, load(scores + i));
-  maximum = reduce(highest, [](float x, float y) { return x > y ? x : y; });
+  maximum = max_lanes(highest);
   // Where everything is hidden, -inf - -inf would be NaN.
   F32 base = set1(maximum == NOTHING ? 0.0f : maximum);
   Pairs ones = round_to_pairs(set1(1.0f), set1(1.0f));
@@ -366,7 +360,7 @@ void exponentiate(float* scores, int64_t count, bf16* probabilities, float& maxi
     store_pairs(probabilities + i, pairs);
     sums = dot_pairs(sums, pairs, ones);
   }
-  sum = reduce(sums, [](float x, float y) { return x + y; });
+  sum = sum_lanes(sums);
 }
 
 void softmax(const Attention& a, const Part& part, const Workspace& workspace,
@@ -428,14 +422,15 @@ void sum_strip(const bf16* probabilities, const bf16* const* values, int64_t cou
 }
 
 // The products of all the part's probabilities with V.
-void sum_values(const Part& part, const Workspace& workspace, const States& states) {
+void sum_values(const Attention& a, const Part& part, const Workspace& workspace, const States& states) {
   int64_t head_dim = workspace.head_dim, num_rows = part.work.num_rows;
   int64_t step = max_vectors(num_rows);
   for (int64_t group = 0; group < part.count; group += VALUE_STEP) {
-    int64_t count = std::min(VALUE_STEP, part.count - group);
     for (int64_t dim = 0; dim < head_dim; dim += step * LANES) {
       int64_t num_vectors = std::min(step, (head_dim - dim) / LANES);
       for (int64_t row = 0; row < num_rows; row += STRIP_ROWS) {
+        int64_t count = std::min(VALUE_STEP, num_seen(a, part, row) - group);
+        if (count <= 0 && group > 0) continue;
         const bf16* probabilities = workspace.probabilities(row) + part.begin() + group * LANES;
         with_strip(num_rows - row, num_vectors, [&](auto rows, auto vectors) {
           sum_strip<rows(), vectors()>(probabilities, part.values + group, count, dim, head_dim,
@@ -451,22 +446,31 @@ void attend_part(const Attention& a, Part part, const Workspace& workspace, cons
   score(a, part, factor, workspace);
   softmax(a, part, workspace, states);
   hide_stale_values(a, part, workspace.tail());
-  sum_values(part, workspace, states);
+  sum_values(a, part, workspace, states);
 }
 
 // Merges what the rows saw of the next span into what they saw of those before.
 void merge(const States& states, const States& next, int64_t num_rows) {
+  static_assert(WORK_ROWS % LANES == 0);
+  float old_shares[WORK_ROWS] = {}, new_shares[WORK_ROWS] = {};
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float maximum = std::max(states.maximum(row), next.maximum(row));
+    old_shares[row] = states.maximum(row) - maximum;
+    new_shares[row] = next.maximum(row) - maximum;
+  }
+  for (int64_t row = 0; row < num_rows; row += LANES) {
+    store(old_shares + row, exp2(load(old_shares + row)));
+    store(new_shares + row, exp2(load(new_shares + row)));
+  }
   for (int64_t row = 0; row < num_rows; ++row) {
     if (next.sum(row) == 0) continue;  // not by its maximum, in which NaN may be lost
-    float maximum = std::max(states.maximum(row), next.maximum(row));
-    float old_share = scalar_exp2(states.maximum(row) - maximum);
-    float new_share = scalar_exp2(next.maximum(row) - maximum);
+    float old_share = old_shares[row], new_share = new_shares[row];
     float* output = states.output(row);
     for (int64_t i = 0; i < states.head_dim; i += LANES) {
       F32 old = mul(load(output + i), set1(old_share));
       store(output + i, fma(load(next.output(row) + i), set1(new_share), old));
     }
-    states.maximum(row) = maximum;
+    states.maximum(row) = std::max(states.maximum(row), next.maximum(row));
     states.sum(row) = std::fma(next.sum(row), new_share, states.sum(row) * old_share);
   }
 }
@@ -528,7 +532,7 @@ int64_t attention_scratch_size(int64_t num_threads, int64_t num_heads, const Pag
   for (int64_t request = 0; request < batch.num_reqs; ++request) {
     int64_t query_len = batch.query_start_loc[request + 1] - batch.query_start_loc[request];
     int64_t num_rows = query_len * num_heads / kv.num_kv_heads;
-    if (num_rows > TILE_ROWS) continue;
+    if (num_rows > WORK_ROWS) continue;
     rows_of_heads += num_rows * kv.num_kv_heads * (round_up(batch.seq_lens[request], SPAN) / SPAN);
   }
   return size + rows_of_heads * States::stride(kv.head_dim);

@@ -42,6 +42,9 @@ PDS_INLINE F32 div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
 PDS_INLINE F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
 PDS_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 PDS_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+// All lanes in one, halves first: lane i with lane i + 8, then those with i + 4, and so on.
+PDS_INLINE float sum_lanes(F32 x) { return _mm512_reduce_add_ps(x); }
+PDS_INLINE float max_lanes(F32 x) { return _mm512_reduce_max_ps(x); }
 PDS_INLINE F32 load_bf16(const bf16* p) {
   __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -109,6 +112,21 @@ PDS_INLINE F32 max(F32 a, F32 b) {
 }
 PDS_INLINE F32 min(F32 a, F32 b) {
   return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+}
+// All lanes in one, halves first: lane i with lane i + 8, then those with i + 4, and so on.
+template <typename Combine>
+PDS_INLINE float reduce_lanes(__m256 x, const Combine& combine) {
+  __m128 four = combine(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  __m128 two = combine(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(combine(two, _mm_movehdup_ps(two)));
+}
+PDS_INLINE float sum_lanes(F32 x) {
+  return reduce_lanes(_mm256_add_ps(x.low, x.high),
+                      [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
+}
+PDS_INLINE float max_lanes(F32 x) {
+  return reduce_lanes(_mm256_max_ps(x.low, x.high),
+                      [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
 }
 PDS_INLINE F32 load_bf16(const bf16* p) {
   __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

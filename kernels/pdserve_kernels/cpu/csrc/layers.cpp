@@ -7,15 +7,6 @@
 namespace pds {
 namespace {
 
-// Always in the same order, whatever the compiler thinks of the loop around it.
-PDS_INLINE float sum_lanes(F32 x) {
-  float lanes[LANES];
-  store(lanes, x);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
-}
-
 PDS_INLINE float sum_of_squares(const bf16* x, int64_t size) {
   constexpr int CHAINS = 4;
   F32 sums[CHAINS] = {zero(), zero(), zero(), zero()};
@@ -32,18 +23,12 @@ PDS_INLINE float sum_of_squares(const bf16* x, int64_t size) {
   return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-PDS_INLINE F32 round_to_bf16(F32 x) {
-  bf16 rounded[LANES];
-  store_bf16(rounded, x);
-  return load_bf16(rounded);
-}
-
 // Divided by its root mean square, rounded, times weight; out may be x.
 PDS_INLINE void normalize(const bf16* x, int64_t size, const bf16* weight, float eps, bf16* out) {
   float mean = sum_of_squares(x, size) / static_cast<float>(size);
   F32 factor = set1(1.0f / std::sqrt(mean + eps));
   for (int64_t i = 0; i < size; i += LANES) {
-    F32 normed = round_to_bf16(mul(load_bf16(x + i, size - i), factor));
+    F32 normed = rounded_to_bf16(mul(load_bf16(x + i, size - i), factor));
     store_bf16(out + i, mul(normed, load_bf16(weight + i, size - i)), size - i);
   }
 }
@@ -110,7 +95,7 @@ void silu_and_mul(const Team& team, const bf16* x, int64_t stride, int64_t num_r
   for (int64_t row = share.begin; row < share.end; row++) {
     const bf16 *gate = x + row * stride, *up = gate + width;
     for (int64_t i = 0; i < width; i += LANES) {
-      F32 activated = round_to_bf16(silu(load_bf16(gate + i, width - i)));
+      F32 activated = rounded_to_bf16(silu(load_bf16(gate + i, width - i)));
       store_bf16(out + row * width + i, mul(activated, load_bf16(up + i, width - i)), width - i);
     }
   }

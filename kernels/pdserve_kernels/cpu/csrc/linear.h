@@ -19,9 +19,6 @@ constexpr int64_t MAX_BLOCK_ROWS = 192;  // rows between two reads of the weight
 
 namespace detail {
 
-// A tile's sums, its weights and one row's broadcast pair fill the registers.
-constexpr int TILE_ROWS = NUM_REGISTERS >= 32 ? 6 : 4;
-constexpr int TILE_VECTORS = NUM_REGISTERS >= 32 ? PANEL_VECTORS : 1;
 // All tiles of a block take a chunk of a panel (128 KiB) from L2 before the next chunk is touched.
 constexpr int64_t CHUNK_PAIRS = 512;
 constexpr int64_t STEP_PAIRS = 4;
@@ -153,12 +150,6 @@ PDS_INLINE void store_row(bf16* out, int64_t width, const Output& output) {
   bf16* target = width == PANEL ? out : padded;
   for (int v = 0; v < PANEL_VECTORS; ++v) store_bf16(target + v * LANES, output(v));
   if (width < PANEL) std::memcpy(out, padded, width * sizeof(bf16));
-}
-
-PDS_INLINE F32 rounded_to_bf16(F32 x) {
-  bf16 bits[LANES];
-  store_bf16(bits, x);
-  return load_bf16(bits);
 }
 
 }  // namespace detail

@@ -34,9 +34,6 @@ struct Int4Group {
   }
 };
 
-// As many sums as the registers hold besides.
-constexpr int TILE_ROWS = NUM_REGISTERS >= 32 ? 6 : 4;
-constexpr int TILE_VECTORS = NUM_REGISTERS >= 32 ? PANEL_VECTORS : 1;
 // Memory is read so far ahead of its use.
 constexpr int64_t AHEAD_BYTES = 2048;
 

@@ -40,6 +40,12 @@ PDS_INLINE F32 exp2(F32 x) {
   return scale_by_power_of_2(p, n);
 }
 
+PDS_INLINE F32 rounded_to_bf16(F32 x) {
+  bf16 bits[LANES];
+  store_bf16(bits, x);
+  return load_bf16(bits);
+}
+
 // x * sigmoid(x)
 PDS_INLINE F32 silu(F32 x) { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
 

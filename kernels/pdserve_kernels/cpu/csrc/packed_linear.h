@@ -10,6 +10,11 @@ namespace pds {
 constexpr int PANEL = 64;                     // outputs of a panel
 constexpr int PANEL_VECTORS = PANEL / LANES;  // and the vectors of their sums
 
+// Rows, and vectors of a panel, that are multiplied together: their sums, the weights and one row's
+// broadcast pair fill the registers.
+constexpr int TILE_ROWS = NUM_REGISTERS >= 32 ? 6 : 4;
+constexpr int TILE_VECTORS = NUM_REGISTERS >= 32 ? PANEL_VECTORS : 1;
+
 // What integers are multiplied with: weight = (integer - zero) * scale, for groups of inputs.
 struct IntegerScales {
   const void* scales;    // [panels][groups][64], fp32 or bf16

@@ -415,7 +415,7 @@ inline void linear_argmax(const Team& team, const bf16* x, int64_t m, const Pack
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       float logits[PANEL];
       for (int v = 0; v < PANEL_VECTORS; ++v)
-        store(logits + v * LANES, detail::rounded_to_bf16(biases.add_to(
+        store(logits + v * LANES, rounded_to_bf16(biases.add_to(
                                       sums + (row - rows.begin) * PANEL, v)));
       const detail::Block block(logits, 0, weight.num_outputs(panel));
       detail::offer(seen[row].best, weight.first_output(panel), block);

@@ -1,0 +1,42 @@
+"""What a line of a log says, and whose request it is about."""
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve_common.logging import log_request, request_id_var, setup_logging
+
+logger = logging.getLogger("pdserve_test")
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    # As `force` does: these go on after the test.
+    for handler in handlers:
+        root.removeHandler(handler)
+    setup_logging("info", "prefill-0")
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_line_about_a_request_has_its_id_whoever_writes_it(lines: io.StringIO) -> None:
+    token = request_id_var.set("mine")
+    try:
+        logger.info("about mine")
+        log_request(logger, logging.WARNING, "another", 2, "lost %s", "p0")
+    finally:
+        request_id_var.reset(token)
+    mine, another = (json.loads(line) for line in lines.getvalue().splitlines())
+    assert mine["request_id"] == "mine"
+    assert another["request_id"] == "another"
+    assert another["msg"] == "request another, attempt 2: lost p0"
+    assert (another["level"], another["worker_id"]) == ("WARNING", "prefill-0")
