@@ -163,7 +163,8 @@ class Asker:
                 for completion in output.outputs:
                     _add(asking.completions[completion.index], completion)
                 prompt_logprobs += _logprobs(output.prompt_logprobs)
-                errors += list(_errors(output))
+                # The failure of a request is told with each of its completions.
+                errors += dict.fromkeys(_errors(output))
                 num_ends += output.finished
                 last = output if output.finished else last
         except grpc.RpcError as error:
