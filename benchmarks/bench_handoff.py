@@ -5,12 +5,18 @@
 One request at a time, so that nothing else waits or runs. `handoff` is the time from the end of the
 prefill to D's first step being over, less a plain decode step at that context (the median gap
 between later tokens, as the client sees them). 8,192 tokens take about a minute a request.
+
+With `--busy` D decodes another request all the while, as in service: what an idle D pays in its
+first step for having rested is gone, and `admit` has the wait for the step that is under way.
 """
 
 import argparse
 import random
 import statistics
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,10 +85,37 @@ def report(client: Client, args: argparse.Namespace) -> None:
     )
     print(f"| prompt | KV | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
     for length in args.lengths:
-        rows = [measure(client, args, num_prompt_tokens=length) for _ in range(args.rounds)]
+        rows = []
+        for _ in range(args.rounds):
+            with busy(client, args) if args.busy else nullcontext():
+                rows.append(measure(client, args, num_prompt_tokens=length))
         medians = {name: statistics.median(row.values[name] for row in rows) for name in COLUMNS}
         cells = [f"{medians[n]:.2%}" if n in SHARES else f"{medians[n]:.2f}" for n in COLUMNS]
         print(f"| {length} | {rows[0].moved} | {' | '.join(cells)} |", flush=True)
+
+
+@contextmanager
+def busy(client: Client, args: argparse.Namespace) -> Iterator[None]:
+    """Have D decode a request of its own from its first token until the end."""
+    params = SamplingParams(max_tokens=max(args.lengths), temperature=0.0, ignore_eos=True)
+    decoding, measured = threading.Event(), threading.Event()
+
+    def decode() -> None:
+        for number, _ in enumerate(client.generate([3], params, timeout_s=args.timeout_s)):
+            if number > 0:  # the first token is the prefill service's
+                decoding.set()
+            if measured.is_set():
+                return
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        if not decoding.wait(CONNECT_S):
+            raise SystemExit("the other request has no token")
+        yield
+    finally:
+        measured.set()
+        thread.join()
 
 
 def measure(client: Client, args: argparse.Namespace, *, num_prompt_tokens: int) -> SimpleNamespace:
@@ -132,6 +165,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="requests a length (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each service (%(default)s)")
+    parser.add_argument("--busy", action="store_true", help="D decodes another request meanwhile")
     parser.add_argument("--transport", default="any", choices=["any", "shm", "tcp"])
     parser.add_argument("--kv-cache-memory-mib", type=int, default=1280, help="of each service")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a request")

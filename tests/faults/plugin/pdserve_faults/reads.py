@@ -188,6 +188,8 @@ class FaultyNixlAgent(NixlAgent):
         read = self._reads.get(id(handle))
         if read is None:
             return super().poll(handle)
+        if read.fault is ReadFault.REMOTE_DISCONNECT and not super().poll(handle)[0]:
+            return False, ""  # it may not say that nothing lands any more before that is so
         if read.fault in _POLL_ERRORS:
             return _POLL_ERRORS[read.fault]
         if read.fault in _DELAYED and not read.may_copy:
