@@ -5,6 +5,8 @@ PROMPT ?= Tell me a story.
 SOAK_SEED ?= 1
 SOAK_SCHEDULES ?= 200
 INSTALLED := $(VENV)/.installed
+# Has torch without CUDA; empty for PyPI's, which is the one for CUDA. Out of reach, pip warns and does without.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
 # Two processes of tests; one that waits for threads of the other's must not spin meanwhile.
@@ -25,7 +27,7 @@ help: ## Show the targets
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	@$(BIN)/python -m pip install --disable-pip-version-check -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
 	@$(BIN)/python -m pdserve_kernels.cpu.build || echo "the CPU runs on reference kernels, which are several times slower"
 	@touch $@
@@ -69,7 +71,7 @@ soak: $(INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SC
 	$(BIN)/python -m pytest -m soak
 	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
 
-bench: $(INSTALLED) ## Run the benchmarks; prints tables for benchmarks/RESULTS.md
+bench: $(INSTALLED) ## Run the benchmark of routers; prints tables for benchmarks/RESULTS.md, as all bench-* do
 	$(BIN)/python benchmarks/bench_router.py
 
 bench-handoff: $(INSTALLED) ## Run the handoff's benchmarks

@@ -77,7 +77,7 @@ def run_workers(pipe: Connection, step_s: float) -> None:
     """Serve a prefill and a decode worker until the pipe closes."""
 
     async def serve() -> None:
-        workers = [FakeWorker(role, vocab_size=VOCAB_SIZE) for role in WorkerRole]
+        workers = [FakeWorker(role, vocab_size=VOCAB_SIZE, model="bench") for role in WorkerRole]
         for worker in workers:
             worker.answer = tuple(FIRST_TOKEN_ID + i % 30 for i in range(4000))
             worker.step_s = step_s

@@ -67,15 +67,12 @@ def test_the_named_tests_exist() -> None:
 
 
 def test_the_named_modules_exist() -> None:
-    """A bare name stands in the folder of the path before it, or in the package around that."""
-    missing = []
-    for row, lines in table().items():
-        folder = ROOT
-        for name in re.findall(r"`([^`]+)`", next(text for kind, text in lines if kind == "in")):
-            places = [base / name for base in (ROOT, folder, folder.parent)]
-            found = [place for place in places if place.exists()]
-            if not found:
-                missing.append(f"{row}: {name}")
-                continue
-            folder = found[0] if found[0].is_dir() else found[0].parent
+    missing = [
+        f"{row}: {path}"
+        for row, lines in table().items()
+        for kind, text in lines
+        if kind == "in"
+        for path in re.findall(r"`([^`]+)`", text)
+        if not (ROOT / path).exists()
+    ]
     assert not missing, "\n".join(missing)

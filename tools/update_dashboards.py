@@ -7,7 +7,7 @@ without these labels included.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,14 @@ def rate(metric: str, labels: str = RELEASE) -> str:
     return f"rate({metric}{{{labels}}}[$__rate_interval])"
 
 
+def with_engine_process(query: Callable[[str], str]) -> str:
+    """Add an engine's own process to its worker's, where it has one: `query` of the prefix of the
+    metrics' names.
+    """
+    worker, engine = query(""), query("engine_")
+    return f"{worker} + {engine} or {worker}"
+
+
 def sum_rate(metric: str, labels: str = RELEASE, *, by: str = "") -> str:
     return f"sum {_by(by)}({rate(metric, labels)})"
 
@@ -106,8 +114,10 @@ def mean_stages(stages: str, *, counted: str) -> str:
 
 def overview() -> Dashboard:
     errors = sum_rate("pdserve_requests_total", f'{MODEL}, outcome="error"')
-    taken = sum_rate("pdserve_requests_total", f'{MODEL}, outcome!="rejected"')
+    taken = sum_rate("pdserve_requests_total", f'{MODEL}, outcome!~"refused|rejected"')
     error_ratio = f"{errors} / {taken}"
+    refused = sum_rate("pdserve_requests_total", f'{MODEL}, outcome="refused"')
+    takeable = sum_rate("pdserve_requests_total", f'{MODEL}, outcome!="rejected"')
     ttft = "pdserve_time_to_first_token_seconds"
     itl = "pdserve_time_per_output_token_seconds"
     now = Row(
@@ -191,8 +201,8 @@ def overview() -> Dashboard:
                 is_stacked=True,
                 queries={"{{outcome}}": sum_rate("pdserve_requests_total", MODEL, by="outcome")},
                 description=(
-                    "How requests ended. Many `rejected`: overload, no worker or bad input, the "
-                    "answers say which. Many `abort`: clients give up, look at TTFT."
+                    "How requests ended. `refused`: overload or no worker, the answers say which. "
+                    "`rejected`: they were wrong. Many `abort`: clients give up, look at TTFT."
                 ),
             ),
             Panel(
@@ -203,6 +213,16 @@ def overview() -> Dashboard:
                 description=(
                     "Errors that recovery could not hide. Above 1%: find their request ids in the "
                     "router's log."
+                ),
+            ),
+            Panel(
+                title="Refused ratio",
+                unit="percentunit",
+                bad=0.1,
+                queries={"refused": f"{refused} / {takeable}"},
+                description=(
+                    "429 and 503, of all requests but those that were wrong. Above 10%: see the "
+                    "runbook of PdserveRequestsRefused."
                 ),
             ),
             Panel(
@@ -523,18 +543,31 @@ def pool(component: str) -> Dashboard:
             Panel(
                 title="CPU",
                 unit="short",
-                queries={"{{pod}}": rate("process_cpu_seconds_total", labels)},
+                queries={
+                    "{{pod}}": with_engine_process(
+                        lambda prefix: sum_rate(
+                            f"{prefix}process_cpu_seconds_total", labels, by="pod"
+                        )
+                    )
+                },
                 description=(
-                    "Cores in use by the process. At its limit without a GPU: it is saturated."
+                    "Cores in use by the worker and its engine process. At its limit without a "
+                    "GPU: it is saturated."
                 ),
             ),
             Panel(
                 title="Memory",
                 unit="bytes",
-                queries={"{{pod}}": f"process_resident_memory_bytes{{{labels}}}"},
+                queries={
+                    "{{pod}}": with_engine_process(
+                        lambda prefix: (
+                            f"sum by (pod) ({prefix}process_resident_memory_bytes{{{labels}}})"
+                        )
+                    )
+                },
                 description=(
-                    "Resident memory. Growing for hours under steady load: report it; near the "
-                    "limit: raise it."
+                    "Resident memory of the worker and its engine process. Growing for hours under "
+                    "steady load: report it; near the limit: raise it."
                 ),
             ),
         ],
@@ -762,9 +795,8 @@ def kv_transfer() -> Dashboard:
                 is_stacked=True,
                 queries={"valid: {{valid}}": sum_rate("pdserve_kv_release_acks_total", by="valid")},
                 description=(
-                    "Counted by both sides. `false`: prefill no longer held the blocks; decode "
-                    "dropped what it had read, nothing wrong got out. Many: sessions end too "
-                    "early."
+                    "`false`: prefill no longer held the blocks; decode dropped what it had read, "
+                    "nothing wrong got out. Many: sessions end too early."
                 ),
             ),
             Panel(

@@ -44,7 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pdserve", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"pdserve {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    up = commands.add_parser("up", help="keep a whole stack serving on this machine until Ctrl-C")
+    up = commands.add_parser(
+        "up",
+        help="keep a whole stack serving on this machine until Ctrl-C",
+        description="Keep a whole stack serving on this machine until Ctrl-C, or until one of its "
+        "processes ends: none is restarted.",
+    )
     add_config_flags(up, StackConfig)
     up.set_defaults(command=_up)
     run = commands.add_parser(

@@ -30,7 +30,7 @@ MODE_HELP = (
 )
 
 ADVICE = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: "what had begun goes on: `load` shows it, --timeout waits",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "what had begun goes on: `load` shows it, --timeout-s waits",
     grpc.StatusCode.UNAVAILABLE: "ADDRESS must be the gRPC host:port of a worker that is up; one "
     "that speaks TLS wants all three files of --tls-*-file",
     grpc.StatusCode.UNIMPLEMENTED: "ADDRESS must be a worker's, a router has no controls",
@@ -40,10 +40,10 @@ Verb = Callable[[grpc.Channel, argparse.Namespace], None]
 
 
 def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the address, --timeout and a subcommand for each verb."""
+    """Add the address, --timeout-s and a subcommand for each verb."""
     parser.add_argument("address", metavar="ADDRESS", help="a worker's host:port")
     parser.add_argument(
-        "--timeout",
+        "--timeout-s",
         type=_seconds,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
@@ -71,10 +71,11 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
     )
     drain = _add(verbs, "drain", _drain, "take no requests any more and follow until none is left")
     drain.add_argument(
-        "--drain-timeout",
+        "--drain-timeout-s",
         type=_seconds,
         metavar="SECONDS",
-        help="after so long what is left is aborted; the worker's own setting if unset",
+        help="after so long what is left is handed back to routers, which send it elsewhere; the "
+        "worker's own setting if unset",
     )
     _add(
         verbs, "reset-cache", _reset_cache, "forget cached prefixes; refused while blocks are held"
@@ -134,32 +135,32 @@ def _mode(args: argparse.Namespace) -> Any:
 
 def _pause(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.PauseRequest(mode=_mode(args), clear_cache=args.clear_cache)
-    _control(channel).Pause(request, timeout=args.timeout)
+    _control(channel).Pause(request, timeout=args.timeout_s)
     print("paused")
 
 
 def _resume(channel: grpc.Channel, args: argparse.Namespace) -> None:
-    _control(channel).Resume(control_pb2.ResumeRequest(), timeout=args.timeout)
+    _control(channel).Resume(control_pb2.ResumeRequest(), timeout=args.timeout_s)
     print("resumed")
 
 
 def _sleep(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.SleepRequest(level=args.level, mode=_mode(args))
-    response = _control(channel).Sleep(request, timeout=args.timeout)
+    response = _control(channel).Sleep(request, timeout=args.timeout_s)
     print(f"asleep at level {args.level}, {response.freed_bytes / 2**20:.0f} MiB given back")
 
 
 def _wake(channel: grpc.Channel, args: argparse.Namespace) -> None:
-    _control(channel).WakeUp(control_pb2.WakeUpRequest(tags=args.tags), timeout=args.timeout)
+    _control(channel).WakeUp(control_pb2.WakeUpRequest(tags=args.tags), timeout=args.timeout_s)
     print(f"awake: {', '.join(args.tags or SLEEP_TAGS)}")
 
 
 def _drain(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.DrainRequest()
-    if args.drain_timeout is not None:
-        request.timeout_ms = round(1000 * args.drain_timeout)
+    if args.drain_timeout_s is not None:
+        request.timeout_ms = round(1000 * args.drain_timeout_s)
     shown = ""
-    for progress in _control(channel).Drain(request, timeout=args.timeout):
+    for progress in _control(channel).Drain(request, timeout=args.timeout_s):
         text = _drain_text(progress)
         if text != shown:
             print(text, flush=True)
@@ -175,25 +176,25 @@ def _drain_text(progress: control_pb2.DrainResponse) -> str:
 
 def _reset_cache(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.ResetPrefixCacheRequest()
-    response = _control(channel).ResetPrefixCache(request, timeout=args.timeout)
+    response = _control(channel).ResetPrefixCache(request, timeout=args.timeout_s)
     print(f"{response.num_blocks} cached blocks forgotten")
 
 
 def _profile(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.ProfileRequest(start=args.action == "start")
-    response = _control(channel).Profile(request, timeout=args.timeout)
+    response = _control(channel).Profile(request, timeout=args.timeout_s)
     print(response.path or "profiling")
 
 
 def _info(channel: grpc.Channel, args: argparse.Namespace) -> None:
     stub = service_grpc.EngineCoreServiceStub(channel)
-    response = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=args.timeout)
+    response = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=args.timeout_s)
     info = engine_info_from_proto(response.info)
     _print_table({field.name: _show(getattr(info, field.name)) for field in fields(info)})
 
 
 def _load(channel: grpc.Channel, args: argparse.Namespace) -> None:
-    response = _control(channel).GetLoad(control_pb2.GetLoadRequest(), timeout=args.timeout)
+    response = _control(channel).GetLoad(control_pb2.GetLoadRequest(), timeout=args.timeout_s)
     stats = scheduler_stats_from_proto(response.scheduler_stats)
     rows = {"state": _state(response), "kv_cache_usage": f"{100 * stats.kv_cache_usage:.1f}%"}
     rows |= {field.name: _show(getattr(stats, field.name)) for field in fields(SchedulerStats)}

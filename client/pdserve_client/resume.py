@@ -9,11 +9,10 @@ import grpc
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.validation import DRAWN_SEED_BITS
 
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-# What routers draw.
-SEED_BITS = 63
 
 
 @dataclass(slots=True)
@@ -36,8 +35,9 @@ class ResumableAnswer:
     """One call's answer, over as many streams as it takes. The caller sees one.
 
     A stream is lost when its status is UNAVAILABLE (the router is gone, hangs, shuts down or has no
-    workers) or when its router shuts down and hands it back with DRAINING. Every other status, and
-    every other error in the stream's last message, is the call's end.
+    workers), when it came to a router at the moment of its shutdown, or when its router shuts down
+    and hands it back with DRAINING. Every other status, and every other error in the stream's last
+    message, is the call's end.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ResumableAnswer:
         params = request.sampling_params
         if not params.HasField("seed"):
             # Drawn here, so that a request that has brought nothing is the same the second time.
-            params.seed = secrets.randbits(SEED_BITS)
+            params.seed = secrets.randbits(DRAWN_SEED_BITS)
         # To be sent next, to `router`.
         self.request = request
         self.router = router
@@ -91,7 +91,7 @@ class ResumableAnswer:
         """A stream broke. Returns in how many seconds the next one is to begin; raises `error` if
         there is to be none.
         """
-        is_lost = error.code() is grpc.StatusCode.UNAVAILABLE
+        is_lost = error.code() is grpc.StatusCode.UNAVAILABLE or _came_too_late(error)
         delay_s = self._turn_to_next() if is_lost else None
         if delay_s is None:
             raise error
@@ -177,6 +177,13 @@ class ResumableAnswer:
         if completion.HasField("cumulative_logprob"):
             known.cumulative_logprob = completion.cumulative_logprob
         known.is_finished = bool(completion.finish_reason)
+
+
+def _came_too_late(error: grpc.RpcError) -> bool:
+    """gRPC's servers end so what was on its way as they said that they take nothing more. A status
+    of our routers, and that of a call which this process cancels, has other words.
+    """
+    return error.code() is grpc.StatusCode.CANCELLED and error.details() == "CANCELLED"
 
 
 def _is_handed_back(output: pb2.RequestOutput) -> bool:

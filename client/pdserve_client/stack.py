@@ -75,7 +75,8 @@ class ServiceProcess:
             self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         )
         for line in reversed(lines):
-            with contextlib.suppress(json.JSONDecodeError):
+            # Not all that a process writes is an entry of its log.
+            with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):
                 return str(json.loads(line)["msg"])
             if line.strip():
                 return line.strip()

@@ -5,18 +5,25 @@
         block_size: int = opt(16, "Tokens per KV cache block.")
 
 `parse_config(PrefillConfig, argv, prog="pdserve-prefill")` reads `--block-size`, then
-`PDSERVE_BLOCK_SIZE`.
+`PDSERVE_BLOCK_SIZE`. Text that may be unset must not be empty: an empty name of a file of keys
+would serve everybody.
 """
 
 import argparse
 import dataclasses
+import logging
+import math
 import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+logger = logging.getLogger(__name__)
+
 ENV_PREFIX = "PDSERVE_"
+# Variables that are no fields of a config: of the CPU's kernels, and of clients.
+_OTHER_VARIABLES = {"PDSERVE_KERNELS_DIR", "PDSERVE_CPU_ISA", "PDSERVE_API_KEY"}
 
 # Values of settings that several processes have.
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -85,7 +92,18 @@ def build_config(cls: type[T], flags: Mapping[str, Any], environ: Mapping[str, s
                 values[field.name] = _converter(hints[field.name])(environ[env])
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{env}={environ[env]!r}: {error}") from error
+        if values.get(field.name) == "" and hints[field.name] == str | None:
+            given_by = "--" + field.name.replace("_", "-") if field.name in flags else env
+            raise ValueError(f"{given_by} is empty: give it a value or leave it out")
     return cls(**values)
+
+
+def warn_of_unknown_variables(cls: type[Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Log which variables look like settings and are none of `cls`: some may be misspelt."""
+    known = {ENV_PREFIX + field.name.upper() for field in dataclasses.fields(cls)}
+    unknown = {name for name in environ if name.startswith(ENV_PREFIX)} - known - _OTHER_VARIABLES
+    if unknown:
+        logger.warning("ignored, no settings of this process: %s", ", ".join(sorted(unknown)))
 
 
 def _show(default: Any) -> str:
@@ -130,8 +148,21 @@ def _converter(hint: Any) -> Callable[[str], Any]:
         return lambda text: tuple(item(part.strip()) for part in text.split(",") if part.strip())
     if base is bool:
         return _parse_bool
+    if base is float:
+        return _parse_float
     converter: Callable[[str], Any] = base
     return converter
+
+
+def _parse_float(text: str) -> float:
+    # No setting has a meaning for nan or infinity, and few comparisons refuse nan.
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return value
 
 
 def _parse_bool(text: str) -> bool:

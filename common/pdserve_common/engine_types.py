@@ -338,7 +338,7 @@ class KVLost:
     another attempt, for HOLD_S from this word on at most (rule K6).
     """
 
-    # From the request's start; their KV is on D and right.
+    # From the request's start; their KV is on D and right, and the next attempt finds it there.
     num_confirmed_tokens: int
     # One of a few words, for metrics.
     reason: str
@@ -474,3 +474,5 @@ class EngineInfo:
     kernels: str = ""
     # Blocks of earlier requests are used again.
     has_prefix_caching: bool = True
+    # Of the tokenizer beside the weights (`tokenizer_digest`); empty if there is none.
+    tokenizer_digest: str = ""

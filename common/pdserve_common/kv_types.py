@@ -196,6 +196,29 @@ class ReleaseAck:
     valid: bool
 
 
+class SessionEndReason(IntEnum):
+    """Why a session of P is over. To D it is a loss, but for the first four that have a name."""
+
+    UNSPECIFIED = 0
+    # P will ask again.
+    PREEMPTED = 1
+    # These end the request on D as well.
+    FINISHED = 2
+    ABORTED = 3
+    SUPERSEDED = 4
+    ERROR = 5
+    EXPIRED = 6
+    FENCED = 7
+    REVOKED = 8
+    # P keeps these for itself.
+    CANCELLED = 9
+    LINK_LOST = 10
+    RELEASED = 11
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
     """P has fenced the session, or will never open one for the request."""
@@ -203,7 +226,9 @@ class SessionEnded:
     session: KVSessionId | None
     request_id: str
     attempt: int
-    reason: str
+    reason: SessionEndReason
+    # For people.
+    message: str
 
 
 KVLinkRequestMessage = (

@@ -5,6 +5,7 @@ never are labels.
 """
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -83,6 +84,10 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 FINISH_REASONS = tuple(map(str, FinishReason))
 
+# A worker keeps the series of so many peers that it has no link to: the last ones, whose ends are
+# still to be scraped and which may come back. Pods get new names for ever.
+MAX_PEERS_AWAY = 64
+
 
 def begin(counter: Counter, **values: Iterable[str]) -> None:
     """Make the series of every combination of labels' values, at 0. To `rate` and `increase` the
@@ -119,7 +124,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "pdserve_requests_total",
-            "Requests by how they ended: stop, length, abort, error, repetition or rejected",
+            "Requests by how they ended: stop, length, repetition, abort, error, refused, rejected",
             ["model", "outcome"],
             registry=registry,
         )
@@ -244,7 +249,7 @@ class EngineMetrics:
             "pdserve_requests_running", "Requests in the batch", registry=registry
         )
         self.requests_waiting = Gauge(
-            "pdserve_requests_waiting", "Requests in the waiting queue", registry=registry
+            "pdserve_requests_waiting", "Requests not in the batch yet", registry=registry
         )
         self.waiting_tokens = Gauge(
             "pdserve_waiting_tokens",
@@ -310,6 +315,8 @@ class KVTransferMetrics:
     """A worker's side of the handoff. `peer` is the other worker's engine_id."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        # Without a link; who has been so for longest comes first.
+        self._peers_away: OrderedDict[str, None] = OrderedDict()
         self.transfer_bytes = Counter(
             "pdserve_kv_transfer_bytes_total",
             "Bytes read from peers",
@@ -370,7 +377,7 @@ class KVTransferMetrics:
         )
         self.release_acks = Counter(
             "pdserve_kv_release_acks_total",
-            "Releases by whether P still held the blocks",
+            "On P, releases by whether it still held the blocks",
             ["valid"],
             registry=registry,
         )
@@ -395,6 +402,27 @@ class KVTransferMetrics:
             registry=registry,
         )
         self.links = Gauge("pdserve_kv_links", "Open KvLinks", registry=registry)
+        self._of_peers = (
+            self.transfer_bytes,
+            self.transfer_duration,
+            self.transfer_exposed,
+            self.release_ack_duration,
+            self.grant_wait,
+            self.transfer_failures,
+        )
+
+    def peer_came(self, peer: str) -> None:
+        """There is a link to the peer: its series stay."""
+        self._peers_away.pop(peer, None)
+
+    def peer_went(self, peer: str) -> None:
+        """There is no link to the peer: its series stay until MAX_PEERS_AWAY others have gone."""
+        self._peers_away[peer] = None
+        self._peers_away.move_to_end(peer)
+        if len(self._peers_away) > MAX_PEERS_AWAY:
+            oldest, _ = self._peers_away.popitem(last=False)
+            for metric in self._of_peers:
+                metric.remove_by_labels({"peer": oldest})
 
 
 class MetricsServer:

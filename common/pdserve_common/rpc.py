@@ -113,11 +113,17 @@ class RpcServer:
         *,
         credentials: grpc.ServerCredentials | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        max_connection_age_s: float | None = None,
     ) -> None:
         """Bind the port, without serving yet; must run inside the event loop. Plain text without
-        `credentials`. Raises OSError if the port is taken.
+        `credentials`. After about `max_connection_age_s`, if set, a connection takes no new calls,
+        and its client opens another; calls that run may take as long as they do. Raises OSError if
+        the port is taken.
         """
-        self.server = grpc.aio.server(interceptors=interceptors, options=server_options())
+        options = server_options()
+        if max_connection_age_s is not None:
+            options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)))
+        self.server = grpc.aio.server(interceptors=interceptors, options=options)
         # gRPC calls into them and does not hold them.
         self._credentials = credentials
         self.port: int = self._bind(join_address(host, port))
@@ -186,7 +192,9 @@ class RpcServer:
         await self._health.set(service, status.SERVING if is_healthy else status.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s`, then cancel them."""
+        """Refuse new calls and tell clients to open other connections, give running ones `grace_s`,
+        then cancel them. Of several calls the one whose grace ends first counts.
+        """
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 

@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**64 - 1
+# Of a seed that is drawn because none was given.
+DRAWN_SEED_BITS = 63
 PRIORITY_LIMIT = 2**31 - 1
 MAX_N = 64
 MAX_LOGPROBS = 20
@@ -32,6 +34,8 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGITS_PROCESSORS = 16
 MAX_PATTERN_SIZE = 1024
+# No answer is so long; integers of this size fit into every field of the wire.
+MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 7 * 24 * 3600
 # A router gives up long before.
 MAX_ATTEMPT = 1000
@@ -201,9 +205,9 @@ def _validate_repetition_detection(params: RepetitionDetectionParams) -> None:
             f"max_pattern_size ({params.max_pattern_size})",
             field=field,
         )
-    if params.min_count < 2:
+    if not 2 <= params.min_count <= MAX_COUNT:
         raise InvalidRequestError(
-            f"{field}.min_count is {params.min_count}, must be at least 2", field=field
+            f"{field}.min_count is {params.min_count}, must be 2 to {MAX_COUNT}", field=field
         )
 
 
@@ -273,13 +277,26 @@ def validate_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> 
 
 def validate_request_id(request_id: str) -> None:
     """Raise InvalidRequestError for an id that is empty, too long or not printable ASCII."""
-    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+    if (problem := id_problem("request_id", request_id)) is not None:
+        raise InvalidRequestError(problem, field="request_id")
+
+
+def id_problem(field: str, value: str) -> str | None:
+    """Return why this id cannot be in HTTP headers and gRPC's metadata; None if it can."""
+    if not 1 <= len(value) <= MAX_REQUEST_ID_CHARS:
+        return f"{field} has {len(value)} characters, must be 1 to {MAX_REQUEST_ID_CHARS}"
+    if not (value.isascii() and value.isprintable()):
+        return f"{field} must be printable ASCII"
+    return None
+
+
+def validate_priority(priority: int) -> None:
+    """Raise InvalidRequestError for a priority that does not fit into the wire's field."""
+    if abs(priority) > PRIORITY_LIMIT:
         raise InvalidRequestError(
-            f"request_id has {len(request_id)} characters, must be 1 to {MAX_REQUEST_ID_CHARS}",
-            field="request_id",
+            f"priority is {priority}, must be -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}",
+            field="priority",
         )
-    if not (request_id.isascii() and request_id.isprintable()):
-        raise InvalidRequestError("request_id must be printable ASCII", field="request_id")
 
 
 def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -> None:
@@ -291,8 +308,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
             raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
     if request.sampling_params is None:
         raise InvalidRequestError("sampling_params is unset", field="sampling_params")
-    if abs(request.priority) > PRIORITY_LIMIT:
-        raise InvalidRequestError(f"priority is {request.priority}", field="priority")
+    validate_priority(request.priority)
     _validate_trace_headers(request.trace_headers)
     validate_prompt(
         request.prompt_token_ids, max_model_len=info.max_model_len, vocab_size=info.vocab_size
@@ -310,6 +326,12 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         if request.kv_transfer_params is not None:
             raise InvalidRequestError(
                 "fork_of and kv_transfer_params are both set: a fork shares blocks of its worker",
+                field="fork_of",
+            )
+        if request.attempt > 0:  # two requests could wait for each other
+            raise InvalidRequestError(
+                f"fork_of is set, attempt is {request.attempt}, must be 0: a fork that is sent "
+                "again is a request of its own",
                 field="fork_of",
             )
     if request.eos_token_id is not None:

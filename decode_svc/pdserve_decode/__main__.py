@@ -26,7 +26,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
         registry=context.registry,
         log_level=config.log_level,
     )
-    worker = Worker(engine=engine, has_prefix_caching=config.enable_prefix_caching)
+    worker = Worker(engine=engine)
     if isinstance(engine.connector, KVConsumerEndpoint):
         worker.close = KvLinkPool(engine.connector, context.tls).close
     return worker

@@ -136,7 +136,7 @@ class KvLinkPool:
         reason = "shutdown"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            reason = done.pop().result()
+            reason = _end_of(done.pop())
         finally:
             self._connector.link_lost(link, reason)
             for task in tasks:
@@ -158,6 +158,15 @@ class KvLinkPool:
         while True:
             await asyncio.sleep(TICK_S)
             self._connector.on_tick()
+
+
+def _end_of(task: "asyncio.Task[str]") -> str:
+    """Why a link's task is over, also if it is a defect."""
+    error = task.exception()
+    if error is None:
+        return task.result()
+    logger.error("carrying a KvLink failed: %r", error, exc_info=error)
+    return f"failed: {error!r}"
 
 
 async def _write(call: grpc.aio.StreamStreamCall, outgoing: Outgoing[KVLinkRequestMessage]) -> str:

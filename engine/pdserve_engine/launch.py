@@ -11,7 +11,7 @@ from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.subprocess_client.client import SubprocessEngineClient
 
 if TYPE_CHECKING:
-    from pdserve_engine.client import InprocEngineClient
+    from pdserve_engine.inproc_client import InprocEngineClient
 
 WorkerEngine = Union["InprocEngineClient", SubprocessEngineClient]
 
@@ -35,7 +35,7 @@ async def launch_engine(
             config, role=role, engine_id=engine_id, registry=registry, log_level=log_level
         )
     # Brings in torch, which a worker whose engine is elsewhere does without.
-    from pdserve_engine.client import InprocEngineClient
+    from pdserve_engine.inproc_client import InprocEngineClient
 
     return await InprocEngineClient.load(
         config,

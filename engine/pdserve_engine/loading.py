@@ -6,7 +6,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pdserve_common.cores import cpu_limit
 from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.kv_types import new_epoch
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.control import EngineControl
@@ -77,6 +78,25 @@ class LoadedEngine:
         return True
 
 
+@contextlib.contextmanager
+def _out_of_memory_is_refused() -> Iterator[None]:
+    """Raise ValueError for the RuntimeError of one of torch's allocators: CUDA's, or the CPU's,
+    which has no class of its own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in reason:
+            raise
+        raise ValueError(
+            f"too little memory for this model and its largest step: {reason}; lower "
+            "--max-num-batched-tokens or --max-num-seqs, see what else uses the memory, or take a "
+            "smaller model or dtype, or on CPU --quantization"
+        ) from error
+
+
+@_out_of_memory_is_refused()
 def load_engine(
     config: EngineConfig,
     *,
@@ -89,7 +109,8 @@ def load_engine(
     """Load everything; takes seconds to minutes and blocks.
 
     `wakeup` is called, on any thread, when the connector has news for the engine thread. Raises
-    ModelError or ValueError for a model, a setting or a plugin that cannot be served.
+    ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
+    of memory.
     """
     started = time.monotonic()
     load_general_plugins()
@@ -363,4 +384,5 @@ def _describe(
         logits_processors=tuple(sorted(source.logits_processors)),
         kernels=name_of(select(source.device)),
         has_prefix_caching=config.enable_prefix_caching,
+        tokenizer_digest=tokenizer_digest(config.model),
     )

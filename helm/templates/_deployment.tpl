@@ -18,6 +18,11 @@ metadata:
 spec:
   {{- if not .isScaled }}
   replicas: {{ .pod.replicas }}
+  {{- else }}
+  {{- /* What runs goes on: without a number that was there before, Kubernetes takes 1. */}}
+  {{- with lookup "apps/v1" "Deployment" .root.Release.Namespace $name | dig "spec" "replicas" 0 }}
+  replicas: {{ . }}
+  {{- end }}
   {{- end }}
   minReadySeconds: {{ .pod.minReadySeconds }}
   # Loading is no progress that Kubernetes sees.

@@ -42,7 +42,9 @@ use it: without require_transport a device that is lost would become slow TCP, a
 
 {{/* What routers and workers must agree on. Workers that differ in it are other workers. */}}
 {{- define "pdserve.revision" -}}
-{{- $parts := list .Values.model .Values.revision -}}
+{{- $model := .Values.model -}}
+{{- $parts := list (pick $model "source" "path" "servedName" "pvc") $model.image.reference .Values.revision -}}
+{{- $parts = append $parts (pick $model.hub "repository" "revision") -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := include "pdserve.pool" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $parts = append $parts (pick $pool.config "dtype" "quantization" "block_size") -}}

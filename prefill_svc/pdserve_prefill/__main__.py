@@ -26,7 +26,7 @@ async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
         registry=context.registry,
         log_level=config.log_level,
     )
-    worker = Worker(engine=engine, has_prefix_caching=config.enable_prefix_caching)
+    worker = Worker(engine=engine)
     if isinstance(engine.connector, KVProducerEndpoint):
         servicer = KvTransferServicer(engine.connector)
         worker.services[SERVICE_NAME] = servicer.add_to_server

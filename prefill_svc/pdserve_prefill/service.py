@@ -93,11 +93,12 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         link: KVLink,
         outgoing: Outgoing[KVLinkResponseMessage],
     ) -> None:
-        reason = "closed by D"
+        reason = "failed: see the log"  # a defect, unless one of the ends below comes
         try:
             async for request in requests:
                 message: KVLinkRequestMessage = kv_link_request_from_proto(request)
                 self._connector.on_message(link, message)
+            reason = "closed by D"
         except InvalidRequestError as error:
             reason = error.message
         except grpc.aio.AioRpcError as error:

@@ -2,11 +2,14 @@
 
 import logging
 import os
+import signal
 import sys
+from types import FrameType
+from typing import NoReturn
 
 import uvloop
 
-from pdserve_common.config import parse_config
+from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.logging import setup_logging
 from pdserve_router.config import RouterConfig
 
@@ -15,8 +18,11 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run a router. Exits with 0 after a signal, 1 if it cannot start, 2 on a bad flag."""
+    # The system ignores it for the first process of a container, and imports take seconds.
+    signal.signal(signal.SIGTERM, _stop_before_start)
     config = parse_config(RouterConfig, prog="pdserve-router")
     setup_logging(config.log_level, config.router_id)
+    warn_of_unknown_variables(RouterConfig)
     _hide_torch()
     from pdserve_router.server import serve
 
@@ -25,6 +31,10 @@ def main() -> None:
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
         sys.exit(1)
+
+
+def _stop_before_start(signum: int, frame: FrameType | None) -> NoReturn:
+    os._exit(0)  # until the event loop takes over, nothing is there to be closed
 
 
 def _hide_torch() -> None:

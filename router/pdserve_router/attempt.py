@@ -1,6 +1,5 @@
 """One attempt at a request: its legs, and what the end of one means for the other."""
 
-import dataclasses
 from typing import Literal, Protocol
 
 from pdserve_common.engine_types import (
@@ -8,10 +7,10 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
-    FinishReason,
     KVLost,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_router.legs import has_failed, make_legs
 from pdserve_router.output_processor import RequestState
 from pdserve_router.route_chooser import Route
 from pdserve_router.worker_client import OutputCallback, WorkerClient
@@ -67,10 +66,7 @@ class Attempt:
         if prefill is None:
             self._send(decode, self.request, self._on_decode_output)
             return
-        to_decode = dataclasses.replace(decode.kv_transfer_params, do_remote_decode=True)
-        to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
-        prefill_leg = dataclasses.replace(self.request, kv_transfer_params=to_decode)
-        decode_leg = dataclasses.replace(self.request, kv_transfer_params=to_prefill)
+        prefill_leg, decode_leg = make_legs(self.request, prefill=prefill, decode=decode)
         if self._send(prefill, prefill_leg, self._on_prefill_output):
             self._send(decode, decode_leg, self._on_decode_output)
         else:
@@ -104,7 +100,10 @@ class Attempt:
         assert prefill is not None
         if not self._owner.accept(output, prefill) or not output.finished:
             return
-        if _has_failed(output):
+        if has_failed(output) and not self._is_ticket:
+            # D, which decodes, has all of P's work already.
+            self.running.discard(prefill)
+        elif has_failed(output):
             self._fail_leg(prefill, output)
         elif output.kv_transfer_params is None:
             # The first token was the last: D's ticket is void.
@@ -133,7 +132,7 @@ class Attempt:
         if self._is_void_ticket(output):
             self.running.discard(self.route.decode)
             self._early.append(output)
-        elif _has_failed(output):
+        elif has_failed(output):
             self._fail_leg(self.route.decode, output)
         else:
             # D is done, so P has nothing left to do either.
@@ -170,8 +169,3 @@ class Attempt:
 
 def _is_cancelled(output: EngineCoreOutput) -> bool:
     return output.error is not None and output.error.code is ErrorCode.CANCELLED
-
-
-def _has_failed(output: EngineCoreOutput) -> bool:
-    # An abort we did not ask for is the worker's failure.
-    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)

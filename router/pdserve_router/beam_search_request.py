@@ -206,7 +206,7 @@ class BeamSearchRequest(LiveRequest):
         for index, beam in enumerate(self._search.running):
             request = self._step_request(index, beam, attempt)
             on_output = functools.partial(self._on_output, index)
-            self._worker.add_request(request, on_output, self._on_defect)
+            self._worker.add_request(request, on_output, self.on_defect)
             self._asked.add(request.request_id)
         self.origins.add(self._worker.origin)
 
@@ -231,11 +231,14 @@ class BeamSearchRequest(LiveRequest):
         if not output.finished:
             return
         self._asked.discard(output.request_id)
-        error = self._problem(index, output)
-        if error is None:
-            if not self._asked:
-                self._advance()
-        elif error.is_retryable:
+        if (error := self._problem(index, output)) is not None:
+            self._on_failed(error)
+        elif not self._asked:
+            self._advance()
+
+    def _on_failed(self, error: EngineError) -> None:
+        self._redrives.blame(self._route, self._worker, error)
+        if error.is_retryable:
             self._lose(error)
         else:
             self._log(logging.WARNING, "%s: %s; it fails", self._worker.address, error.message)
@@ -261,6 +264,7 @@ class BeamSearchRequest(LiveRequest):
         self._search.advance(tops)
         self._on_tokens(self, len(tops))
         if self._search.is_done:
+            self._redrives.pool.report_success(self._worker)
             self._end(self._finish_reason(self._best[0]))
             return
         self._step()
@@ -268,13 +272,9 @@ class BeamSearchRequest(LiveRequest):
     def _lose(self, error: EngineError) -> None:
         """The worker cannot go on: have the step done again."""
         self._abort_step()
-        is_last = self._redrives.is_spent(self)
-        what_next = "no attempt is left" if is_last else "it is sent again when a worker has room"
         reason = error.code.name.lower()
-        text = "lost %s: %s: %s; %s"
-        self._log(logging.WARNING, text, self._worker.address, reason, error.message, what_next)
-        self.recovery.add(self._route, self._worker, error, reason=reason)
-        if is_last:
+        self._redrives.lose(self, self._route, self._worker, error, reason=reason)
+        if self._redrives.is_spent(self):
             self.give_up()
         else:
             self._redrives.add(self)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.tls import TlsConfig
+from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.discovery import SOURCES, parse_sources
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.routing import ROUTING_POLICIES
@@ -117,6 +118,10 @@ class RouterConfig(TlsConfig):
             raise ValueError(
                 f"max_deadline_s is {self.max_deadline_s}, must be at least default_deadline_s "
                 f"({self.default_deadline_s})"
+            )
+        if self.max_deadline_s > MAX_TIMEOUT_S:
+            raise ValueError(
+                f"max_deadline_s is {self.max_deadline_s}, must be at most {MAX_TIMEOUT_S}"
             )
         for name in (
             "drain_timeout_s",

@@ -25,7 +25,7 @@ from pdserve_router.attempt import Attempt, HandoffOutcome
 from pdserve_router.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.origin import Origin, joined
 from pdserve_router.output_processor import Ending, RequestOutput, RequestState, Usage
-from pdserve_router.redrive import KV_ERRORS, Recovery, RedriveQueue
+from pdserve_router.redrive import Recovery, RedriveQueue
 from pdserve_router.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.resume import ResumedCompletion
 from pdserve_router.route_chooser import Route
@@ -141,7 +141,8 @@ class Handoff(LiveRequest):
         except PdserveError as error:
             self._log(logging.ERROR, "%s: %s; it fails", worker.address, error.message)
             self._redrives.pool.report_failure(worker)
-            self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome="decode_failed")
+            outcome = _failure_of(worker, self.route)
+            self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome=outcome)
             return False
         num_new = len(self.state.token_ids) - num_before
         if num_new:
@@ -160,7 +161,7 @@ class Handoff(LiveRequest):
     def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
         """Send the request again if that may help."""
         if not self.recovery.errors:
-            self._report_failure(worker, error)
+            self._redrives.blame(self.route, worker, error)
         # What follows from an earlier loss of the attempt changes nothing.
         if not error.is_retryable and self not in self._redrives:
             self._log(logging.WARNING, "%s: %s; it fails", worker.address, error.message)
@@ -175,12 +176,9 @@ class Handoff(LiveRequest):
             code=ErrorCode.KV_TRANSFER_FAILED, message=lost.message, is_retryable=True
         )
         if not self.recovery.errors:
-            self._report_failure(self.route.decode, error)
+            self._redrives.blame(self.route, self.route.decode, error)
         self.recovery.num_confirmed_tokens = lost.num_confirmed_tokens
         self._lose(self.route.decode, error, reason="kv_lost")
-
-    def on_defect(self) -> None:
-        self._on_defect()
 
     def _at_attempt(self, attempt: int) -> EngineCoreRequest:
         token_ids = tuple(self.state.token_ids)
@@ -228,27 +226,15 @@ class Handoff(LiveRequest):
             self._redrives.discard(self)
             self.recovery.forget()
 
-    def _report_failure(self, worker: WorkerClient, error: EngineError) -> None:
-        prefill, decode = self.route.prefill, self.route.decode
-        if error.code in KV_ERRORS:
-            if prefill is not None:
-                self._redrives.pool.report_failure((prefill, decode))
-        elif error.code is ErrorCode.INTERNAL:
-            self._redrives.pool.report_failure(worker)
-
     def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
         if self.ending is not None:
             return
-        is_last = self._redrives.is_spent(self)
-        what_next = "no attempt is left" if is_last else "it is sent again when a worker has room"
-        text = "lost %s: %s: %s; %s"
-        self._log(logging.WARNING, text, worker.address, reason, error.message, what_next)
-        self.recovery.add(self.route, worker, error, reason=reason)
+        self._redrives.lose(self, self.route, worker, error, reason=reason)
         decode = self.route.decode
         has_decode = decode in self._attempt.running
         self.recovery.holder = decode if has_decode else None
         is_undecided = has_decode and decode not in self.recovery.errors
-        if is_last and not is_undecided:
+        if self._redrives.is_spent(self) and not is_undecided:
             self.give_up()
             return
         self._redrives.add(self, delay_s=_VERDICT_S if is_undecided else 0.0)

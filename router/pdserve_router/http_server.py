@@ -10,6 +10,11 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 
 _BACKLOG = 2048
+# Longer than common load balancers keep connections to a server for the next request (60 s, those
+# of Google Cloud 600 s): if the server is first, what they send at that moment is lost, a 502.
+KEEP_ALIVE_S = 620
+# Applications learn of a cut connection within a turn of the event loop.
+_CUT_TIMEOUT_S = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -43,6 +48,7 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         config.load()
         config.ssl = self._context
@@ -57,14 +63,30 @@ class HttpServer:
             if getattr(connection, "client", None) == scope["client"] and connection.transport:
                 connection.transport.abort()
 
-    async def close(self, *, grace_s: int) -> None:
+    def stop_accepting(self) -> None:
+        """Close the port and, within 0.1 s, idle connections; the others end with the response that
+        is running, so that clients open new ones, to whoever takes them.
+        """
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def close(self, *, grace_s: float) -> None:
         """Stop accepting, give running responses `grace_s`, then cut them."""
         if self._server is None or self._task is None:
             self._socket.close()
             return
-        self._server.config.timeout_graceful_shutdown = grace_s
-        self._server.should_exit = True
-        await self._task
+        self.stop_accepting()
+        _, running = await asyncio.wait([self._task], timeout=grace_s)
+        if running:
+            await self._cut_all(self._server, self._task)
+
+    async def _cut_all(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+        for connection in list(server.server_state.connections):
+            if connection.transport:
+                connection.transport.abort()
+        _, running = await asyncio.wait([task], timeout=_CUT_TIMEOUT_S)
+        for left in (*running, *(server.server_state.tasks if running else ())):
+            left.cancel()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.validation import (
+    DRAWN_SEED_BITS,
     MAX_BAD_WORD_TOKENS,
     MAX_PROMPT_LOGPROB_ENTRIES,
     MAX_TRACE_HEADER_CHARS,
-    PRIORITY_LIMIT,
+    validate_priority,
     validate_prompt,
     validate_prompt_logprobs,
     validate_request_id,
@@ -21,11 +22,15 @@ from pdserve_common.validation import (
     validate_token_ids,
 )
 from pdserve_router.parent_request import is_ranked
-from pdserve_router.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.resume import (
+    MAX_RESUMED_TOKENS,
+    ResumedCompletion,
+    require_seed,
+    validate_resume,
+)
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
 
-SEED_BITS = 63
 TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
 CHAT_ROLES = ("system", "user", "assistant")
@@ -58,8 +63,8 @@ class GenerationRequest:
     deadline: float | None = None
     # W3C trace context, as trace_context() reads it.
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    # gRPC's messages are: what has to fit into one is refused above MAX_PROMPT_LOGPROB_ENTRIES.
-    has_bounded_messages: bool = False
+    # Log-probabilities that one message of the answer may hold; requests for more are refused.
+    max_logprob_entries: int = MAX_PROMPT_LOGPROB_ENTRIES
     # What a broken stream of the same request had brought.
     resume: Sequence[ResumedCompletion] = ()
 
@@ -132,8 +137,7 @@ class InputProcessor:
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
         params = _complete(request.sampling_params, len(token_ids), limits)
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
-        if request.has_bounded_messages:
-            _check_message(params, len(token_ids))
+        _check_message(params, len(token_ids), limit=request.max_logprob_entries)
         arrival_time = request.arrival_ns / 1e9
         engine_request = EngineCoreRequest(
             request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
@@ -181,7 +185,14 @@ class InputProcessor:
         return token_ids or ()
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included. Unknown ids are refused."""
+        """Return the text of tokens, special tokens included. Unknown ids are refused, and more
+        than MAX_RESUMED_TOKENS.
+        """
+        if len(token_ids) > MAX_RESUMED_TOKENS:
+            raise InvalidRequestError(
+                f"token_ids has {len(token_ids)} tokens, at most {MAX_RESUMED_TOKENS}",
+                field="token_ids",
+            )
         validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
         return await self._tokenizer.decode_any(token_ids)
 
@@ -220,11 +231,7 @@ def _check_role(role: str) -> None:
 
 
 def _check_request(request: GenerationRequest) -> None:
-    if abs(request.priority) > PRIORITY_LIMIT:
-        raise InvalidRequestError(
-            f"priority is {request.priority}, must be -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}",
-            field="priority",
-        )
+    validate_priority(request.priority)
     salt = request.cache_salt
     if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
@@ -260,11 +267,11 @@ def _complete(
         stop_token_ids=stop_token_ids,
         top_k=min(params.top_k, limits.vocab_size),
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+        seed=secrets.randbits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
     )
 
 
-def _check_message(params: SamplingParams, num_prompt_tokens: int) -> None:
+def _check_message(params: SamplingParams, num_prompt_tokens: int, *, limit: int) -> None:
     """Refuse logprobs of a whole answer, and of its prompt, that may not fit into one message."""
     is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
         params.use_beam_search or is_ranked(params)
@@ -275,10 +282,9 @@ def _check_message(params: SamplingParams, num_prompt_tokens: int) -> None:
     num_entries = (1 + params.logprobs) * params.max_tokens * params.n
     if params.prompt_logprobs is not None:
         num_entries += (1 + params.prompt_logprobs) * num_prompt_tokens
-    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+    if num_entries > limit:
         raise InvalidRequestError(
             f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
-            f"one message may get {num_entries} log-probabilities, at most "
-            f"{MAX_PROMPT_LOGPROB_ENTRIES}",
+            f"one message may get {num_entries} log-probabilities, at most {limit}",
             field="logprobs",
         )

@@ -63,6 +63,10 @@ class LiveRequest(ABC):
         """End it with an error on every worker. Does nothing after the end."""
         self.cut(FinishReason.ERROR, error.to_engine_error())
 
+    def on_defect(self) -> None:
+        """End it with an error that is this process's fault."""
+        self.fail(PdserveError("internal error of the router, see its log"))
+
     @property
     @abstractmethod
     def ending(self) -> Ending | None:
@@ -98,9 +102,6 @@ class LiveRequest(ABC):
     def _on_deadline(self) -> None:
         age = time.monotonic() - self.request.arrival_time
         self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
-
-    def _on_defect(self) -> None:
-        self.fail(PdserveError("internal error of the router, see its log"))
 
 
 OnTokens = Callable[[LiveRequest, int], None]

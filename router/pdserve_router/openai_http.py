@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.engine_types import FinishReason, SamplingParams
 from pdserve_common.errors import (
     ClientTooSlowError,
     InvalidRequestError,
@@ -51,9 +51,14 @@ CutConnection = Callable[[Scope], None]
 
 # The server reports a connection that was cut within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0
+# A client that sends its body more slowly holds a connection, and nothing else.
+_BODY_TIMEOUT_S = 30.0
+# Of an answer that is sent as a whole: some 70 MiB of JSON.
+MAX_ANSWER_LOGPROB_ENTRIES = 2**20
 
 Body = CompletionBody | ChatCompletionBody
 
+_END_MESSAGE = {"type": "http.response.body", "body": b""}
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -155,9 +160,9 @@ class GenerationEndpoint:
                             answer = await write_off_loop(
                                 first, partial(_answer, first, form, prompt)
                             )
-                            await guard.write(answer(scope, receive, send))
+                            await _send_whole(answer, send, guard)
                 except ClientTooSlowError as error:
-                    live.fail(error)
+                    live.cut(FinishReason.ABORT, error.to_engine_error())
                     self._cut(scope)
                     await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
 
@@ -165,7 +170,7 @@ class GenerationEndpoint:
         arrival_ns = time.monotonic_ns()
         request_id = http.headers.get("x-request-id") or secrets.token_hex(12)
         validate_request_id(request_id)
-        body = parse_body(self._body, await _read_body(http, self._max_body_bytes))
+        body = parse_body(self._body, await _read_in_time(http, self._max_body_bytes))
         if not body.model:
             raise InvalidRequestError("model is empty", field="model")
         request = GenerationRequest(
@@ -175,6 +180,7 @@ class GenerationEndpoint:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             arrival_ns=arrival_ns,
+            max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
             trace_headers=trace_context(http.headers),
             **body.prompt_input(),
         )
@@ -217,7 +223,8 @@ async def _stream(
     prompt: EchoedPrompt | None,
 ) -> None:
     headers = {**_STREAM_HEADERS, "x-request-id": first.request_id}
-    await guard.write(send(_start_message(headers)))
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await guard.write(send(_start_message(raw)))
     data = await write_off_loop(first, lambda: form.first_events(prompt) + form.events(first))
     await guard.write(send(_body_message(data)))
     async for output in live:
@@ -227,7 +234,16 @@ async def _stream(
             data = form.text_events(output) + error_event(error_from_engine(error))
         if data:
             await guard.write(send(_body_message(data)))
-    await guard.write(send({"type": "http.response.body", "body": b""}))
+    await guard.write(send(_END_MESSAGE))
+
+
+async def _send_whole(answer: Response, send: Send, guard: StallGuard) -> None:
+    """Return when little of it is left to send: a message waits for those before it, the last one
+    of an answer for nothing.
+    """
+    await guard.write(send(_start_message(answer.raw_headers)))
+    await guard.write(send(_body_message(answer.body)))
+    await guard.write(send(_END_MESSAGE))
 
 
 def _answer(output: RequestOutput, form: AnswerFormat, prompt: EchoedPrompt | None) -> Response:
@@ -275,6 +291,17 @@ async def _abort_on_disconnect(live: LiveRequest, receive: Receive) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def _read_in_time(http: Request, limit: int) -> bytes:
+    try:
+        return await asyncio.wait_for(_read_body(http, limit), _BODY_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise HTTPException(
+            408,
+            f"the body did not come within {_BODY_TIMEOUT_S:g} s",
+            headers={"connection": "close"},
+        ) from None
+
+
 async def _read_body(http: Request, limit: int) -> bytes:
     """Read the body. Raises BodyTooLargeError as soon as it is known to be too large."""
     declared = http.headers.get("content-length", "0")
@@ -293,12 +320,11 @@ async def _read_body(http: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _start_message(headers: dict[str, str]) -> dict[str, object]:
-    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": 200, "headers": raw}
+def _start_message(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, object]:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def _body_message(data: bytes) -> dict[str, object]:
+def _body_message(data: bytes | memoryview) -> dict[str, object]:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 

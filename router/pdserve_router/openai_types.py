@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from pdserve_common.engine_types import (
@@ -14,11 +14,19 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_common.validation import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from pdserve_router.input_processor import ChatMessage
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
+# More than there are.
+_MAX_FIELDS = 100
+# Describing a million mistakes takes gigabytes, and seconds in which nobody else is served.
+_MAX_ERRORS = 100
+
+_Item = TypeVar("_Item")
+# Wrong items are as many as fit into a body: the first one is enough.
+Items = Annotated[list[_Item], Field(fail_fast=True)]
 
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     False: EarlyStopping.FALSE,
@@ -80,10 +88,10 @@ class GenerationBody(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     user: str | None = None  # for abuse reports, which we make none of
     safety_identifier: str | None = None  # likewise
     # Not OpenAI's; named as in vLLM.
@@ -91,9 +99,9 @@ class GenerationBody(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     prompt_logprobs: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logits_processors: list[str] | None = None  # names of registered ones
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    logits_processors: Items[str] | None = None  # names of registered ones
     best_of: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -101,7 +109,7 @@ class GenerationBody(BaseModel):
     repetition_detection: RepetitionDetectionBody | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -256,7 +264,7 @@ class ChatMessageBody(BaseModel):
 class ChatCompletionBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessageBody]
+    messages: Items[ChatMessageBody]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -304,12 +312,14 @@ def parse_body(cls: type[Body], raw: bytes) -> Body:
         raise InvalidRequestError(f"body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise InvalidRequestError("body must be a JSON object")
+    if len(values) > _MAX_FIELDS:
+        raise InvalidRequestError(f"body has {len(values)} fields, at most {_MAX_FIELDS}")
     for name in _UNSERVED.keys() & values.keys():
         _check_unserved(name, values.pop(name))
     try:
         body = cls.model_validate(values)
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False)[0]) from error
+        raise _invalid(error) from error
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -329,7 +339,15 @@ def _check_unserved(name: str, value: object) -> None:
 _BRANCHES = ("str", "list[str]", "bool", "literal['never']")
 
 
-def _invalid(details: ErrorDetails) -> InvalidRequestError:
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    if error.error_count() > _MAX_ERRORS:
+        return InvalidRequestError(
+            f"body has {error.error_count()} unknown or wrong fields, too many to name one"
+        )
+    return _first(error.errors(include_url=False, include_input=False)[0])
+
+
+def _first(details: ErrorDetails) -> InvalidRequestError:
     path = ""
     for part in details["loc"]:
         # Branches of a union come as the name of a type.

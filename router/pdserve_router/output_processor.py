@@ -17,9 +17,10 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.stop import TokenEnd, token_end
 from pdserve_router.detokenizer import Detokenizer
 from pdserve_router.request_metrics import RequestMetrics, Timeline
-from pdserve_router.resume import ResumedCompletion, TokenEnd, token_end
+from pdserve_router.resume import ResumedCompletion
 from pdserve_router.tokenizer import Tokenizer
 
 # Nothing precedes a prompt's first token.
@@ -325,17 +326,26 @@ class RequestState:
         return self._deliver(new, logprobs, num_silent=self._num_silent(end))
 
     def finish(self, ending: Ending) -> None:
-        """Pass on what is held back, and the end. Later outputs must not come."""
+        """Pass on what is held back, and the end. Later outputs must not come. If it raises it may
+        be called again, and passes on the end alone.
+        """
+        detokenizer, self._detokenizer = self._detokenizer, None
+        if detokenizer is not None and not self._is_end_known:
+            self.collector.put(detokenizer.finish(), ())
         self.ending = ending
-        if self._detokenizer is not None and not self._is_end_known:
-            self.collector.put(self._detokenizer.finish(), ())
         self.collector.finish(ending, is_known=self._is_end_known)
 
     def _resume(self, resumed: ResumedCompletion) -> None:
         """Take what another stream has brought. The detokenizer sees it again, so that it holds
         back now what it held back then.
         """
-        end = token_end(self.request, resumed.token_ids)
+        end = token_end(
+            self._params,
+            resumed.token_ids,
+            num_output_tokens=len(resumed.token_ids),
+            max_tokens=self._params.max_tokens,
+            eos_token_id=self.request.eos_token_id,
+        )
         text, num_taken = self._text_of(resumed.token_ids, num_silent=self._num_silent(end))
         if self._detokenizer is not None and self._detokenizer.stop_string is not None:
             end = TokenEnd(FinishReason.STOP, self._detokenizer.stop_string)

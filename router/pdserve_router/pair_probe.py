@@ -1,7 +1,6 @@
 """A tiny generation over one pair of workers, which proves that their handoff works."""
 
 import asyncio
-import dataclasses
 import itertools
 import secrets
 import time
@@ -10,12 +9,12 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineInfo,
-    FinishReason,
     KVTransferStats,
     SamplingParams,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.validation import PRIORITY_LIMIT
+from pdserve_router.legs import has_failed, make_legs
 from pdserve_router.worker_client import WorkerClient
 
 PROBE_PREFIX = "probe-"
@@ -78,16 +77,12 @@ class _Probe:
 
     def start(self, request: EngineCoreRequest) -> None:
         """Raises NoWorkerError if a worker takes nothing."""
-        p_leg = dataclasses.replace(self._decode.kv_transfer_params, do_remote_decode=True)
-        d_leg = dataclasses.replace(self._prefill.kv_transfer_params, do_remote_prefill=True)
-        for worker, leg, on_output in (
-            (self._prefill, p_leg, self._on_prefill_output),
-            (self._decode, d_leg, self._on_decode_output),
-        ):
-            worker.add_request(dataclasses.replace(request, kv_transfer_params=leg), on_output)
+        prefill_leg, decode_leg = make_legs(request, prefill=self._prefill, decode=self._decode)
+        self._prefill.add_request(prefill_leg, self._on_prefill_output)
+        self._decode.add_request(decode_leg, self._on_decode_output)
 
     def _on_prefill_output(self, output: EngineCoreOutput) -> None:
-        if _has_failed(output):
+        if has_failed(output):
             self._fail(f"{self._prefill.engine_id} failed: {_why(output)}")
         elif output.finished and output.kv_transfer_params is None:
             self._fail(f"{self._prefill.engine_id} handed nothing over")
@@ -97,7 +92,7 @@ class _Probe:
         self._stats = output.kv_transfer_stats or self._stats
         if output.kv_lost is not None:
             self._fail(f"{self._decode.engine_id} lost the KV: {output.kv_lost.message}")
-        elif _has_failed(output):
+        elif has_failed(output):
             self._fail(f"{self._decode.engine_id} failed: {_why(output)}")
         elif output.finished:
             self._on_decoded()
@@ -113,10 +108,6 @@ class _Probe:
     def _fail(self, reason: str) -> None:
         if not self.result.done():
             self.result.set_exception(ProbeFailedError(reason))
-
-
-def _has_failed(output: EngineCoreOutput) -> bool:
-    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
 
 
 def _why(output: EngineCoreOutput) -> str:

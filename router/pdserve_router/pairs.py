@@ -23,9 +23,9 @@ ENOUGH_PARTNERS = 8
 # How long a first proof may keep the router from being ready.
 SETTLE_S = 10.0
 STATES = ("proven", "unproven", "failed", "mismatched")
-# Of EngineInfo; the last one covers what else the KV depends on.
+# Of EngineInfo; the last one covers what else the KV depends on. That they serve the same model is
+# known: workers are used only if it is this router's.
 _SAME_FIELDS = (
-    "model",
     "dtype",
     "block_size",
     "vocab_size",

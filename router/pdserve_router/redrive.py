@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
@@ -15,12 +16,15 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
+from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.origin import Origin
 from pdserve_router.prefix_estimate import num_known_tokens
 from pdserve_router.route_chooser import Route
 from pdserve_router.worker_client import WorkerClient
 from pdserve_router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
 
 # D computes so few tokens itself: less than the way over a prefill worker costs.
 SMALL_NUM_TOKENS = 512
@@ -129,6 +133,9 @@ class Redrive(Protocol):
     def give_up(self) -> None:
         """There is nobody to go on with: end with the last error."""
 
+    def on_defect(self) -> None:
+        """End with an error that is this process's fault."""
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -171,6 +178,33 @@ class RedriveQueue:
     def is_spent(self, redrive: Redrive) -> bool:
         """True if it has been sent again as often as it may."""
         return redrive.recovery.num_redrives >= self._max_redrives
+
+    def blame(self, route: Route, worker: WorkerClient, error: EngineError) -> None:
+        """Tell the pool who is at fault for a request's failure, if anybody is."""
+        if error.code in KV_ERRORS:
+            if route.prefill is not None:
+                self.pool.report_failure((route.prefill, route.decode))
+        elif error.code is ErrorCode.INTERNAL:
+            self.pool.report_failure(worker)
+
+    def lose(
+        self,
+        redrive: Redrive,
+        route: Route,
+        worker: WorkerClient,
+        error: EngineError,
+        *,
+        reason: str,
+    ) -> None:
+        """Note that a worker cannot go on with the request's current attempt."""
+        what_next = "it is sent again when a worker has room"
+        if self.is_spent(redrive):
+            what_next = "no attempt is left"
+        text = "lost %s: %s: %s; %s"
+        args = (worker.address, reason, error.message, what_next)
+        attempt = redrive.recovery.num_redrives
+        log_request(logger, logging.WARNING, redrive.request.request_id, attempt, text, *args)
+        redrive.recovery.add(route, worker, error, reason=reason)
 
     def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
@@ -226,6 +260,7 @@ class RedriveQueue:
     def _send_next(self) -> None:
         self._timer = None
         now = time.monotonic()
+        has_nobody = not self._has_decode
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
             # One that is over by its deadline is ended by its own timer.
@@ -235,11 +270,19 @@ class RedriveQueue:
             if self.is_spent(waiting.redrive):
                 self._give_up(waiting.redrive)
                 continue
+            if has_nobody:
+                self._on_nobody(waiting, now)
+                continue
             # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
             # D holds blocks of it does not hold for long, and it needs nobody's queue.
             if not is_blocked or _is_almost_there(waiting.redrive):
                 is_blocked = not self._try(waiting, now) or is_blocked
         self._changed(TICK_S)
+
+    @property
+    def _has_decode(self) -> bool:
+        """False: no request goes anywhere, and making the next attempt of each takes long."""
+        return any(worker.is_ready for worker in self.pool.decode)
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
         """Send it, or give it up. False: it has to wait for others that were sent again."""
@@ -257,7 +300,12 @@ class RedriveQueue:
         self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
         reason = redrive.recovery.reason
         self._metrics.redrives.labels(reason=reason, path=route.path).inc()
-        redrive.resend(route)
+        try:
+            redrive.resend(route)
+        except Exception:
+            # A defect with one request must neither leave it without an end nor stop the others.
+            logger.exception("request %s: cannot be sent again", redrive.request.request_id)
+            redrive.on_defect()
         return True
 
     def _on_nobody(self, waiting: _Waiting, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.metrics import RouterMetrics
@@ -121,16 +122,18 @@ def measure(
     transfer = transfer or _NO_TRANSFER
     ttft = _since(timeline.arrival_ns, timeline.first_token_ns)
     first_itl = _since(timeline.first_token_ns, timeline.second_token_ns)
-    queue, tokenize, dispatch, prefill_queue, prefill_run, rest = _split(
+    to_first = _split(
         ttft,
+        TTFT_STAGES,
         timeline.tokenize_start_ns - timeline.arrival_ns,
         timeline.tokenize_end_ns - timeline.tokenize_start_ns,
         timeline.dispatched_ns - timeline.tokenize_end_ns,
         _ns(prefill.queue_s),
         _ns(prefill.prefill_s),
     )
-    exposed, admit, decode_step, release_ack, decode_rest = _split(
+    to_second = _split(
         first_itl,
+        FIRST_ITL_STAGES,
         _ns(transfer.exposed_s),
         _ns(transfer.decode_admit_s),
         _ns(transfer.first_decode_step_s),
@@ -138,19 +141,10 @@ def measure(
     )
     decode_ns = _since(timeline.first_token_ns, timeline.last_token_ns)
     return RequestMetrics(
-        router_queue_ns=queue,
-        tokenize_ns=tokenize,
-        dispatch_ns=dispatch,
-        prefill_queue_ns=prefill_queue,
-        grant_ns=min(_ns(prefill.grant_s), prefill_queue),
-        prefill_ns=prefill_run,
-        return_ns=rest,
+        **to_first,
+        grant_ns=min(_ns(prefill.grant_s), to_first["prefill_queue_ns"]),
         ttft_ns=ttft,
-        kv_transfer_exposed_ns=exposed,
-        decode_admit_ns=admit,
-        first_decode_step_ns=decode_step,
-        release_ack_ns=release_ack,
-        decode_return_ns=decode_rest,
+        **to_second,
         first_itl_ns=first_itl,
         kv_transfer_ns=_ns(transfer.transfer_s),
         kv_transfer_bytes=transfer.num_bytes,
@@ -165,34 +159,32 @@ def measure(
     )
 
 
-def observe_first_token(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
+def observe_first_token(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
     """Export what a request took to its first token, once it has one."""
-    ttft = registry.time_to_first_token.labels(model=model, path=metrics.path)
-    ttft.observe(metrics.ttft_ns / 1e9)
-    _observe_stages(registry, metrics, TTFT_STAGES)
-    if metrics.grant_ns:
-        _observe_stages(registry, metrics, ("grant",))
+    ttft = metrics.time_to_first_token.labels(model=model, path=timing.path)
+    ttft.observe(timing.ttft_ns / 1e9)
+    _observe_stages(metrics, timing, TTFT_STAGES)
+    if timing.grant_ns:
+        _observe_stages(metrics, timing, ("grant",))
 
 
-def observe_end(registry: RouterMetrics, metrics: RequestMetrics, *, model: str) -> None:
+def observe_end(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
     """Export what a finished request took as a whole, and behind its first token."""
-    registry.request_duration.labels(model=model).observe(metrics.e2e_ns / 1e9)
-    if metrics.first_itl_ns:
+    metrics.request_duration.labels(model=model).observe(timing.e2e_ns / 1e9)
+    if timing.first_itl_ns:
         # Zeros of requests without a handoff would hide what a handoff takes.
-        has_handoff = metrics.first_decode_step_ns > 0
-        _observe_stages(registry, metrics, FIRST_ITL_STAGES if has_handoff else ("decode_return",))
-    if metrics.mean_itl_ns:
-        registry.time_per_output_token.labels(model=model).observe(metrics.mean_itl_ns / 1e9)
-    if metrics.kv_transfer_ns:
-        _observe_stages(registry, metrics, ("kv_transfer",))
+        has_handoff = timing.first_decode_step_ns > 0
+        _observe_stages(metrics, timing, FIRST_ITL_STAGES if has_handoff else ("decode_return",))
+    if timing.mean_itl_ns:
+        metrics.time_per_output_token.labels(model=model).observe(timing.mean_itl_ns / 1e9)
+    if timing.kv_transfer_ns:
+        _observe_stages(metrics, timing, ("kv_transfer",))
 
 
-def _observe_stages(
-    registry: RouterMetrics, metrics: RequestMetrics, stages: Sequence[str]
-) -> None:
+def _observe_stages(metrics: RouterMetrics, timing: RequestMetrics, stages: Sequence[str]) -> None:
     for stage in stages:
-        seconds = getattr(metrics, f"{stage}_ns") / 1e9
-        registry.stage.labels(stage=stage).observe(seconds)
+        seconds = getattr(timing, f"{stage}_ns") / 1e9
+        metrics.stage.labels(stage=stage).observe(seconds)
 
 
 def _since(start_ns: int, end_ns: int) -> int:
@@ -203,13 +195,14 @@ def _ns(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
-def _split(total: int, *parts: int) -> list[int]:
-    """Return the parts and the rest. Parts come from other hosts' clocks and may overlap what
-    they are parts of: each is cut to what is left, so that the sum always holds.
+def _split(total: int, stages: Sequence[str], *parts: int) -> dict[str, Any]:
+    """Return the stages' fields: the parts, in their order, and for the last one the rest. Parts
+    come from other hosts' clocks and may overlap what they are parts of: each is cut to what is
+    left, so that the sum always holds.
     """
     left = total
-    result = []
+    cut = []
     for part in parts:
-        result.append(min(max(part, 0), left))
-        left -= result[-1]
-    return [*result, left]
+        cut.append(min(max(part, 0), left))
+        left -= cut[-1]
+    return {f"{stage}_ns": ns for stage, ns in zip(stages, [*cut, left], strict=True)}

@@ -1,10 +1,9 @@
-"""Going on with an answer whose stream broke: what a client says of it, and whether it was over."""
+"""Going on with an answer whose stream broke: what a client says of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pdserve_common.engine_types import EngineCoreRequest, FinishReason, SamplingParams
+from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_token_ids
 from pdserve_router.origin import UNKNOWN, Origin
@@ -26,13 +25,6 @@ class ResumedCompletion:
     def is_begun(self) -> bool:
         """False if it is like any other completion."""
         return bool(self.token_ids) or self.is_finished
-
-
-class TokenEnd(NamedTuple):
-    """How an answer ended, as far as its tokens tell."""
-
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
 
 
 def validate_resume(
@@ -71,25 +63,6 @@ def require_seed(params: SamplingParams) -> None:
     """Raise InvalidRequestError without a seed: another one would go on with another answer."""
     if params.seed is None:
         raise _invalid("needs sampling_params.seed, as the broken answer told it")
-
-
-def token_end(request: EngineCoreRequest, token_ids: Sequence[int]) -> TokenEnd | None:
-    """Return how the last of an answer's tokens ended it, by the engine's rules; None if it did
-    not. Stop strings are the detokenizer's.
-    """
-    params = request.sampling_params
-    assert params is not None
-    if not token_ids:
-        return None
-    if len(token_ids) >= params.min_tokens:
-        last = token_ids[-1]
-        if not params.ignore_eos and last == request.eos_token_id:
-            return TokenEnd(FinishReason.STOP)
-        if last in params.stop_token_ids:
-            return TokenEnd(FinishReason.STOP, last)
-    if params.max_tokens is not None and len(token_ids) >= params.max_tokens:
-        return TokenEnd(FinishReason.LENGTH)
-    return None
 
 
 def _invalid(problem: str) -> InvalidRequestError:

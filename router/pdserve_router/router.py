@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import get_args
 
+from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin
@@ -27,6 +28,8 @@ from pdserve_router.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 OVERLOADED_RETRY_AFTER_MS = 1000
+# Of a request that would have been served at another time.
+_REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING)
 # Their text is needed again, which takes about 3 us each; that of more is made in a thread.
 INLINE_RESUMED_TOKENS = 2048
 
@@ -64,7 +67,7 @@ class Router:
         self._live: set[LiveRequest] = set()
         # Of those, the ones whose time to the first token is not exported yet.
         self._unobserved: set[LiveRequest] = set()
-        # The drain timeout has passed: what arrives yet does not begin.
+        # The drain is over: what arrives yet does not begin.
         self._is_cut = False
         # Nothing arrives and nothing is live.
         self._is_idle = asyncio.Event()
@@ -91,23 +94,25 @@ class Router:
         request_id_var.set(request.request_id)
         try:
             self._admit()
-        except PdserveError:
-            self._count("rejected")
+        except PdserveError as error:
+            self._count_not_taken(error)
             raise
         self._num_arriving += 1
         self._is_idle.clear()
         try:
             processed = await self.input_processor.process(request, self.pool.model_limits())
             return await self._dispatch(request, processed)
-        except PdserveError:
-            self._count("rejected")
+        except PdserveError as error:
+            self._count_not_taken(error)
             raise
         finally:
             self._num_arriving -= 1
             self._note_idle()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, let what runs finish, and end the rest at the timeout."""
+        """Let finish what runs and what is still under way over connections that the servers have
+        not closed yet; end the rest at the timeout, and take nothing any more.
+        """
         self.is_draining = True
         num_taken = self.num_in_flight + self._num_arriving
         logger.info("draining, %d requests are running", num_taken)
@@ -121,7 +126,7 @@ class Router:
             live.fail(DrainingError("the router shut down before the answer was complete"))
 
     def _admit(self) -> None:
-        if self.is_draining:
+        if self._is_cut:
             raise DrainingError("the router is shutting down", retry_after_ms=1000)
         if self.num_queued >= self._max_num_queued_requests:
             raise OverloadedError(
@@ -151,7 +156,12 @@ class Router:
         num_prompt_tokens = len(processed.request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
         # The last, as it may end at once.
-        live.start()
+        try:
+            live.start()
+        except Exception:
+            # A defect, which the API reports: nobody reads the request, so it must not stay.
+            live.on_defect()
+            raise
         return live
 
     def _route(self, processed: ProcessedInput) -> Route:
@@ -225,12 +235,15 @@ class Router:
         if not self._live and not self._num_arriving:
             self._is_idle.set()
 
+    def _count_not_taken(self, error: PdserveError) -> None:
+        self._count("refused" if error.code in _REFUSALS else "rejected")
+
     def _count(self, outcome: str) -> None:
         self._metrics.requests.labels(model=self.model_name, outcome=outcome).inc()
 
 
 def _begin_series(metrics: RouterMetrics, model: str) -> None:
-    begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, "rejected"))
+    begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, "refused", "rejected"))
     begin(metrics.prompt_tokens, model=(model,))
     begin(metrics.requests_routed, path=("disaggregated",), reason=("",))
     begin(metrics.requests_routed, path=("local",), reason=get_args(LocalReason))

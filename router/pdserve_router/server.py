@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import BuildMetrics, MetricsServer, RouterMetrics
 from pdserve_common.rpc import RpcServer
+from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_router.api_keys import ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.attach_client import LinkTimings
@@ -17,6 +18,7 @@ from pdserve_router.http_server import HttpServer
 from pdserve_router.input_processor import InputProcessor
 from pdserve_router.openai_http import build_app
 from pdserve_router.router import Router
+from pdserve_router.served_model import ServedModel
 from pdserve_router.service import SERVICE_NAME, InferenceService
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import WorkerPool
@@ -24,7 +26,11 @@ from pdserve_router.worker_pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 
-_CLOSE_GRACE_S = 2
+_CLOSE_GRACE_S = 2.0
+# Clients keep a gRPC channel's connection for as long as they run, and balancers of connections see
+# no requests: routers that were added would get none of theirs. Streams run to their end on the old
+# one. gRPC varies it by a tenth, so that clients do not all come back at once.
+MAX_CONNECTION_AGE_S = 300.0
 
 
 class RouterServer:
@@ -47,6 +53,7 @@ class RouterServer:
         self.pool = WorkerPool(
             prefill=config.prefill,
             decode=config.decode,
+            model=ServedModel(config.model_name, tokenizer_digest(config.model)),
             router_id=config.router_id,
             rules=config.rules,
             metrics=metrics,
@@ -75,6 +82,7 @@ class RouterServer:
             config.grpc_port,
             credentials=self._tls.server_credentials(verifies_clients=False) if self._tls else None,
             interceptors=[GrpcApiKeyGuard(self._api_keys)] if self._api_keys else [],
+            max_connection_age_s=MAX_CONNECTION_AGE_S,
         )
         self._http: HttpServer | None = None
         self._metrics_server: MetricsServer | None = None
@@ -112,14 +120,20 @@ class RouterServer:
         )
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Become not ready, finish what runs, close everything."""
+        """Become not ready, send clients elsewhere, finish what runs, close everything."""
         self.router.is_draining = True
         await self._set_health()
-        await self.router.drain(drain_timeout_s)
-        # The ends just written need a moment to reach their clients.
-        closing = [self._rpc.stop(grace_s=_CLOSE_GRACE_S)]
+        # At once: clients learn from their connection (GOAWAY, close) that it takes nothing more,
+        # and send what they have next over a new one, which leads to another router.
+        closing = [asyncio.create_task(self._rpc.stop(grace_s=drain_timeout_s + _CLOSE_GRACE_S))]
         if self._http is not None:
-            closing.append(self._http.close(grace_s=_CLOSE_GRACE_S))
+            self._http.stop_accepting()
+        await self.router.drain(drain_timeout_s)
+        # The ends just written need a moment to reach their clients. What is not a request, such as
+        # a Watch of the health service, gets no longer.
+        closing.append(asyncio.create_task(self._rpc.stop(grace_s=_CLOSE_GRACE_S)))
+        if self._http is not None:
+            closing.append(asyncio.create_task(self._http.close(grace_s=_CLOSE_GRACE_S)))
         await asyncio.gather(*closing)
         await self.pool.close()
         await asyncio.gather(*self._health_tasks)

@@ -12,6 +12,7 @@ import grpc
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_common import wire
+from pdserve_common.engine_types import FinishReason
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import rpc_errors, status_of
 from pdserve_common.validation import MAX_REQUEST_ID_CHARS
@@ -56,7 +57,8 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
                 try:
                     await self._stream(live, context, token_text)
                 except ClientTooSlowError as error:
-                    live.fail(error)
+                    # Not an error, which would be the service's: the client has left, in effect.
+                    live.cut(FinishReason.ABORT, error.to_engine_error())
                     await _cut(context, error)
 
     async def _stream(
@@ -129,7 +131,6 @@ def _generation_request(
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         arrival_ns=arrival_ns,
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
-        has_bounded_messages=True,
         trace_headers=trace_context(_text_metadata(context)),
         resume=tuple(map(_resumed_completion, request.resume)),
     )

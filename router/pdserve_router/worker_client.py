@@ -36,6 +36,7 @@ from pdserve_router.attach_client import (
 )
 from pdserve_router.circuit_breaker import CircuitBreaker
 from pdserve_router.origin import UNKNOWN, Origin
+from pdserve_router.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class WorkerClient:
         address: str,
         *,
         role: WorkerRole,
+        model: ServedModel,
         router_id: str,
         router_epoch: str,
         on_change: Callable[[], None],
@@ -96,6 +98,7 @@ class WorkerClient:
         self.num_routers = 1
         # Fed by the pool; a new process begins with a closed one.
         self.breaker = CircuitBreaker()
+        self._model = model
         self._router_id = router_id
         self._router_epoch = router_epoch
         self._on_change = on_change
@@ -206,8 +209,15 @@ class WorkerClient:
                 await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
             # Jitter: routers that lost the same worker do not return all at once.
             await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
-            longer = max(self._backoff_s * 2, self._timings.min_backoff_s)
-            self._backoff_s = min(longer, self._timings.max_backoff_s)
+            self._backoff_s = self._next_backoff_s
+
+    @property
+    def _next_backoff_s(self) -> float:
+        longest = self._timings.max_backoff_s
+        if self.state is WorkerState.REATTACHING:
+            # Requests wait for it, but not for long: that must not pass between two tries.
+            longest = min(longest, self._timings.dead_after_s / 10)
+        return min(max(self._backoff_s * 2, self._timings.min_backoff_s), longest)
 
     async def _serve_stream(self, stub: service_grpc.EngineCoreServiceStub) -> None:
         self._stream = AttachStream(
@@ -275,6 +285,8 @@ class WorkerClient:
             raise LinkLostError(
                 f"it is a {info.role.name.lower()} worker, listed under {self.role.name.lower()}"
             )
+        if mismatch := self._model.mismatch(info):
+            raise LinkLostError(mismatch)
         is_same = info.epoch == self.epoch
         adopted = {(r.request_id, r.attempt) for r in welcome.adopted} if is_same else set()
         was_held = self.state is WorkerState.REATTACHING

@@ -24,6 +24,7 @@ from pdserve_router.discovery import Discovery
 from pdserve_router.origin import Origin
 from pdserve_router.pairs import SETTLE_S, Pairs
 from pdserve_router.route_chooser import Route, RouteChooser, RoutingRules
+from pdserve_router.served_model import ServedModel
 from pdserve_router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class WorkerPool:
         *,
         prefill: Sequence[str],
         decode: Sequence[str],
+        model: ServedModel,
         router_id: str,
         rules: RoutingRules,
         metrics: RouterMetrics,
@@ -61,6 +63,7 @@ class WorkerPool:
         """`prefill` and `decode` are host:port or sources as in `discovery`; `on_change` is called
         when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
         """
+        self._model = model
         self._router_id = router_id
         self._timings = timings
         self._tls = tls
@@ -232,6 +235,7 @@ class WorkerPool:
         return WorkerClient(
             address,
             role=role,
+            model=self._model,
             router_id=self._router_id,
             # Its own for each client: a worker listed under two names would otherwise take the
             # second stream for a successor, and end what runs over the first.

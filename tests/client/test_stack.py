@@ -147,6 +147,24 @@ def test_a_stacks_settings_in_the_environment_are_not_its_services(
     assert "PDSERVE_PREFILL" not in names
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"msg": "loading"}', "loading"),
+        ("5", "5"),
+        ("[1]", "[1]"),
+        ('{"level": "info"}', '{"level": "info"}'),
+        ("Traceback", "Traceback"),
+    ],
+)
+def test_the_last_line_of_a_log_is_shown_whatever_it_is(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"first\n{line}\n\n")
+    assert ServiceProcess("a", "b", 0, 0, [], log).last_message() == message
+
+
 def test_a_stack_listens_on_an_ipv6_address(make_stack: MakeStack) -> None:
     stack = make_stack(host="::1")
     assert stack.grpc_address == f"[::1]:{stack.grpc_port}"

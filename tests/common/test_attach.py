@@ -281,7 +281,7 @@ async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
     await router.stop_beating()
     monkeypatch.setattr(service_module, "ROUTER_TIMEOUT_S", 0.2)  # from the next message on
     await router.add("a", 60)
-    assert await router.read_status() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await router.read_status() is grpc.StatusCode.DEADLINE_EXCEEDED
     monkeypatch.undo()
     await router.attach(("a", 0), resumes=True)
     assert router.adopted == [("a", 0)]

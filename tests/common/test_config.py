@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from pdserve_common.config import opt, parse_config
+from pdserve_common.config import opt, parse_config, warn_of_unknown_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class ExampleConfig:
     enable_caching: bool = opt(True, "Share blocks.")
     transport: Literal["nixl", "local"] = opt("nixl", "How blocks travel.")
     peers: tuple[str, ...] = opt((), "Addresses.")
+    keys_file: str | None = opt(None, "File of keys.")
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -51,6 +52,11 @@ def test_every_type_parses() -> None:
         (["--blok-size", "1"], {}, "unrecognized arguments: --blok-size 1"),
         ([], {"PDSERVE_BLOCK_SIZE": "x"}, "PDSERVE_BLOCK_SIZE='x'"),
         ([], {"PDSERVE_ENABLE_CACHING": "maybe"}, "'maybe' is not a boolean"),
+        ([], {"PDSERVE_RATIO": "nan"}, "PDSERVE_RATIO='nan': 'nan' is no finite number"),
+        (["--ratio=inf"], {}, "--ratio: 'inf' is no finite number"),
+        (["--ratio=x"], {}, "--ratio: 'x' is no finite number"),
+        ([], {"PDSERVE_KEYS_FILE": ""}, "PDSERVE_KEYS_FILE is empty: give it a value or leave it"),
+        (["--keys-file="], {}, "--keys-file is empty: give it a value or leave it out"),
     ],
 )
 def test_a_bad_value_ends_with_usage_and_a_reason(
@@ -63,6 +69,14 @@ def test_a_bad_value_ends_with_usage_and_a_reason(
         parse(*argv, **environ)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_variables_that_are_no_settings_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"PDSERVE_KEYS_FILE": "/keys", "PDSERVE_KERNELS_DIR": "/kernels", "HOME": "/root"}
+    warn_of_unknown_variables(ExampleConfig, environ)
+    assert not caplog.records
+    warn_of_unknown_variables(ExampleConfig, {**environ, "PDSERVE_KEY_FILE": "/keys"})
+    assert caplog.messages == ["ignored, no settings of this process: PDSERVE_KEY_FILE"]
 
 
 def test_help_shows_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.worker.self_check import SelfCheckError, check_engine
-from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.inproc_client import InprocEngineClient
 
 INFO = EngineInfo(
     engine_id="d",
@@ -87,8 +87,8 @@ class ScriptedEngine:
         return 0
 
 
-async def check(engine: Any, **options: Any) -> None:
-    await check_engine(engine, **{"has_prefix_caching": True, "timeout_s": 60.0, **options})
+async def check(engine: Any, timeout_s: float = 60.0) -> None:
+    await check_engine(engine, timeout_s=timeout_s)
 
 
 GOOD = ((5, 6, 7, 8), 0, None)
@@ -99,7 +99,9 @@ async def test_the_same_tokens_twice_are_a_proof() -> None:
     engine = ScriptedEngine(GOOD, CACHED)
     await check(engine)
     assert engine.is_cache_reset
-    await check(ScriptedEngine(GOOD, GOOD), has_prefix_caching=False)
+    engine = ScriptedEngine(GOOD, GOOD)
+    engine.info = dataclasses.replace(INFO, has_prefix_caching=False)
+    await check(engine)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ async def test_a_real_engine_passes_and_is_as_before(
         config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())
     )
     try:
-        await check(engine, has_prefix_caching=has_prefix_caching, timeout_s=60.0)
+        await check(engine)
         assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
         assert await engine.reset_prefix_cache() == 0, "nothing is cached"
     finally:

@@ -146,7 +146,15 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         ),
         (
             {"repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=1)},
-            "repetition_detection.min_count is 1, must be at least 2",
+            "repetition_detection.min_count is 1, must be 2 to 2147483647",
+        ),
+        (
+            {
+                "repetition_detection": RepetitionDetectionParams(
+                    max_pattern_size=2, min_count=2**32
+                )
+            },
+            "repetition_detection.min_count is 4294967296, must be 2 to 2147483647",
         ),
         (
             {"structured_outputs": StructuredOutputsParams(regex="a")},
@@ -240,6 +248,7 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
             },
             "fork_of and kv_transfer_params are both set",
         ),
+        ({"fork_of": "parent", "attempt": 1}, "fork_of is set, attempt is 1, must be 0"),
     ],
 )
 def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str) -> None:

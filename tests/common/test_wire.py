@@ -162,6 +162,7 @@ INFO = types.EngineInfo(
     logits_processors=("x", "y"),
     kernels="cpu/avx2",
     has_prefix_caching=False,
+    tokenizer_digest="t",
 )
 
 
@@ -246,6 +247,12 @@ def test_an_unknown_enum_value_is_refused_by_name() -> None:
         wire.engine_core_output_from_proto(message)
 
 
+def test_an_unknown_reason_for_the_end_of_a_session_is_refused_by_name() -> None:
+    ended = kv_pb2.SessionEnded(request_id="r", reason=99)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"session_ended\.reason is 99, known values"):
+        wire.kv_link_response_from_proto(kv_pb2.KvLinkResponse(session_ended=ended))
+
+
 def test_logprobs_go_with_the_text_of_their_tokens_if_it_is_known() -> None:
     plain = wire.logprobs_to_proto(LOGPROBS)
     assert [list(position.decoded_tokens) for position in plain.positions] == [[], []]
@@ -318,8 +325,20 @@ def test_kv_link_requests_survive(message: kv_types.KVLinkRequestMessage) -> Non
         ),
         kv_types.PrefillDone(session=SESSION, num_tokens=33, output_token_ids=(9,), timeout_s=1.5),
         kv_types.ReleaseAck(session=SESSION, through_block=3, valid=True),
-        kv_types.SessionEnded(session=SESSION, request_id="r", attempt=1, reason="expired"),
-        kv_types.SessionEnded(session=None, request_id="r", attempt=1, reason="finished"),
+        kv_types.SessionEnded(
+            session=SESSION,
+            request_id="r",
+            attempt=1,
+            reason=kv_types.SessionEndReason.FENCED,
+            message="fenced: sleep",
+        ),
+        kv_types.SessionEnded(
+            session=None,
+            request_id="r",
+            attempt=1,
+            reason=kv_types.SessionEndReason.UNSPECIFIED,
+            message="",
+        ),
         kv_types.KVLinkHeartbeat(step_seq=4),
     ],
 )

@@ -18,7 +18,7 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_common.worker import control_service, process
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
-from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.inproc_client import InprocEngineClient
 
 # So many tokens take seconds.
 LONG = 8000

@@ -34,9 +34,9 @@ from pdserve_common.errors import (
 )
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine import control_client
-from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core import control
+from pdserve_engine.inproc_client import InprocEngineClient
 from pdserve_engine.profiler import StepProfiler
 
 KV_MIB = 8
@@ -520,7 +520,7 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
 
 async def test_steps_are_logged_on_request(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = await load(model, log_iterations=True)
-    with caplog.at_level(logging.INFO, logger="pdserve_engine.client"):
+    with caplog.at_level(logging.INFO, logger="pdserve_engine.inproc_client"):
         await Client(engine).run("a", 3)
     await engine.close()
     steps = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]

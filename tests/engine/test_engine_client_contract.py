@@ -31,8 +31,8 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
 )
-from pdserve_engine.client import InprocEngineClient
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.inproc_client import InprocEngineClient
 from pdserve_engine.launch import WorkerEngine, launch_engine
 from pdserve_engine.subprocess_client import metrics
 from pdserve_engine.subprocess_client.client import SubprocessEngineClient

@@ -18,7 +18,10 @@ from pdserve_engine.core.request import Request
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
 FREEING = {"Scheduler._preempt", "Scheduler._finish", "Scheduler._free_deferred_blocks"}
+FREE = (".kv.free", "_kv.free", ".free_block_ids", ".remove_skipped_blocks")
 HARMLESS = {
+    # Of sliding windows, what the token after the prompt does not see: P announces none of it.
+    "Scheduler._take_in",
     # The session is over already, or D has taken its own blocks back: nothing was announced.
     "Scheduler._admit",
     # What the connector has kept, of sessions that it has ended.
@@ -209,7 +212,7 @@ def test_the_paths_above_are_all() -> None:
 
 
 def _frees(function: ast.FunctionDef) -> bool:
-    """Does it call `kv.free` or `free_block_ids`?"""
+    """Does it call something that gives blocks to the pool?"""
     calls = (n.func for n in ast.walk(function) if isinstance(n, ast.Call))
     names = [ast.unparse(call) for call in calls]
-    return any(name.endswith((".kv.free", "_kv.free", ".free_block_ids")) for name in names)
+    return any(name.endswith(FREE) for name in names)

@@ -127,6 +127,21 @@ def test_a_model_that_cannot_be_computed_is_not_served(
         pass
 
 
+@pytest.mark.parametrize("allocate", ["cuda", "cpu"])
+def test_a_model_too_large_for_memory_is_refused_with_what_to_lower(
+    model: Path, monkeypatch: pytest.MonkeyPatch, allocate: str
+) -> None:
+    def forward(*args: Any) -> torch.Tensor:
+        if allocate == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+        return torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    refusal = "too little memory .* allocate .*; lower --max-num-batched-tokens"
+    with pytest.raises(ValueError, match=refusal), loaded(model):
+        pass
+
+
 def test_memory_that_is_used_up_is_refused_with_numbers_that_make_sense(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

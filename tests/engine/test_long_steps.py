@@ -1,18 +1,31 @@
-"""What does not wait for the end of a step of D's engine, however long that is."""
+"""What does not wait for the end of a step of the engine, however long that is."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from prometheus_client import CollectorRegistry
-from scripted_engine import ON_D, ScriptedConnector
+from scripted_engine import ON_D, ON_P, ScriptedConnector
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.kv_types import (
+    Granted,
+    GrantRequest,
+    PrefillDone,
+    Release,
+    ReleaseAck,
+    new_epoch,
+)
+from pdserve_engine import loading
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.kv_transfer.links import make_hello
+from pdserve_engine.kv_transfer.local import LocalRegistry, LocalTransport
 from pdserve_engine.launch import launch_engine
 
 
@@ -34,21 +47,20 @@ class Connector(ScriptedConnector):
         self.dispatched.append(request)
 
 
-async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def launch(model: Path, *, role: Literal["prefill", "decode"], **fields: Any) -> Any:
     config = EngineConfig(
-        model=str(make_model()),
+        model=str(model),
         num_threads=1,
-        kv_connector="none",
         kv_cache_memory_mib=8,
         engine_process="inproc",
+        **fields,
     )
-    engine: Any = await launch_engine(
-        config, role="decode", engine_id="d0", registry=CollectorRegistry()
-    )
-    connector = Connector()
-    engine._loaded = replace(engine._loaded, connector=connector)
+    return await launch_engine(config, role=role, engine_id="e0", registry=CollectorRegistry())
+
+
+@contextlib.asynccontextmanager
+async def long_step(engine: Any) -> AsyncIterator[None]:
+    """Within it the engine is in the midst of a step."""
     execute = engine._core.executor.execute_model
     is_in_step, may_end = threading.Event(), threading.Event()
 
@@ -57,11 +69,67 @@ async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
         assert may_end.wait(60)
         return execute(*args)
 
-    monkeypatch.setattr(engine._core.executor, "execute_model", hang)
+    engine._core.executor.execute_model = hang
     engine.add_request(request("local"))
     assert await asyncio.to_thread(is_in_step.wait, 60)
-    ticket = request("remote", kv_transfer_params=ON_D)
-    engine.add_request(ticket)
-    assert connector.dispatched[-1] is ticket
-    may_end.set()
+    try:
+        yield
+    finally:
+        may_end.set()
+
+
+async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
+    make_model: Callable[..., Path],
+) -> None:
+    engine = await launch(make_model(), role="decode", kv_connector="none")
+    connector = Connector()
+    engine._loaded = replace(engine._loaded, connector=connector)
+    async with long_step(engine):
+        ticket = request("remote", kv_transfer_params=ON_D)
+        engine.add_request(ticket)
+        assert connector.dispatched[-1] is ticket
+    await engine.close()
+
+
+class Wire:
+    """What P sends to D."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def close(self, reason: str) -> None:
+        """Nobody listens any longer."""
+
+    async def heard(self, kind: type) -> Any:
+        deadline = time.monotonic() + 30
+        while not (found := [m for m in self.messages if isinstance(m, kind)]):
+            assert time.monotonic() < deadline, "timed out"
+            await asyncio.sleep(0.001)
+        return found[0]
+
+
+async def test_p_answers_a_release_in_the_midst_of_a_step(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K4's word costs D no step of P. Nothing is read here: the test is D."""
+    registry = LocalRegistry()
+    monkeypatch.setattr(
+        loading,
+        "make_transport",
+        lambda name, identity, **options: LocalTransport(identity.agent_name, registry),
+    )
+    engine = await launch(make_model(), role="prefill")
+    connector, wire = engine.connector, Wire()
+    d_identity = replace(connector.identity, engine_id=ON_P.remote_engine_id, epoch=new_epoch())
+    link = connector.accept_link(make_hello(d_identity, "local"), wire)
+    engine.add_request(request("remote", kv_transfer_params=ON_P))
+    session = (await wire.heard(GrantRequest)).session
+    connector.on_message(link, Granted(session=session, first_block=0))
+    await wire.heard(PrefillDone)
+    async with long_step(engine):
+        connector.on_message(link, Release(session=session, through_block=1))
+        assert wire.messages[-1] == ReleaseAck(session=session, through_block=1, valid=True)
     await engine.close()

@@ -1,7 +1,9 @@
 """D's scheduler: who gets blocks for KV that another worker computes, and what becomes of it."""
 
+from typing import Any
+
 import pytest
-from scripted_engine import ON_D, Engine, ScriptedConnector, expected
+from scripted_engine import ON_D, Clock, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_engine.core import remote_prefill
@@ -30,6 +32,44 @@ def test_grants_that_do_not_run_stay_under_a_quarter_of_the_pool(
     connector.finish_load("a")
     engine.step()
     assert "c" in connector.loading
+
+
+def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=4, enable_caching=False)
+    scheduler = engine.scheduler
+    engine.add("local", [1] * 4, max_tokens=60)
+    names = [f"{index}" for index in range(15)]
+    for name in names:
+        add_ticket(engine, name, 12, max_tokens=9)
+        connector.claim(name)
+    while "local" in scheduler.requests:
+        engine.step()
+        for name in list(connector.loading):
+            connector.finish_load(name)
+        idle = (*scheduler.kv_ready, *scheduler.remote_prefills.with_blocks())
+        assert sum(engine.kv.num_blocks_of(request.request_id) for request in idle) <= 16
+        stats = scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
+        assert stats.num_running_reqs == len(scheduler.running) <= 4
+        assert stats.num_running_reqs + stats.num_waiting_reqs == len(scheduler.requests)
+    for name in names:
+        assert engine.tokens(name) == expected([ord(name[0])] * 12, 9)
+    engine.assert_idle()
+
+
+def test_a_grant_leaves_the_watermark_free_unless_nothing_is_admitted(
+    connector: ScriptedConnector,
+) -> None:
+    engine = Engine(connector=connector, num_blocks=20, kv_watermark=0.5, enable_caching=False)
+    engine.add("running", [1] * 4, max_tokens=9)
+    engine.step()
+    add_ticket(engine, "a", 40)
+    connector.claim("a")
+    engine.step()
+    assert connector.deferred == ["a"], "it would fit, and leave 7 blocks of 20"
+    engine.run()
+    assert "a" in connector.loading, "alone it may have them"
 
 
 def test_one_grant_may_take_more_than_a_quarter(connector: ScriptedConnector) -> None:
@@ -89,6 +129,33 @@ def test_an_unannounced_grant_gives_way_before_a_running_request(
     assert engine.tokens("a") == expected([ord("a")] * 16, 4)
 
 
+def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector, num_blocks=16, enable_caching=False)
+    engine.add("running", [1] * 20, max_tokens=40)
+    engine.step()
+    engine.step()
+    add_ticket(engine, "big", 40)
+    connector.claim("big")
+    engine.step()
+    clock.now_s += remote_prefill.OVERDUE_S / 2
+    add_ticket(engine, "small", 16)
+    connector.claim("small")
+    engine.step()
+    assert list(connector.loading) == ["small"], "big does not fit"
+    clock.now_s += remote_prefill.OVERDUE_S
+    engine.add("new", [2] * 4)
+    while "small" in connector.loading:
+        engine.step()
+    while "running" in engine.scheduler.requests:
+        engine.step()
+        assert "new" not in engine.outputs
+        assert not connector.loading
+    engine.step()
+    assert next(iter(connector.loading)) == "big"
+
+
 def test_confirmed_blocks_are_shared_before_the_rest_is_here(
     connector: ScriptedConnector,
 ) -> None:
@@ -130,6 +197,29 @@ def test_a_lost_transfer_is_told_and_its_blocks_wait_for_the_next_attempt(
     assert {output.attempt for output in engine.outputs["a"]} == {1}
     assert [output.first_token_index for output in engine.outputs["a"]] == [1, 2, 3]
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("options", [{"enable_caching": False}, {"windows": (None, 8)}])
+def test_d_tells_the_router_only_what_the_next_attempt_finds(
+    connector: ScriptedConnector, options: dict[str, Any]
+) -> None:
+    engine = Engine(connector=connector, **options)
+    add_ticket(engine, "a", 16)
+    connector.claim("a")
+    engine.step()
+    connector.confirm("a", 12)
+    connector.lose("a")
+    engine.step()
+    (output,) = engine.outputs["a"]
+    assert output.kv_lost is not None
+    told = output.kv_lost.num_confirmed_tokens
+    connector.loading.clear()  # nothing is being read
+    engine.outputs.clear()
+    engine.add("a", [ord("a")] * 16, attempt=1)
+    engine.run()
+    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    assert computed == 16 - told + 3
+    assert told == 0
 
 
 def test_a_superseded_attempt_says_nothing_more() -> None:

@@ -296,6 +296,40 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
     engine.assert_idle()
 
 
+def test_a_step_of_it_alone_that_raises_has_never_been(engine: Engine) -> None:
+    def fail(step: SchedulerOutput) -> None:
+        if step.num_scheduled_tokens:
+            raise RuntimeError("a passing fault")
+
+    engine.executor.on_step = fail
+    pull(engine)
+    engine.run()
+    assert num_computed(engine) == 1
+    assert "a" not in engine.outputs, "it waits for P's word, as if it had not run"
+    engine.executor.on_step = lambda step: None
+    connector_of(engine).accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("stage", [pull, run_ahead])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(ErrorCode.CANCELLED, FinishReason.ABORT), (ErrorCode.KV_EXPIRED, FinishReason.ERROR)],
+)
+def test_what_p_has_ended_is_no_error_of_ds(
+    engine: Engine, stage: Callable[..., None], code: ErrorCode, reason: FinishReason
+) -> None:
+    stage(engine)
+    error = EngineError(code=code, message="why")
+    connector_of(engine).fail("a", error)
+    engine.run()
+    assert engine.finish_reason("a") is reason
+    assert engine.outputs["a"][-1].error == error, "the router tells by it that a ticket is void"
+    engine.assert_idle()
+
+
 # ---- steps in flight
 
 

@@ -176,7 +176,7 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     for index in range(500):
         engine.add(str(index), [1, 2], max_tokens=1, deadline=time.monotonic() + 100 + index)
         engine.core.abort_requests([str(index)])
-    assert len(engine.scheduler._deadlines) < 100
+    assert len(engine.scheduler._deadlines._heap) < 100
 
 
 def test_a_step_that_only_preempts_is_worth_another() -> None:

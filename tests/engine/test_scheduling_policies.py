@@ -8,6 +8,7 @@ from pdserve_common.engine_types import (
     RepetitionDetectionParams,
     SamplingParams,
 )
+from pdserve_engine.core.request_queue import PriorityRequestQueue
 from pdserve_engine.core.scheduler import PauseState
 
 
@@ -131,6 +132,20 @@ def test_the_queue_knows_its_tokens_through_every_change() -> None:
         assert engine.scheduler.waiting.num_tokens == 4
         engine.run()
         assert engine.scheduler.waiting.num_tokens == 0
+
+
+def test_what_left_the_queue_is_not_kept_behind_what_stays() -> None:
+    engine = Engine(scheduling_policy="priority")
+    engine.add("stays", [1])
+    for index in range(1000):
+        engine.add(f"{index}", [1], priority=1)
+        engine.core.abort_requests([f"{index}"])
+    queue = engine.scheduler.waiting
+    assert isinstance(queue, PriorityRequestQueue)
+    assert len(queue) == 1
+    assert len(queue._heap) < 100
+    engine.run()
+    assert engine.tokens("stays") == expected([1], 4)
 
 
 def test_the_common_prefix_of_the_batch_is_known() -> None:

@@ -5,7 +5,7 @@ import logging
 import threading
 
 import pytest
-from scripted_engine import ON_D, Engine, ScriptedConnector, expected
+from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import ErrorCode, FinishReason
 from pdserve_common.errors import InvalidRequestError
@@ -106,6 +106,36 @@ def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> 
     engine.assert_idle()
 
 
+def test_a_probe_that_waits_for_a_block_decides_when_there_is_one() -> None:
+    connector = ScriptedConnector()
+    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=1)
+    engine.add("local", [1] * 4, max_tokens=30)
+    pulls = [f"d{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
+    for name in pulls:
+        engine.add(name, [int(name[1:])] * 3, kv_transfer_params=ON_D)
+        connector.claim(name)
+    engine.step()
+    for name in pulls:
+        connector.land_all(name)
+    engine.step()
+    engine.core.abort_requests(["local"])
+    engine.pool.get_new_blocks(engine.pool.num_free_blocks - len(pulls))  # READs hang in them
+
+    def fail(step: SchedulerOutput) -> None:
+        if step.num_scheduled_tokens:
+            raise RuntimeError("no device")
+
+    engine.executor.on_step = fail
+    for _ in range(2 * len(pulls)):
+        engine.step()
+    failed = [name for step in engine.executor.steps[2:] for name in step.num_scheduled_tokens]
+    assert failed == pulls, "the probe waits: a block more is reserved for each of them"
+    engine.core.abort_requests(pulls)
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.step()
+    assert engine.executor.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
+
+
 def test_no_front_end_can_name_a_request_as_the_engines_own() -> None:
     with pytest.raises(InvalidRequestError):
         validate_request_id(PROBE_ID)
@@ -204,15 +234,17 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
 
 def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
     connector = ScriptedConnector()
-    engine = Engine(connector=connector, max_num_seqs=2, kv_watermark=0.5, num_blocks=12)
-    for name in ("a", "b"):
-        engine.add(name, [ord(name)] * 4, max_tokens=20)
-    while engine.scheduler.requests["a"].num_tokens < 12:
-        engine.step()
+    engine = Engine(connector=connector, max_num_seqs=2, kv_watermark=0.5, num_blocks=16)
     for name in ("d1", "d2"):
         engine.add(name, [ord(name[1])] * 4, max_tokens=8, kv_transfer_params=ON_D)
         connector.claim(name)
     engine.step()
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 4, max_tokens=20)
+    while engine.scheduler.requests.keys() >= {"a", "b"} and (
+        engine.scheduler.requests["a"].num_tokens < 20
+    ):
+        engine.step()
     for name in ("d1", "d2"):
         connector.finish_load(name)
     assert fail_in_flight(engine) == {"a", "b"}
@@ -222,6 +254,26 @@ def test_suspects_that_wait_for_room_stay_suspects_when_others_fail() -> None:
     assert fail_in_flight(engine, "b") == {"b"}
     engine.run()
     assert engine.tokens("d1") == expected([ord("1")] * 4, 8)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_nobody_shares_blocks_that_led_to_nan_logits(windows: tuple[int | None, ...]) -> None:
+    prompt = [1] * (3 * BLOCK_SIZE + 1)
+    engine = Engine(windows=windows)
+    engine.add("other", prompt[: 2 * BLOCK_SIZE], max_tokens=6)
+    engine.run()
+    engine.executor.num_nans["a"] = 3
+    engine.add("a", prompt)
+    engine.add("fork", prompt, fork_of="a")
+    assert engine.step().num_scheduled_tokens == {"a": len(prompt) - 2 * BLOCK_SIZE}
+    assert engine.finish_reason("a") == FinishReason.ERROR
+    assert engine.step().num_scheduled_tokens == {"fork": len(prompt)}, "nothing is of use to it"
+    engine.run()
+    assert engine.tokens("fork") == expected(prompt, 4)
+    engine.add("b", prompt)
+    assert engine.step().num_scheduled_tokens == {"b": 1}, "what is right is shared again"
+    engine.run()
     engine.assert_idle()
 
 

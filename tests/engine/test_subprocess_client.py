@@ -35,7 +35,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded
+from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.subprocess_client import channel as channel_module
 from pdserve_engine.subprocess_client import child as child_module
@@ -94,7 +94,13 @@ SAMPLES: list[Message] = [
         engine_dead=ERROR,
     ),
     BlocksReady(session=SESSION, first_block=0, block_ids=((1, 2), ())),
-    SessionEnded(session=None, request_id="r", attempt=1, reason="aborted"),
+    SessionEnded(
+        session=None,
+        request_id="r",
+        attempt=1,
+        reason=SessionEndReason.FENCED,
+        message="fenced: sleep",
+    ),
     Pause(PauseMode.WAIT, True),
     Answer(None),
     Answer(False),

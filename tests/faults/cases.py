@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from checks import Answer, Asker, Asking
-from cluster import Cluster, ClusterError
+from cluster import CLIENT, Cluster, ClusterError
 from controls import ControlError
 from pdserve_faults.stages import STAGES
 
@@ -52,6 +52,15 @@ class Ends(NamedTuple):
         return self.prefill if name == self.decode else self.decode
 
 
+class Holding(NamedTuple):
+    """A request that is held at a stage."""
+
+    asking: Asking
+    ends: Ends
+    # Which of them holds it.
+    worker: str
+
+
 class Case(NamedTuple):
     """One line of the matrix."""
 
@@ -76,10 +85,10 @@ def _inject(fault: str, cluster: Cluster, ends: Ends, victim: str) -> None:
     cluster.controls(victim).inject(fault, delay_s=LATE_S)
 
 
-def _pause(cluster: Cluster, name: str) -> None:
-    """SIGSTOP, and SIGCONT soon."""
+def _pause(cluster: Cluster, name: str, seconds: float) -> None:
+    """SIGSTOP, and SIGCONT so much later."""
     cluster.stop(name)
-    time.sleep(SHORT_S)
+    time.sleep(seconds)
     cluster.cont(name)
 
 
@@ -88,10 +97,12 @@ FAULTS: Mapping[str, Strike] = {
     "kill": lambda cluster, ends, victim: cluster.kill(victim),
     "restart": lambda cluster, ends, victim: cluster.restart(victim),
     "stop": lambda cluster, ends, victim: cluster.stop(victim),
-    "pause": lambda cluster, ends, victim: _pause(cluster, victim),
+    "pause": lambda cluster, ends, victim: _pause(cluster, victim, SHORT_S),
+    "sleep": lambda cluster, ends, victim: _pause(cluster, victim, LONG_S),
     "freeze": lambda cluster, ends, victim: cluster.freeze_loop(victim, LONG_S),
     "part_from_peer": lambda cluster, ends, victim: cluster.partition(victim, ends.peer(victim)),
     "part_from_router": lambda cluster, ends, victim: cluster.partition(victim, ROUTER),
+    "part_from_client": lambda cluster, ends, victim: cluster.partition(victim, CLIENT),
     "hang_step": lambda cluster, ends, victim: cluster.controls(victim).hang_step(),
     "lossy": lambda cluster, ends, victim: cluster.loss(victim, ends.peer(victim), LOSS_PERCENT),
     **{fault: partial(_inject, fault) for fault in READ_FAULTS},
@@ -106,20 +117,7 @@ def run_case(
     The first is held at the case's stage. The others are sent then: they are wherever they have got
     to when the fault strikes, or wait on the worker that is held.
     """
-    holding = cluster.of_role(STAGES[case.stage].role)
-    for name in cluster.workers:
-        if case.stage != "queued" or name not in holding:
-            cluster.controls(name).arm("queued")
-    for name in holding:
-        cluster.controls(name).arm(case.stage, skip=case.skip, hold=True)
-    first = asker.start(*questions[0], deadline_s=deadline_s)
-    held = _first_at(cluster, holding, case.stage, first)
-    ends = Ends(
-        *(_first_at(cluster, cluster.of_role(role), "queued", first) for role in Ends._fields)
-    )
-    for name in cluster.workers:  # nobody else is to be held
-        if name != held:
-            cluster.controls(name).reset()
+    first, ends, held = hold(cluster, asker, case, questions[0], deadline_s=deadline_s)
     others = [asker.start(*question, deadline_s=deadline_s) for question in questions[1:]]
     time.sleep(MIXING_S)
     strike(cluster, ends, case.fault, case.victim)
@@ -127,6 +125,27 @@ def run_case(
         if not cluster.members[held].is_stopped:
             cluster.controls(held).go(case.stage)
     return [asking.answer.result(deadline_s + 5.0) for asking in (first, *others)]
+
+
+def hold(
+    cluster: Cluster, asker: Asker, case: Case, question: Question, *, deadline_s: float
+) -> Holding:
+    """Send a request and hold it at the case's stage. Raises ClusterError if it does not come."""
+    holding = cluster.of_role(STAGES[case.stage].role)
+    for name in cluster.workers:
+        if case.stage != "queued" or name not in holding:
+            cluster.controls(name).arm("queued")
+    for name in holding:
+        cluster.controls(name).arm(case.stage, skip=case.skip, hold=True)
+    asking = asker.start(*question, deadline_s=deadline_s)
+    held = _first_at(cluster, holding, case.stage, asking)
+    ends = Ends(
+        *(_first_at(cluster, cluster.of_role(role), "queued", asking) for role in Ends._fields)
+    )
+    for name in cluster.workers:  # nobody else is to be held
+        if name != held:
+            cluster.controls(name).reset()
+    return Holding(asking, ends, held)
 
 
 def strike(cluster: Cluster, ends: Ends, fault: str, victim: str) -> None:

@@ -206,13 +206,13 @@ class Cluster:
         self.members[name].terminate()
 
     def stop(self, name: str) -> None:
-        """SIGSTOP."""
-        os.kill(self.members[name].pid, signal.SIGSTOP)
+        """SIGSTOP, for its engine's process as well if that is another."""
+        os.killpg(self.members[name].pid, signal.SIGSTOP)
         self.members[name].is_stopped = True
 
     def cont(self, name: str) -> None:
-        """SIGCONT."""
-        os.kill(self.members[name].pid, signal.SIGCONT)
+        """SIGCONT, for all of it."""
+        os.killpg(self.members[name].pid, signal.SIGCONT)
         self.members[name].is_stopped = False
 
     def restart(self, name: str) -> None:
@@ -361,7 +361,7 @@ class Cluster:
             **os.environ,
             "PYTHONPATH": path,
             "PDSERVE_FAULTS_FREEZE": str(freeze_path),
-            "PDSERVE_FAULTS_SOCKET": str(controls.path),
+            "FAULTS_SOCKET": str(controls.path),
         }
         if self._network is None:
             env.setdefault("UCX_NET_DEVICES", "lo")

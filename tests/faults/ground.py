@@ -3,7 +3,7 @@
 import contextlib
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,11 @@ PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
     "sampled": SamplingParams(temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True),
 }
-# Several chunks of a worker under test.
-PROMPT = random.Random(0).choices(range(3, 290), k=200)
+# For so many requests at a time, each another: what comes of a mix-up of two has to show. All of
+# several chunks of a worker under test.
+NUM_PROMPTS = 8
+PROMPTS = [random.Random(number).choices(range(3, 290), k=200) for number in range(NUM_PROMPTS)]
+PROMPT = PROMPTS[0]
 # What a request may take: without a fault some tenths of a second; until a silent peer is given up
 # for dead 5 s, and up to 1 s until the next tick; and the time to compute it anew.
 BOUND_S = 10.0
@@ -33,20 +36,34 @@ class Ground(NamedTuple):
     """A running cluster."""
 
     cluster: Cluster
-    expected: dict[str, Answer]
+    # To each kind of request, of PROMPTS in their order.
+    expected: dict[str, list[Answer]]
     baseline: dict[str, Held]
 
 
 @contextlib.contextmanager
-def make_ground(params: Mapping[str, SamplingParams] = PARAMS, **cluster: Any) -> Iterator[Ground]:
-    """Start a Cluster and ask PROMPT with each of `params`; the arguments are the Cluster's."""
+def make_ground(
+    params: Mapping[str, SamplingParams] = PARAMS, *, num_prompts: int = 1, **cluster: Any
+) -> Iterator[Ground]:
+    """Start a Cluster and ask so many of PROMPTS with each of `params`; the arguments are the
+    Cluster's.
+    """
+    prompts = PROMPTS[:num_prompts]
     with Cluster(**cluster) as running:
         with Asker(running.addresses) as asker:
             wait_until_handing_off(running, asker)
-            expected = {kind: asker.ask(PROMPT, each) for kind, each in params.items()}
-        assert not any(answer.errors for answer in expected.values())
-        assert {answer.metrics.determinism for answer in expected.values()} == {"exact"}
+            expected = {kind: ask_all(asker, prompts, each) for kind, each in params.items()}
+        for answers in expected.values():
+            assert not any(answer.errors for answer in answers)
+            assert {answer.metrics.determinism for answer in answers} == {"exact"}
+            assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
         yield Ground(running, expected, held(running))
+
+
+def ask_all(asker: Asker, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+    """Return the answers to them, asked at the same time."""
+    askings = [asker.start(prompt, params) for prompt in prompts]
+    return [asking.answer.result(DEADLINE_S) for asking in askings]
 
 
 @contextlib.contextmanager
@@ -60,6 +77,7 @@ def make_grounds(
             grounds[transport] = stack.enter_context(
                 make_ground(
                     params,
+                    num_prompts=NUM_PROMPTS,
                     model=model,
                     log_dir=make_log_dir(transport),
                     routers=2,

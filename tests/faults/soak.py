@@ -18,9 +18,9 @@ from checks import (
     wait_for_baseline,
     wait_until_handing_off,
 )
-from cluster import Cluster
+from cluster import CLIENT, Cluster
 from controls import ControlError
-from ground import BOUND_S, PARAMS, PROMPT, Ground, missing_for, restored
+from ground import BOUND_S, NUM_PROMPTS, PARAMS, PROMPTS, Ground, missing_for, restored
 
 from pdserve_common.engine_types import SamplingParams
 
@@ -29,7 +29,6 @@ SOAK_PARAMS: Mapping[str, SamplingParams] = {
     "long": dataclasses.replace(PARAMS["sampled"], max_tokens=150, seed=8),
     "two": dataclasses.replace(PARAMS["sampled"], n=2, logprobs=1),
 }
-MAX_REQUESTS = 8
 MAX_FAULTS = 3
 # Requests and faults begin within so long.
 SPAN_S = 1.5
@@ -40,10 +39,11 @@ DEADLINE_S = 60.0
 # lost between two processes that live on, some 0.2 in a schedule, and memory grows by 0.4 MiB.
 TOTAL_SLACK = {"fds": 24, "threads": 8, "rss_mib": 128}
 
+PARTINGS = ("part_from_peer", "part_from_router", "part_from_client")
 # After these a worker or router is of no use for some seconds.
-HARMFUL = ("kill", "stop", "restart", "freeze", "part_from_router", *FATAL_READ_FAULTS)
+HARMFUL = ("kill", "stop", "restart", "freeze", *PARTINGS[1:], *FATAL_READ_FAULTS)
 PROCESS_FAULTS = ("kill", "stop", "pause", "restart", "freeze")
-NETWORK_FAULTS = ("part_from_peer", "part_from_router", "lossy")
+NETWORK_FAULTS = (*PARTINGS, "lossy")
 # Each kind as often as the others. Corrupt blocks show as wrong tokens.
 FAULTS = (
     PROCESS_FAULTS,
@@ -85,7 +85,7 @@ class Schedule(NamedTuple):
 def make_schedule(seed: int, transport: str, cluster: Cluster) -> Schedule:
     """Return the same one for the same arguments."""
     rng = random.Random(f"{seed} {transport}")
-    kinds = rng.choices(list(SOAK_PARAMS), k=rng.randint(2, MAX_REQUESTS))
+    kinds = rng.choices(list(SOAK_PARAMS), k=rng.randint(2, NUM_PROMPTS))
     events = [Event(rng.uniform(0, SPAN_S), kind) for kind in kinds]
     for _ in range(rng.randint(1, MAX_FAULTS)):
         events.append(_make_fault(rng, cluster))
@@ -100,13 +100,15 @@ def _make_fault(rng: random.Random, cluster: Cluster) -> Event:
         )
     if what == "part_from_router":
         return Event(at, what, rng.choice(cluster.workers), rng.choice(cluster.routers))
+    if what == "part_from_client":
+        return Event(at, what, rng.choice(cluster.routers), CLIENT)
     return Event(at, what, rng.choice([*cluster.workers, *cluster.routers]))
 
 
 def strike(cluster: Cluster, fault: Event) -> None:
     """A victim that is dead already is left in peace."""
     member = cluster.members[fault.victim]
-    if fault.what in ("part_from_peer", "part_from_router"):
+    if fault.what in PARTINGS:
         cluster.partition(fault.victim, fault.peer)
     elif fault.what == "lossy":
         cluster.loss(fault.victim, fault.peer, LOSS_PERCENT)
@@ -135,12 +137,12 @@ def run_schedule(ground: Ground, seed: int, transport: str) -> None:
     with restored(cluster), Asker(cluster.addresses) as asker:
         wait_until_handing_off(cluster, asker)
         baseline = grown(ground.baseline, held(cluster))
-        for kind, asking in play(cluster, asker, schedule):
+        for number, (kind, asking) in enumerate(play(cluster, asker, schedule)):
             answer = asking.answer.result(DEADLINE_S + 5.0)
             print(f"{transport} {kind}: {answer.errors or 'whole'} after {answer.seconds:.2f} s")
             check_answer(
                 answer,
-                ground.expected[kind],
+                ground.expected[kind][number],
                 within_s=schedule.bound_s,
                 may_fail=schedule.may_fail(cluster),
             )
@@ -159,7 +161,7 @@ def grown(baseline: Mapping[str, Held], now: Mapping[str, Held]) -> dict[str, He
 
 
 def play(cluster: Cluster, asker: Asker, schedule: Schedule) -> list[tuple[str, Asking]]:
-    """Return the requests by their kinds."""
+    """Return the requests and their kinds, in the order of PROMPTS."""
     begin = time.monotonic()
     askings = []
     for event in schedule.events:
@@ -167,6 +169,6 @@ def play(cluster: Cluster, asker: Asker, schedule: Schedule) -> list[tuple[str, 
         if event.victim:
             strike(cluster, event)
         else:
-            asking = asker.start(PROMPT, SOAK_PARAMS[event.what], deadline_s=DEADLINE_S)
-            askings.append((event.what, asking))
+            prompt, params = PROMPTS[len(askings)], SOAK_PARAMS[event.what]
+            askings.append((event.what, asker.start(prompt, params, deadline_s=DEADLINE_S)))
     return askings

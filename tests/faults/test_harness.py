@@ -356,6 +356,30 @@ def test_a_stalled_read_is_a_zombie_until_it_lands(
     wait_for_baseline(cluster, baseline)
 
 
+@needs_partitions
+def test_a_disconnect_is_told_when_nothing_lands_any_more(
+    cluster: Cluster, asker: Asker, baseline: dict[str, Held]
+) -> None:
+    """Over TCP, where a READ needs the other end's help. One READ, so that no other is a zombie."""
+    prompt = PROMPT[:50]
+    expected = asker.ask(prompt, PARAMS["greedy"])
+    controls = cluster.controls("decode-0")
+    controls.inject("remote_disconnect")
+    controls.arm("chunk", hold=True)
+    asking = asker.start(prompt, PARAMS["greedy"])
+    controls.wait_reached("chunk")
+    cluster.stop("prefill-0")
+    controls.go("chunk")
+    zombies = "pdserve_kv_zombie_reads"
+    cluster.wait_for(
+        lambda: "" if cluster.metrics("decode-0")[zombies] else "the READ is over",
+        timeout_s=SILENCE_S,
+    )
+    cluster.cont("prefill-0")
+    check_answer(asking.answer.result(SILENCE_S), expected, within_s=SILENCE_S)
+    wait_for_baseline(cluster, baseline)
+
+
 def test_a_late_read_lands_late_and_changes_no_token(
     cluster: Cluster, asker: Asker, expected: dict[str, Answer]
 ) -> None:

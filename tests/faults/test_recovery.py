@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cases import ROUTER, Case, run_case
+from cases import LONG_S, ROUTER, Case, hold, run_case, strike
 from checks import Answer, Asker, check_answer, held, wait_for_baseline, wait_until_handing_off
 from cluster import Cluster
 from ground import BOUND_S, DEADLINE_S, PARAMS, PROMPT, Ground, make_ground, restored, run_on_all
@@ -26,6 +26,9 @@ HANG_BOUND_S = 10.0 + BOUND_S
 HANG_DEADLINE_S = 90.0
 # A worker that has nothing left to wait for has ended by then.
 END_S = 1.0
+
+# With it an answer of 1000 tokens takes longer than anything that a test waits for meanwhile.
+STEP_S = 0.1
 
 SAMPLED = PARAMS["sampled"]
 LONG = dataclasses.replace(SAMPLED, max_tokens=1000)
@@ -59,12 +62,14 @@ def pools(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gro
 
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """One worker of each role, and one router."""
+    """One worker of each role, whose engine is a process of its own, and one router."""
     with make_ground(
+        {**PARAMS, "long": LONG},
         model=model,
         log_dir=tmp_path_factory.mktemp("logs"),
         prefill=1,
         decode=1,
+        flags={"engine-process": "subprocess"},
         router_flags={"redrive-wait-s": REDRIVE_WAIT_S},
     ) as ground:
         yield ground
@@ -75,14 +80,14 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grou
 
 @pytest.mark.parametrize("kind", RICH_PARAMS)
 def test_an_answer_goes_on_as_it_was_when_its_decode_worker_dies(pools: Ground, kind: str) -> None:
-    expected = pools.expected[kind]
+    expected = pools.expected[kind][0]
     has_prompt_logprobs = RICH_PARAMS[kind].prompt_logprobs is not None
     assert len(expected.prompt_logprobs) == has_prompt_logprobs * len(PROMPT)
     check_answer(run_killed(pools.cluster, RICH_PARAMS[kind]), expected, within_s=BOUND_S)
 
 
 def test_a_stop_string_is_found_across_the_border(pools: Ground) -> None:
-    text = pools.expected["sampled"].completions[0].text
+    text = pools.expected["sampled"][0].completions[0].text
     # Begins before the worker dies and ends after that.
     stop = text[MID_STREAM - 1 : MID_STREAM + 6]
     params = dataclasses.replace(SAMPLED, stop=(stop,))
@@ -113,7 +118,7 @@ def test_a_corrupt_block_is_noticed_and_read_anew(pools: Ground, skip: int) -> N
     with restored(pools.cluster), Asker(pools.cluster.addresses) as asker:
         wait_until_handing_off(pools.cluster, asker)
         (answer,) = run_case(pools.cluster, asker, case, [(PROMPT, SAMPLED)], deadline_s=DEADLINE_S)
-        check_answer(answer, pools.expected["sampled"], within_s=BOUND_S)
+        check_answer(answer, pools.expected["sampled"][0], within_s=BOUND_S)
         assert answer.metrics.num_redrives == 1
         sample = "pdserve_kv_checksum_mismatches_total"
         decodes = pools.cluster.of_role("decode")
@@ -150,7 +155,7 @@ def run_alone(pair: Ground, case: Case) -> Answer:
         wait_until_handing_off(pair.cluster, asker)
         question = (PROMPT, PARAMS["sampled"])
         (answer,) = run_case(pair.cluster, asker, case, [question], deadline_s=120.0)
-        check_answer(answer, pair.expected["sampled"], within_s=RESTART_BOUND_S)
+        check_answer(answer, pair.expected["sampled"][0], within_s=RESTART_BOUND_S)
     wait_for_baseline(pair.cluster, pair.baseline)
     return answer
 
@@ -173,9 +178,47 @@ def run_hung(ground: Ground, case: Case) -> None:
         wait_until_handing_off(ground.cluster, asker)
         question = (PROMPT, SAMPLED)
         (answer,) = run_case(ground.cluster, asker, case, [question], deadline_s=HANG_DEADLINE_S)
-        check_answer(answer, ground.expected["sampled"], within_s=HANG_BOUND_S)
+        check_answer(answer, ground.expected["sampled"][0], within_s=HANG_BOUND_S)
         assert answer.metrics.num_redrives > 0
     wait_for_baseline(ground.cluster, ground.baseline)
+
+
+def test_a_worker_that_awakes_says_nothing_that_counts(pair: Ground, pools: Ground) -> None:
+    """It has been replaced, and the request still runs there: on D alone, or on another D."""
+    run_on_all(
+        [
+            partial(run_asleep, pair, Case("last_chunk", "sleep", "prefill")),
+            partial(run_asleep, pools, Case("mid_stream", "sleep", "decode", MID_STREAM)),
+        ]
+    )
+
+
+def run_asleep(ground: Ground, case: Case) -> None:
+    cluster, question = ground.cluster, (PROMPT, LONG)
+    with restored(cluster), Asker(cluster.addresses) as asker:
+        wait_until_handing_off(cluster, asker)
+        asking, ends, sleeper = hold(cluster, asker, case, question, deadline_s=DEADLINE_S)
+        others = [name for name in cluster.of_role("decode") if name != sleeper]
+        for name in others:
+            cluster.controls(name).slow_down(STEP_S)
+        strike(cluster, ends, case.fault, case.victim)
+        cluster.controls(sleeper).go(case.stage)  # what it says of this step comes too late
+        cluster.wait_for(lambda: find_more(cluster, sleeper), timeout_s=DEADLINE_S)
+        assert not asking.answer.done()
+        for name in others:
+            cluster.controls(name).slow_down(0.0)
+        answer = asking.answer.result(DEADLINE_S)
+        check_answer(answer, ground.expected["long"][0], within_s=LONG_S + BOUND_S)
+        assert answer.metrics.num_redrives == 1
+    wait_for_baseline(cluster, ground.baseline)
+
+
+def find_more(cluster: Cluster, name: str, *, num_sessions: int = 0) -> str:
+    """Say what a worker has besides so many sessions, or return ""."""
+    now = held(cluster)[name]
+    found = now.running, now.waiting, now.sessions
+    right = (0, 0, num_sessions)
+    return "" if found == right else f"requests that run and wait, and sessions: {found}"
 
 
 def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> None:
@@ -186,20 +229,16 @@ def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> 
         asking = asker.start(PROMPT, SAMPLED)
         decode.wait_reached("mid_transfer")
         pair.cluster.terminate("prefill-0")
-        pair.cluster.wait_for(lambda: find_more_than_a_session(pair.cluster), timeout_s=DEADLINE_S)
+        pair.cluster.wait_for(
+            lambda: find_more(pair.cluster, "prefill-0", num_sessions=1), timeout_s=DEADLINE_S
+        )
         time.sleep(END_S)
         assert prefill.is_running
         decode.go("mid_transfer")
         assert prefill.wait_exit() == 0
         answer = asking.answer.result(DEADLINE_S)
-        check_answer(answer, pair.expected["sampled"], within_s=BOUND_S)
+        check_answer(answer, pair.expected["sampled"][0], within_s=BOUND_S)
         assert (answer.path, answer.metrics.num_redrives) == ("disaggregated", 0)
-
-
-def find_more_than_a_session(cluster: Cluster) -> str:
-    now = held(cluster)["prefill-0"]
-    found = now.running, now.waiting, now.sessions
-    return "" if found == (0, 0, 1) else f"requests that run and wait, and sessions: {found}"
 
 
 # ---- links that heal
@@ -222,5 +261,5 @@ def test_a_link_to_the_router_that_is_soon_back_costs_no_redrive(
         for name in workers:
             pools.cluster.heal(name, ROUTER)
         answer = asking.answer.result(DEADLINE_S)
-    check_answer(answer, pools.expected["long"], within_s=BOUND_S)
+    check_answer(answer, pools.expected["long"][0], within_s=BOUND_S)
     assert answer.metrics.num_redrives == 0

@@ -3,22 +3,27 @@
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from checks import TWO_TOKENS, Asker, wait_until_handing_off
 from cluster import Cluster
-from ground import PROMPT
+from ground import PROMPTS
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
 
 pytestmark = pytest.mark.slow
 
-STEP_S = 0.2
-# On a busy machine any single message may be late: so many are asked until one is not.
-MAX_REQUESTS = 12
+# 2% of it are more than a message's way on a busy machine, too.
+STEP_S = 0.5
+# Of a prompt: two steps.
+NUM_PROMPT_TOKENS = 100
+NUM_REQUESTS = 5
+NUM_AT_A_TIME = 4
 # What may lie between the router's clock and the client's, and what no stage may explain.
 TOLERANCE = 0.02
 # A time, and what of it no stage explains.
@@ -34,28 +39,32 @@ class Measured(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Measured]]:
+def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     logs = tmp_path_factory.mktemp("logs")
     with Cluster(model=model, log_dir=logs, prefill=1, decode=1) as cluster:
         with Asker(cluster.addresses) as asker:
             wait_until_handing_off(cluster, asker)
         for name in cluster.workers:
             cluster.controls(name).slow_down(STEP_S)
-        client = Client(cluster.addresses)
-        measured = [ask(client, 0)]
-        while not all(is_explained(measured, *each) for each in PARTS) and (
-            len(measured) < MAX_REQUESTS
-        ):
-            measured.append(ask(client, len(measured)))
-        yield measured
-        client.close()
+        with Client(cluster.addresses) as client:
+            yield client
 
 
-def ask(client: Client, number: int) -> Measured:
+@pytest.fixture(scope="module", params=[1, NUM_AT_A_TIME])
+def measured(request: pytest.FixtureRequest, client: Client) -> list[Measured]:
+    """So many requests at a time."""
+    with ThreadPoolExecutor(request.param) as pool:
+        return list(pool.map(partial(ask, client), PROMPTS[:NUM_REQUESTS]))
+
+
+def ask(client: Client, prompt: list[int]) -> Measured:
     started = time.monotonic_ns()
     times = []
     metrics = pb2.RequestMetrics()
-    for output in client.generate(PROMPT, TWO_TOKENS, timeout_s=30, cache_salt=str(number)):
+    salt = str(started)
+    for output in client.generate(
+        prompt[:NUM_PROMPT_TOKENS], TWO_TOKENS, timeout_s=30, cache_salt=salt
+    ):
         times += [time.monotonic_ns()] * len(output.outputs[0].token_ids)
         if output.finished:
             metrics = output.metrics
@@ -70,11 +79,15 @@ def test_stages_explain_98_percent_of_what_the_client_waits(
     for each in measured:
         assert each.metrics.path == "disaggregated"
     assert statistics.median(getattr(each, whole) for each in measured) > STEP_S * 1e9
-    assert is_explained(measured, whole, rest), measured
+    shares = [unexplained(each, whole, rest) for each in measured]
+    print(f"unexplained: {', '.join(f'{share:.2%}' for share in shares)}")
+    assert statistics.median(shares) <= TOLERANCE, measured
 
 
-def is_explained(measured: list[Measured], whole: str, rest: str) -> bool:
-    """Do the clocks agree for one request, and do stages leave little of one?"""
-    wait = statistics.median(getattr(each, whole) for each in measured)
-    apart = min(abs(getattr(each, whole) - getattr(each.metrics, whole)) for each in measured)
-    return max(apart, min(getattr(each.metrics, rest) for each in measured)) <= TOLERANCE * wait
+def unexplained(measured: Measured, whole: str, rest: str) -> float:
+    """Return by which share of the client's time the clocks differ or, if more, what no stage
+    explains.
+    """
+    waited = getattr(measured, whole)
+    apart = abs(waited - getattr(measured.metrics, whole))
+    return max(apart, getattr(measured.metrics, rest)) / waited

@@ -136,6 +136,7 @@ def exported() -> dict[str, set[str]]:
     metrics.KVTransferMetrics(registry)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
+    ProcessCollector(namespace="engine", registry=process)
     for family in process.collect():
         registry.series |= {sample.name: set() for sample in family.samples}
     return {name: labels | TARGET_LABELS for name, labels in registry.series.items()}

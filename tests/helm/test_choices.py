@@ -99,6 +99,10 @@ def revision(values: dict[str, Any]) -> str:
 def test_workers_of_another_model_are_other_workers() -> None:
     others: list[dict[str, Any]] = [
         {"model": {"path": "/models/other"}},
+        {"model": {"image": {"reference": "registry/other:1"}}},
+        {"model": {"hub": {"repository": "Qwen/other"}}},
+        {"model": {"hub": {"revision": "0123abc"}}},
+        {"model": {"pvc": {"subPath": "other"}}},
         {"worker": {"config": {"dtype": "float32"}}},
         {"worker": {"config": {"quantization": "int8"}}},
         {"decode": {"config": {"block_size": 32}}},
@@ -108,6 +112,9 @@ def test_workers_of_another_model_are_other_workers() -> None:
     same: list[dict[str, Any]] = [
         {"decode": {"replicas": 3}},
         {"worker": {"config": {"max_num_seqs": 2}}},
+        {"model": {"image": {"pullPolicy": "Always"}}},
+        {"model": {"hub": {"tokenSecret": "hub", "sizeLimit": "9Gi"}}},
+        {"model": {"hub": {"resources": {"limits": {"memory": "8Gi"}}}}},
     ]
     old = revision({})
     assert all(revision(values) != old for values in others)

@@ -72,6 +72,13 @@ def test_the_chart_is_of_this_version() -> None:
         ({"worker": {"config": {"drain_timeout_s": None}}}, "drain_timeout_s"),
         ({"router": {"replicas": 0}}, "replicas"),
         ({"decode": {"replicas": 0}}, "decode.replicas is 0"),
+        (
+            {
+                "prefill": {"replicas": 0},
+                "router": {"config": {"require_disaggregation": True}},
+            },
+            "prefill.replicas is 0, must be at least 1 with router.config.require_disaggregation",
+        ),
         ({"fullnameOverride": "1st"}, "fullnameOverride"),
         ({"model": {"path": "/data/qwen"}}, "path"),
         ({"model": {"path": "/models/../etc"}}, "path"),

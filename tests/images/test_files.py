@@ -40,7 +40,17 @@ def test_variables_are_documented() -> None:
     page = (ROOT / "docs" / "docker.md").read_text()
     table = page.partition("| variable | default | |")[2].partition("\n\n")[0]
     variables = set(re.findall(r"\$\{(PDSERVE_\w+)", compose))
+    environments = [
+        service.get("environment", {}) for service in load("compose.yaml")["services"].values()
+    ]
+    variables |= {key for names in environments for key, value in names.items() if value is None}
     assert variables == set(re.findall(r"`(PDSERVE_\w+)`", table))
+
+
+def test_the_size_of_the_kv_pool_is_left_to_the_worker() -> None:
+    for name in ("prefill", "decode"):
+        environment = load("compose.yaml")["services"][name]["environment"]
+        assert environment["PDSERVE_KV_CACHE_MEMORY_MIB"] is None  # unset, if it is unset outside
 
 
 def test_the_grace_period_outlasts_the_drain() -> None:

@@ -19,7 +19,9 @@ from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import FREE_PORTS, Stack
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
+from pdserve_router.served_model import ServedModel
 from pdserve_router.server import RouterServer
 
 # Of what has to happen, however busy the machine is.
@@ -42,6 +44,12 @@ class RunningStack(Stack):
             lines = response.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {sample: float(value) for sample, value in samples}
+
+    @property
+    def served_model(self) -> ServedModel:
+        """What a router has to serve that attaches to the workers."""
+        path = Path(self.config.model).resolve()
+        return ServedModel(path.name, tokenizer_digest(path))
 
     def worker_names(self) -> list[str]:
         return [worker.name for worker in self.workers]

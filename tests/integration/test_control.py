@@ -191,7 +191,7 @@ def test_failures_are_one_line_and_status_1(stack: Any) -> None:
     assert "FAILED_PRECONDITION: not asleep" in refusal(stack, "decode-0", "wake")
     assert "INVALID_ARGUMENT: tags has 'x'" in refusal(stack, "decode-0", "wake", "x")
     assert "no profile is running" in refusal(stack, "decode-0", "profile", "stop")
-    nobody = [sys.executable, "-m", "pdserve_client", "ctl", "--timeout", "20", "127.0.0.1:1"]
+    nobody = [sys.executable, "-m", "pdserve_client", "ctl", "--timeout-s", "20", "127.0.0.1:1"]
     result = subprocess.run(
         [*nobody, "load"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -222,17 +222,17 @@ def test_info_load_profile_and_reset_cache_show_what_there_is(stack: Any) -> Non
 
 
 def test_a_timeout_that_is_no_number_is_a_usage_error() -> None:
-    command = [sys.executable, "-m", "pdserve_client", "ctl", "127.0.0.1:1", "--timeout", "soon"]
+    command = [sys.executable, "-m", "pdserve_client", "ctl", "127.0.0.1:1", "--timeout-s", "soon"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
-    assert "argument --timeout: 'soon' is no number of seconds" in result.stderr
+    assert "argument --timeout-s: 'soon' is no number of seconds" in result.stderr
 
 
 def test_help_names_every_verb() -> None:
     command = [sys.executable, "-m", "pdserve_client", "ctl", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     verbs = ("pause", "resume", "sleep", "wake", "drain", "reset-cache", "profile", "info", "load")
-    for word in (*verbs, "--timeout"):
+    for word in (*verbs, "--timeout-s"):
         assert word in text
 
 
@@ -242,7 +242,7 @@ def test_a_drained_worker_stays_up_until_it_is_told_to_stop(
     model = make_served_model("LlamaForCausalLM", max_position_embeddings=32768)
     with start_stack(model=model, dtype="float32", num_threads=1, prefill=0) as stack:
         with long_request(stack):
-            drained = do(stack, "decode-0", "drain", "--drain-timeout", "0.1")
+            drained = do(stack, "decode-0", "drain", "--drain-timeout-s", "0.1")
         assert drained.endswith("drained, 1 requests handed back\n")
         assert do(stack, "decode-0", "drain").endswith("drained, 1 requests handed back\n")
         assert "the worker is draining" in refusal(stack, "decode-0", "pause")

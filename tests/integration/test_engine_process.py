@@ -88,6 +88,16 @@ async def test_the_engine_process_changes_nothing_that_is_seen(
         assert samples[sample] == subprocess[name][sample] == 12
 
 
+def test_the_memory_of_both_processes_is_told(stack: Any) -> None:
+    for name in stack.worker_names():
+        samples = stack.metrics(name)
+        worker, engine = (
+            samples[f"{prefix}process_start_time_seconds"] for prefix in ("", "engine_")
+        )
+        assert worker <= engine
+        assert samples["engine_process_resident_memory_bytes"] > 64 << 20  # it has torch
+
+
 def names_of(samples: dict[str, float]) -> set[str]:
     return {sample.partition("{")[0] for sample in samples}
 

@@ -16,6 +16,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_router.attach_client import LinkTimings
+from pdserve_router.served_model import ServedModel
 from pdserve_router.worker_client import WorkerClient, WorkerState
 
 pytestmark = pytest.mark.slow
@@ -107,7 +108,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def attached(
-    relay: Relay, timings: LinkTimings
+    relay: Relay, model: ServedModel, timings: LinkTimings
 ) -> AsyncIterator[tuple[WorkerClient, list[WorkerState]]]:
     """A router's client over the relay, and the states it has been in."""
     states: list[WorkerState] = []
@@ -115,6 +116,7 @@ async def attached(
         client = WorkerClient(
             address,
             role=WorkerRole.DECODE,
+            model=model,
             router_id="other",
             router_epoch="0" * 32,
             on_change=lambda: states.append(client.state),
@@ -131,13 +133,13 @@ async def attached(
 async def test_a_request_survives_every_reset_with_the_same_tokens(stack: Any) -> None:
     relay = Relay(decode_port(stack))
     timings = LinkTimings(heartbeat_s=0.1, min_backoff_s=0.01)
-    async with attached(relay, timings) as (client, states):
+    async with attached(relay, stack.served_model, timings) as (client, states):
         whole = await generate(client, "whole")
         relay.cut_soon(times=NUM_CUTS)
         assert await generate(client, "cut") == whole
         assert states.count(WorkerState.REATTACHING) == NUM_CUTS
         assert WorkerState.DOWN not in states
-    async with attached(relay, LinkTimings()) as (client, states):
+    async with attached(relay, stack.served_model, LinkTimings()) as (client, states):
         began = asyncio.get_running_loop().time()
         relay.cut_soon(times=1, pause_s=PARTED_S)
         assert await generate(client, "parted") == whole

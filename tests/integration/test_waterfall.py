@@ -179,6 +179,7 @@ async def attached(stack: Any, role: WorkerRole) -> AsyncIterator[WorkerClient]:
     client = WorkerClient(
         f"127.0.0.1:{worker.port}",
         role=role,
+        model=stack.served_model,
         router_id="other",
         router_epoch="0" * 32,
         on_change=look,

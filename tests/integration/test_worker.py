@@ -83,6 +83,7 @@ async def test_get_info_tells_what_the_worker_is(stub: Any) -> None:
     assert info.role == service_pb2.WORKER_ROLE_DECODE
     assert info.max_model_len == MAX_MODEL_LEN
     assert len(info.epoch) == 32
+    assert len(info.tokenizer_digest) == 64
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ class Landed:
 class FaultTransport(KVTransport):
     """Wraps a transport: holds READs back, reports stalls and errors when the test says so."""
 
+    failure: str | None = None
+
     def __init__(self, inner: KVTransport) -> None:
         self.inner, self.name = inner, inner.name
         self.is_holding = False

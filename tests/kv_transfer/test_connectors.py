@@ -498,3 +498,6 @@ def test_d_refuses_a_p_that_differs_before_it_reads_its_metadata(pair: Any) -> N
         pair.d.link_up("p0", welcome, pair.to_p)
     with pytest.raises(KVTransferError, match="dialed p1, p0 answered"):
         pair.d.link_up("p1", welcome, pair.to_p)
+    newer = replace(welcome, protocol_version=PROTOCOL_VERSION + 1)
+    with pytest.raises(KVTransferError, match=f"protocol version {PROTOCOL_VERSION + 1}"):
+        pair.d.link_up("p0", newer, pair.to_p)

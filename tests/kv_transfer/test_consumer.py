@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from pdserve_common import metrics
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -25,6 +26,7 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     Revoke,
     SessionEnded,
+    SessionEndReason,
 )
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer import pull_table
@@ -208,9 +210,16 @@ def ack(session: KVSessionId, through_block: int, *, valid: bool = True) -> Rele
 
 
 def ended(
-    session: KVSessionId | None, reason: str, request_id: str = "r0", attempt: int = 0
+    session: KVSessionId | None, message: str, request_id: str = "r0", attempt: int = 0
 ) -> SessionEnded:
-    return SessionEnded(session=session, request_id=request_id, attempt=attempt, reason=reason)
+    """The message begins with the reason, as P's do."""
+    return SessionEnded(
+        session=session,
+        request_id=request_id,
+        attempt=attempt,
+        reason=SessionEndReason[message.partition(":")[0].upper()],
+        message=message,
+    )
 
 
 # ---- the way it is meant to go
@@ -627,6 +636,7 @@ def test_all_that_landed_is_accepted_with_ps_last_word(world: World) -> None:
     world.say(ack(session, 3))
     assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
     assert world.gauge("sessions", "landed") == 0
+    assert world.gauge("release_acks", "true") == 0, "P counts them"
     world.end(request)
 
 
@@ -659,7 +669,7 @@ def test_a_request_that_p_ends_is_void_at_once(world: World, stage: str, reason:
     world.end(request)
 
 
-@pytest.mark.parametrize("word", ["expired", "fenced:weights"])
+@pytest.mark.parametrize("word", ["expired", "fenced: weights"])
 def test_p_says_why_it_has_ended_a_session(world: World, word: str) -> None:
     request, session = world.confirmed()
     world.say(ended(session, word))
@@ -667,6 +677,23 @@ def test_p_says_why_it_has_ended_a_session(world: World, word: str) -> None:
     assert lost.reason == word.partition(":")[0]
     assert lost.message == f"P p0 ended it: {word}"
     assert lost.num_confirmed_tokens == 16, "D's blocks are its own: P's fence does not touch them"
+    world.end(request)
+
+
+@pytest.mark.parametrize("reason", list(SessionEndReason))
+def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndReason) -> None:
+    """Of those reasons that have an effect of their own each has a test of its own."""
+    request, session = world.confirmed()
+    plain = ended(session, "unspecified")
+    world.say(replace(plain, reason=reason, message="preempted: finished: fenced"))
+    (news,) = world.told()
+    kind = {
+        SessionEndReason.PREEMPTED: BlocksReturned,
+        SessionEndReason.FINISHED: TransferFailed,
+        SessionEndReason.ABORTED: TransferFailed,
+        SessionEndReason.SUPERSEDED: TransferFailed,
+    }.get(reason, TransferLost)
+    assert type(news) is kind
     world.end(request)
 
 
@@ -686,6 +713,52 @@ def test_every_state_has_a_deadline(world: World, stage: str) -> None:
     lost = world.lost(request)
     assert lost.reason == "expired"
     assert world.gauge("sessions", "lost") == 1
+    world.end(request)
+
+
+def asked(world: World) -> None:
+    world.say(ask(world.session()))
+
+
+def deferred(world: World) -> None:
+    asked(world)
+    (claim,) = world.told()
+    world.d.defer(claim.request)
+
+
+def granted(world: World) -> None:
+    asked(world)
+    (claim,) = world.told()
+    assert world.pair.reserve(claim.request)
+
+
+def revoked(world: World) -> None:
+    granted(world)
+    assert world.d.reclaim() is not None
+
+
+def confirmed(world: World) -> None:
+    granted(world)
+    session = next(m.session for m in world.heard() if isinstance(m, Granted))
+    world.say(ready(session, 0, 5))
+    world.transport.land()
+    world.pass_time(ACK_TIMEOUT_S - 1)
+    world.say(ack(session, 1))
+    world.told()
+
+
+@pytest.mark.parametrize("event", [asked, deferred, granted, revoked, confirmed])
+def test_a_pull_has_its_time_from_its_last_event(
+    world: World, event: Callable[[World], None]
+) -> None:
+    request = world.pair.ticket()
+    world.pass_time(590)
+    event(world)
+    world.told()
+    world.pass_time(599)
+    assert world.told() == []
+    world.pass_time(1)
+    assert world.lost(request).reason == "expired"
     world.end(request)
 
 
@@ -1065,6 +1138,25 @@ def test_a_new_link_replaces_the_open_one(world: World, kit: Any, epoch: str) ->
     assert world.late("d") == 2, "sessions die with their link"
     world.pair.end_d(ticket)
     world.end(request)
+
+
+def test_ps_that_are_gone_for_long_have_no_series(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_PEERS_AWAY", 1)
+    failures = world.d_metrics.transfer_failures
+
+    def peers() -> set[str]:
+        return {peer for peer, _ in failures._metrics}
+
+    world.d.link_failed("p1", "refused")
+    failures.labels("p1", "no_link").inc()
+    world.d.link_lost(world.d_link, "cut")
+    assert peers() == {"p0"}, "one that was never reached counts as one that is gone"
+    world.connect()
+    world.d.link_failed("p2", "refused")
+    world.d.link_failed("p3", "refused")
+    assert peers() == {"p0"}, "it has come back"
 
 
 def test_a_failed_transport_is_the_workers_failure(world: World) -> None:

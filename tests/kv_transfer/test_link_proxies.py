@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded
+from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
 from pdserve_engine.core.request import RequestStatus
 from pdserve_engine.kv_transfer.base import (
     BlocksLanded,
@@ -133,7 +133,9 @@ def test_messages_of_links_that_are_gone_are_ignored(split: Any) -> None:
     p_link, d_link = split.p_link, split.d_link
     split.cut()
     split.p.on_message(p_link, KVLinkHeartbeat(step_seq=1))
-    split.d.on_message(d_link, SessionEnded(session=None, request_id="r", attempt=0, reason=""))
+    reason = SessionEndReason.FINISHED
+    ended = SessionEnded(session=None, request_id="r", attempt=0, reason=reason, message="")
+    split.d.on_message(d_link, ended)
     split.p.link_lost(p_link, "again")
     split.p.proxy.deliver(KVLinkHeartbeat(step_seq=1), p_link.number)
 

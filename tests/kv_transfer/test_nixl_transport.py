@@ -14,10 +14,11 @@ import torch
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
+from pdserve_engine.core.step_watch import MAX_LOOK_S, StepWatch
 from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
-from pdserve_engine.kv_transfer.nixl_transport import MAX_PUMP_S
+from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 BLOCK_BYTES = 1 << 20
@@ -40,11 +41,13 @@ class FakeAgent:
         )
         self.posted: list[Handle] = []
         self.own_read_end: str | None = ""
+        self.probe_end: str | None = ""
         self.is_synchronous = True
         self.is_ending = False
         self.num_posts = 0
         self.post_error: Exception | None = None
         self.peers: list[str] = []
+        self.connected: set[str] = set()
         self.num_left_open = 0
         self.progressed_at: list[float] = []
         self.is_closed = False
@@ -52,6 +55,9 @@ class FakeAgent:
     def add_peer(self, name: str, endpoint: KVEndpoint) -> str:
         self.peers.append(name)
         return name
+
+    def mark_connected(self, name: str) -> None:
+        self.connected.add(name)
 
     def remove_peer(self, name: str, dlist: str, *, is_broken: bool) -> None:
         assert not self.posted, "a READ is still outstanding"
@@ -64,12 +70,12 @@ class FakeAgent:
         return Handle(remote, local, None if isinstance(dlist, str) else self.own_read_end)
 
     def make_probe(self, name: str, endpoint: KVEndpoint) -> Handle:
-        return Handle([], [], "")
+        return Handle([], [], self.probe_end)
 
     def post(self, handle: Handle) -> bool:
         if handle.end is None and self.post_error is not None:
             raise self.post_error
-        if handle.end is None:
+        if handle.end is None and len(handle.local):
             self.posted.append(handle)
         self.num_posts += 1
         is_odd_one = self.num_posts % 6 == 1  # now and then one is not, or is by luck
@@ -336,6 +342,85 @@ def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
     rig.agent.is_closed, rig.agent.peers = True, []
 
 
+def test_a_probe_that_nobody_answers_does_not_hold_up_close(
+    rig: Rig, kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.agent.probe_end = None
+    rig.transport.remove_peer(rig.peer)
+    rig.connect()
+    rig.read(1)
+    rig.settle()
+    rig.transport.close()
+    assert [result.error for result in rig.landed.results] == ["transport is closing"]
+    assert rig.agent.is_closed
+    assert "have not landed" not in caplog.text
+    assert rig.transport.failure is None
+
+
+def test_only_peers_that_have_answered_may_leave_a_connection_open(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    rig = Rig(kit, "shm")
+    rig.agent.probe_end = "REMOTE_DISCONNECT"
+    rig.connect()
+    kit.wait_until(lambda: rig.lost)
+    assert rig.agent.connected == set()
+    rig.agent.probe_end, rig.agent.is_synchronous = "", False
+    rig.connect()
+    kit.wait_until(lambda: len(rig.lost) == 2)
+    assert "require_transport is shm" in rig.lost[1]
+    assert rig.agent.connected == {rig.peer.split("#")[0]}
+    rig.transport.close()
+
+
+def test_a_thread_that_hangs_fails_the_worker(rig: Rig, kit: SimpleNamespace) -> None:
+    looks = itertools.count(time.monotonic() + 1000.0, step=MAX_LOOK_S)
+    rig.transport._watch = StepWatch(timeout_s=HANG_S, clock=lambda: next(looks))
+    rig.transport.remove_peer(rig.peer)
+    kit.wait_until(lambda: not rig.agent.peers and rig.transport._turn is None)
+    for _ in range(20):
+        assert rig.transport.failure is None, "it sleeps"
+    with rig.at_once():
+        kit.wait_until(lambda: rig.transport._turn is not None)
+        for _ in range(20):
+            rig.transport._on_progress()  # as when a piece of a long copy is over
+            assert rig.transport.failure is None
+        assert kit.wait_until(lambda: rig.transport.failure) == (
+            "the KV transfer thread has hung for 10 s"
+        )
+
+
+def test_a_thread_that_hangs_does_not_hold_up_close(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.05)
+    monkeypatch.setattr(nixl_transport, "CLOSE_MARGIN_S", 0.05)
+    rig = Rig(kit)
+    with rig.at_once():
+        rig.transport.close()
+        assert rig.transport.failure == "the KV transfer thread hangs and cannot be closed"
+
+
+def test_a_start_that_hangs_fails_the_registration(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def hang(*args: Any, **kwargs: Any) -> FakeAgent:
+        is_over.wait()
+        return FakeAgent(*args, **kwargs)
+
+    monkeypatch.setattr(nixl_transport, "NixlAgent", hang)
+    monkeypatch.setattr(nixl_transport, "REGISTER_S", 0.05)
+    transport = nixl_transport.NixlTransport("d0.x")
+    with pytest.raises(KVTransferError, match="does not start within"):
+        transport.register(SimpleNamespace(block_bytes=BLOCK_BYTES, num_blocks=2))  # type: ignore[arg-type]
+    is_over.set()
+    transport.close()
+
+
 def test_p_answers_over_shared_memory_too(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,15 +490,23 @@ def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open(
 ) -> None:
     p, d = (NixlAgent(name, kit.make_pool(1), transport="any") for name in ("p0.x", "d0.x"))
 
-    def come_and_go(*, is_broken: bool) -> None:
-        d.remove_peer("p0.x", d.add_peer("p0.x", p.endpoint), is_broken=is_broken)
+    def come_and_go(*, is_broken: bool, has_answered: bool = True) -> None:
+        blocks = d.add_peer("p0.x", p.endpoint)
+        if has_answered:
+            d.mark_connected("p0.x")
+        d.remove_peer("p0.x", blocks, is_broken=is_broken)
 
+    come_and_go(is_broken=True, has_answered=False)
     come_and_go(is_broken=False)
-    come_and_go(is_broken=True)
+    come_and_go(is_broken=True, has_answered=False)
     assert d.num_left_open == 0, "it was kept the first time, and may be dead the second"
     come_and_go(is_broken=True)
     come_and_go(is_broken=False)
     come_and_go(is_broken=False)
     assert d.num_left_open == 2
+    come_and_go(is_broken=True)
+    for _ in range(3):
+        come_and_go(is_broken=True, has_answered=False)
+    assert d.num_left_open == 3, "nobody answered any more"
     d.close()
     p.close()

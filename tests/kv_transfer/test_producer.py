@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pdserve_common import metrics
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.kv_types import (
     BlocksReady,
@@ -26,6 +27,7 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     Revoke,
     SessionEnded,
+    SessionEndReason,
 )
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_groups import group_layers
@@ -125,6 +127,9 @@ class World:
     def num_ended(self, reason: str) -> float:
         return float(self.side.p_metrics.sessions_ended.labels(reason)._value.get())
 
+    def num_acks(self, valid: str) -> float:
+        return float(self.side.p_metrics.release_acks.labels(valid)._value.get())
+
     def check_baseline(self) -> None:
         """Every block is free, once, and nothing else is left of any session."""
         self.side.take_p_news()
@@ -155,6 +160,17 @@ def world(make_world: Callable[..., World]) -> World:
 
 def acks(messages: list[Any]) -> list[bool]:
     return [message.valid for message in messages if isinstance(message, ReleaseAck)]
+
+
+def ended(session: KVSessionId | None, message: str) -> SessionEnded:
+    """What D is told; the message begins with the reason."""
+    return SessionEnded(
+        session=session,
+        request_id="r0",
+        attempt=0,
+        reason=SessionEndReason[message.partition(":")[0].upper()],
+        message=message,
+    )
 
 
 # ---- the way of a request
@@ -336,7 +352,7 @@ def test_a_d_that_never_dials_fails_the_request(world: World) -> None:
     assert failed.error.is_retryable
     world.end_p(request, RequestStatus.FINISHED_ERROR)
     wire, _ = world.connect()
-    assert [message.reason for message in wire.messages] == ["expired"], "once, when it dials"
+    assert [message.message for message in wire.messages] == ["expired"], "once, when it dials"
     world.check_baseline()
 
 
@@ -378,9 +394,7 @@ def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> 
     world.say(CancelRequest(request_id="r0", attempt=1, reason="aborted"))
     assert world.take_p_news() == []
     request = world.ask(attempt=1)
-    assert world.heard() == [
-        SessionEnded(session=session, request_id="r0", attempt=0, reason="superseded")
-    ]
+    assert world.heard() == [ended(session, "superseded")]
     (failed,) = world.take_p_news()
     assert failed.request is request
     assert world.num_ended("cancelled") == 1
@@ -392,8 +406,7 @@ def test_a_preempted_request_gets_a_new_session(world: World) -> None:
     request, old = world.sending()
     world.heard()
     world.preempt(request)
-    (ended,) = world.heard()
-    assert (ended.session, ended.reason) == (old, "preempted")
+    assert world.heard() == [ended(old, "preempted")]
     world.p.ask(request)
     (again,) = world.heard()
     assert again.session.seq > old.seq
@@ -412,9 +425,7 @@ def test_a_request_that_ends_while_preempted_voids_the_ticket(world: World) -> N
     world.preempt(request)
     world.heard()
     world.end_p(request, RequestStatus.FINISHED_ABORTED)
-    assert world.heard() == [
-        SessionEnded(session=None, request_id="r0", attempt=0, reason="aborted")
-    ]
+    assert world.heard() == [ended(None, "aborted")]
     world.check_baseline()
 
 
@@ -435,7 +446,7 @@ def test_d_hears_of_an_end_before_any_session(
     world.end_p(world.request("p"), status)
     if not is_linked:
         world.connect()
-    assert world.heard() == [SessionEnded(session=None, request_id="r0", attempt=0, reason=reason)]
+    assert world.heard() == [ended(None, reason)]
 
 
 def test_an_end_that_cannot_be_told_is_forgotten(world: World) -> None:
@@ -460,8 +471,8 @@ def test_d_is_not_told_what_it_knows(world: World) -> None:
 def test_a_later_attempt_supersedes_a_session_that_was_handed_off(world: World) -> None:
     _, old = world.handed_off()
     world.ask(attempt=1)
-    ended, grant_request = world.heard()
-    assert ended == SessionEnded(session=old, request_id="r0", attempt=0, reason="superseded")
+    first, grant_request = world.heard()
+    assert first == ended(old, "superseded")
     assert grant_request.attempt == 1
     assert len(world.take_p_news()) == 1
     assert len(world.p_blocks.free) == 64
@@ -486,6 +497,18 @@ def test_aborts_reach_only_sessions_that_were_handed_off(world: World) -> None:
     world.p.abort_session("r0")
     assert world.num_ended("aborted") == 1
     world.check_baseline()
+
+
+def test_a_d_that_is_gone_for_long_has_no_series(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_PEERS_AWAY", 1)
+    world.granted()
+    wait = world.p_metrics.grant_wait
+    for engine_id, is_left in [("d0", True), ("d1", False)]:
+        _, link = world.connect(engine_id)
+        world.p.link_lost(link, "cut")
+        assert (("d0",) in wait._metrics) is is_left
 
 
 # ---- messages of D that come late or make no sense
@@ -515,6 +538,7 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
         world.say(message)
     assert world.late("p") == before + len(wrong)
     assert acks(world.heard()) == [False, False]
+    assert world.num_acks("false") == 2
     assert world.take_p_news() == []
     assert world.p.num_open_sessions() == 1
     world.say(KVLinkHeartbeat(step_seq=1))
@@ -550,6 +574,7 @@ def test_a_repeated_release_is_answered_again_and_frees_nothing(world: World) ->
     for through_block in (2, 1, 2):
         world.say(Release(session=session, through_block=through_block))
     assert acks(world.heard()) == [True] * 3
+    assert world.num_acks("true") == 3
     (freed,) = world.take_p_news()
     assert len(freed.block_ids) == 2
 
@@ -657,9 +682,9 @@ def steps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, Ev
     taken: list[tuple[State, Event]] = []
     advance = world.p._machine.advance
 
-    def record(session: Any, event: Event, reason: str = "") -> bool:
+    def record(session: Any, event: Event, *args: Any, **options: Any) -> bool:
         taken.append((session.state, event))
-        return bool(advance(session, event, reason))
+        return bool(advance(session, event, *args, **options))
 
     monkeypatch.setattr(world.p._machine, "advance", record)
     return taken
@@ -719,14 +744,13 @@ def test_the_connector_carries_out_every_action_of_the_table(world: World) -> No
 
 
 def test_a_fence_says_why(world: World) -> None:
-    request, _ = world.sending()
+    request, session = world.sending()
     world.heard()
     world.p.fence_all("sleep")
-    (ended,) = world.heard()
-    assert ended.reason == "fenced:sleep"
+    assert world.heard() == [ended(session, "fenced: sleep")]
     assert world.num_ended("fenced") == 1, "metrics know one word for all"
     (failed,) = world.take_p_news()
-    assert failed.error.message == "handing KV over to d0 failed: fenced:sleep"
+    assert failed.error.message == "handing KV over to d0 failed: fenced: sleep"
     world.end_p(request, RequestStatus.FINISHED_ERROR)
 
 
@@ -817,7 +841,8 @@ class Traffic:
         """All series of P that count: the metric and its labels' values."""
         return {
             (metric.name, *sample.labels.values())
-            for counter in vars(self.world.p_metrics).values()
+            for name, counter in vars(self.world.p_metrics).items()
+            if not name.startswith("_")
             for metric in counter.collect()
             if metric.type == "counter"
             for sample in metric.samples

@@ -121,7 +121,7 @@ def drained_before_reads(world: World) -> Iterator[None]:
 def drain(member: Member, *, timeout_s: int) -> None:
     ctl = [sys.executable, "-m", "pdserve_client", "ctl", member.address]
     subprocess.run(
-        [*ctl, "drain", f"--drain-timeout={timeout_s}"], check=True, timeout=DRAIN_TIMEOUT_S
+        [*ctl, "drain", f"--drain-timeout-s={timeout_s}"], check=True, timeout=DRAIN_TIMEOUT_S
     )
 
 
@@ -240,7 +240,11 @@ CASES = [
     ),
     Case(
         dead_decode,
-        (alert("PdserveNoReadyWorker", role="decode"), alert("PdserveErrorRatio")),
+        (
+            alert("PdserveNoReadyWorker", role="decode"),
+            alert("PdserveErrorRatio"),
+            alert("PdserveRequestsRefused"),
+        ),
     ),
     Case(
         dead_router,

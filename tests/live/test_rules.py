@@ -114,9 +114,42 @@ CASES = [
                 'pdserve_requests_total{model="m", outcome="error"}': "0+1x60",
                 'pdserve_requests_total{model="m", outcome="stop"}': "0+9x60",
                 'pdserve_requests_total{model="m", outcome="rejected"}': "0+900x60",
+                'pdserve_requests_total{model="m", outcome="refused"}': "0+900x60",
+            },
+            "one_client": {
+                'pdserve_requests_total{model="m", outcome="error"}': "0x6 1+1x3 4x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0+18x60",
             },
         },
         {"failing": {PAGE}, "failing_and_rejecting": {PAGE}},
+    ),
+    Case(
+        "PdserveRequestsRefused",
+        10,
+        {
+            "all": {
+                'pdserve_requests_total{model="m", outcome="refused"}': "0+600x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0x60",
+            },
+            "many": {
+                'pdserve_requests_total{model="m", outcome="refused"}': "0+20x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0+80x60",
+            },
+            "now_and_then": {
+                'pdserve_requests_total{model="m", outcome="refused"}': "0+5x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0+95x60",
+            },
+            "one_client": {
+                'pdserve_requests_total{model="m", outcome="refused"}': "0x6 1+1x3 4x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0+1x60",
+            },
+            "wrong_in_themselves": {
+                'pdserve_requests_total{model="m", outcome="refused"}': "0x60",
+                'pdserve_requests_total{model="m", outcome="rejected"}': "0+600x60",
+                'pdserve_requests_total{model="m", outcome="stop"}': "0x60",
+            },
+        },
+        {"all": {PAGE}, "many": {PAGE}},
     ),
     Case(
         "PdserveNoReadyWorker",

@@ -139,7 +139,7 @@ class QuickHttpServer(HttpServer):
     the real one.
     """
 
-    async def close(self, *, grace_s: int) -> None:
+    async def close(self, *, grace_s: float) -> None:
         assert self._server is not None
         assert self._task is not None
         self._task.cancel()
@@ -166,7 +166,10 @@ class NoHttpServer:
     def cut(self, scope: object) -> None:
         pass
 
-    async def close(self, *, grace_s: int) -> None:
+    def stop_accepting(self) -> None:
+        pass
+
+    async def close(self, *, grace_s: float) -> None:
         pass
 
 

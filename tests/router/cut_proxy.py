@@ -14,10 +14,19 @@ class CutProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
+        self.num_accepted = 0
+
+    @property
+    def has_connections(self) -> bool:
+        return bool(self._tasks)
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = "{}:{}".format(*self._server.sockets[0].getsockname())
+
+    def redirect(self, target_port: int) -> None:
+        """Pass the next connections on to another port; those that are open stay where they are."""
+        self._target_port = target_port
 
     def cut(self) -> None:
         """Reset all connections: what is under way is lost."""
@@ -31,6 +40,7 @@ class CutProxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_accepted += 1
         target = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers |= {writer, target[1]}
         for source, sink in ((reader, target[1]), (target[0], writer)):

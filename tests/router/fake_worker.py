@@ -25,8 +25,11 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.rpc import server_options
+from pdserve_router.served_model import ServedModel
 
 EOS = 1
+# Of the fakes, which have no tokenizer, and of `make_model_dir`.
+MODEL = ServedModel("tiny", tokenizer_digest="")
 PREFILL_STATS = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2, queue_s=1e-4, prefill_s=2e-4)
 KV_STATS = KVTransferStats(
     num_bytes=4096,
@@ -68,7 +71,7 @@ def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> Engi
         engine_id=f"fake-{role.name.lower()}",
         epoch="0" * 32,
         role=role,
-        model="fake",
+        model=MODEL.name,
         max_model_len=4096,
         vocab_size=vocab_size,
         eos_token_ids=(EOS,),

@@ -220,6 +220,21 @@ async def test_one_beams_failure_ends_the_request_and_its_other_beams(stack) -> 
     assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
 
 
+async def test_a_worker_that_fails_searches_again_and_again_gets_none(start_stack) -> None:
+    async def fail(running) -> None:
+        error = EngineError(code=ErrorCode.INTERNAL, message="broken on purpose")
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    async with start_stack() as stack:
+        for is_good in (False, False, True, False, False):
+            stack.decode.behave = predict if is_good else fail
+            await generate(stack)
+            # One that goes well lets those before it be forgotten.
+            assert stack.metric("pdserve_workers_failing", role="decode") == 0
+        await generate(stack)
+        assert stack.metric("pdserve_workers_failing", role="decode") == 1
+
+
 async def test_a_step_without_logprobs_is_an_error(start_stack) -> None:
     async def end(running) -> None:
         running.emit(at=0, finish=FinishReason.ABORT)

@@ -1,3 +1,4 @@
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_the_rules_of_routing_are_the_flags_of_the_same_names(tmp_path) -> None:
         ({"http_port": 70000}, "http_port is 70000"),
         ({"client_stall_timeout_s": 0.0}, "client_stall_timeout_s is 0.0, must be above 0"),
         ({"max_deadline_s": 1.0}, "at least default_deadline_s"),
+        ({"default_deadline_s": inf, "max_deadline_s": inf}, "is inf, must be at most 604800"),
         ({"drain_timeout_s": -1.0}, "drain_timeout_s is -1.0"),
     ],
 )

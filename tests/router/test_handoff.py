@@ -141,7 +141,7 @@ async def test_without_a_decode_worker_a_request_fails_at_once(start_stack) -> N
             await generate(stack, timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "no decode worker is ready" in caught.value.details()
-        assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="refused") == 1
 
 
 @pytest.fixture
@@ -246,6 +246,17 @@ async def test_a_gap_ends_the_request_with_an_error(stack) -> None:
     assert ending(outputs).error.code == core.ERROR_CODE_INTERNAL
     assert "are missing" in ending(outputs).error.message
     await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_a_gap_of_prefill_is_prefills_failure(stack) -> None:
+    async def skip(running) -> None:
+        running.emit(9, at=3)
+        await hang(running)
+
+    stack.prefill.behave = skip
+    stack.decode.behave = hang
+    assert "are missing" in ending(await generate(stack)).error.message
+    assert stack.metric("pdserve_handoffs_total", outcome="prefill_failed") == 1
 
 
 async def test_a_contradicting_duplicate_ends_the_request_with_an_error(stack) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 
 import httpx
 import pytest
@@ -16,7 +17,10 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     RepetitionDetectionParams,
 )
+from pdserve_common.errors import InvalidRequestError
+from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, parse_body
 
+MANY = 1000
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 100}
 
@@ -327,6 +331,11 @@ BAD_COMPLETIONS = [
     ({"early_stopping": True}, 400, "early_stopping"),
     ({"repetition_detection": {}}, 400, "repetition_detection.max_pattern_size"),
     ({"repetition_detection": {"max_pattern_size": 0}}, 400, "repetition_detection"),
+    (
+        {"repetition_detection": {"max_pattern_size": 4, "min_count": 2**40}},
+        400,
+        "repetition_detection",
+    ),
     ({"priority": 2**31}, 400, "priority"),
     ({"cache_salt": ""}, 400, "cache_salt"),
     ({"logprobs": 21}, 400, "logprobs"),
@@ -334,6 +343,7 @@ BAD_COMPLETIONS = [
     ({"top_logprobs": 1}, 400, "top_logprobs"),
     ({"echo": 1}, 400, "echo"),
     ({"best_of": 2, "n": 3}, 400, "best_of"),
+    ({"n": 64, "max_tokens": 4000, "logprobs": 20}, 400, "logprobs"),
     ({"suffix": "s"}, 400, "suffix"),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias[5]"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
@@ -383,6 +393,51 @@ async def test_bad_bodies_are_refused_and_the_field_is_named(http, stack) -> Non
         assert param.split("[")[0].split(".")[-1] in error["message"]
         assert error["code"] == ("model_not_found" if status == 404 else "invalid_argument")
     assert stack.prefill.requests == stack.decode.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "change", "problem"),
+    [
+        (CompletionBody, {"stop": [1] * MANY}, "stop: input should be a valid string"),
+        (CompletionBody, {"stop_token_ids": ["x"] * MANY}, "stop_token_ids[0]: input should be"),
+        (CompletionBody, {"logit_bias": dict.fromkeys(map(str, range(MANY)))}, "body has 1000 unk"),
+        (CompletionBody, dict.fromkeys(map(str, range(MANY)), 0), "body has 1003 fields, at most"),
+        (ChatCompletionBody, {"messages": [{}] * MANY}, "messages[0].role is missing"),
+        (ChatCompletionBody, {"messages": [dict.fromkeys(map(str, range(MANY)))]}, "has 1002 unk"),
+    ],
+)
+def test_of_many_mistakes_none_or_the_first_is_described(body, change, problem) -> None:
+    """Nobody else is served meanwhile, and a body has room for millions."""
+    good = COMPLETION if body is CompletionBody else CHAT
+    with pytest.raises(InvalidRequestError, match=re.escape(problem)) as caught:
+        parse_body(body, json.dumps({**good, **change}).encode())
+    found = caught.value.__cause__
+    assert found is None or "many" in caught.value.message or found.error_count() <= 2
+
+
+async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
+    http, stack, monkeypatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("broken on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pdserve_router.worker_client.WorkerClient.add_request", broken)
+        response = await http.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 500
+    await stack.assert_idle()
+    assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+    assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_body_that_does_not_come_ends_the_connection(stack, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.openai_http._BODY_TIMEOUT_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.read(), 20)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come within 0.05 s" in answer
+    writer.close()
 
 
 MALFORMED = [

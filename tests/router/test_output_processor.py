@@ -107,6 +107,20 @@ async def test_a_gap_is_an_error(make) -> None:
     assert harness.state.token_ids == [10]
 
 
+async def test_an_end_that_fails_can_be_told_as_an_error(make, monkeypatch) -> None:
+    def broken(self) -> str:
+        raise ValueError("broken on purpose")
+
+    harness = make()
+    harness.accept(10, at=0)
+    monkeypatch.setattr("pdserve_router.detokenizer.Detokenizer.finish", broken)
+    with pytest.raises(ValueError, match="on purpose"):
+        harness.finish()
+    assert harness.state.ending is None
+    harness.finish(FinishReason.ERROR)
+    assert (await harness.completion()).finish_reason is FinishReason.ERROR
+
+
 async def test_outputs_of_another_attempt_are_dropped(make) -> None:
     harness = make(attempt=2)
     assert harness.accept(10, at=0, attempt=1) is None

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
-from fake_worker import EOS, KV_STATS, FakeWorker, Running, decode, engine_info, prefill
+from fake_worker import EOS, KV_STATS, MODEL, FakeWorker, Running, decode, engine_info, prefill
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, until
@@ -41,6 +41,7 @@ class Stage:
         self.pool = WorkerPool(
             prefill=[worker.address for worker in self.prefill],
             decode=[worker.address for worker in self.decode],
+            model=MODEL,
             router_id="r",
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),
@@ -246,7 +247,6 @@ async def test_no_worker_is_left_with_a_probe_that_got_no_answer(start, monkeypa
         ("kv_compatibility_hash", "other"),
         ("block_size", 32),
         ("dtype", "float32"),
-        ("model", "other"),
         ("kv_transport", "local"),
     ],
 )

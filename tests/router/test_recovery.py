@@ -268,6 +268,29 @@ async def test_a_prefill_worker_whose_word_is_lost_is_not_missed_if_decode_goes_
     assert max(leg.attempt for worker in four.workers for leg in worker.requests) == 0
 
 
+@pytest.mark.parametrize("max_redrives", [0, 3])
+async def test_a_prefill_worker_that_is_lost_while_decode_goes_on_is_not_noticed(
+    start_stack, caplog, max_redrives
+) -> None:
+    """D has brought tokens, so it needs nothing of P, whatever the router knows of P."""
+    async with start_stack(max_redrives=max_redrives) as stack:
+
+        async def after_two_p_is_gone(running: Running, num_tokens: int) -> None:
+            if num_tokens == 2:
+                await until(lambda: num_delivered(stack) == 2)
+                await stack.prefill.stop()
+                await until(lambda: stack.server.pool.prefill[0].num_in_flight == 0)
+
+        stack.prefill.behave = hang
+        stack.decode.before_token = after_two_p_is_gone
+        outputs = await generate(stack)
+        assert text_of(outputs) == ANSWER_TEXT
+        assert not [record for record in caplog.records if "attempt 0" in record.getMessage()]
+        assert [leg.attempt for leg in stack.decode.requests] == [0]
+        assert stack.metric("pdserve_handoffs_total", outcome="completed") == 1
+        await stack.assert_idle()
+
+
 async def test_both_legs_fail_at_once(four, tokenizer, patient) -> None:
     async def fail_second(running: Running) -> None:
         await noticed(four)

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import pytest
-from fake_worker import engine_info
+from fake_worker import MODEL, engine_info
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
@@ -92,7 +92,12 @@ class Worker:
     def __init__(self, world: "World", role: WorkerRole, number: int) -> None:
         name = f"{role.name.lower()}-{number}"
         self.client = WorkerClient(
-            f"{name}:1", role=role, router_id="r", router_epoch="e", on_change=lambda: None
+            f"{name}:1",
+            role=role,
+            model=MODEL,
+            router_id="r",
+            router_epoch="e",
+            on_change=lambda: None,
         )
         self.client.info = engine_info(role, vocab_size=1 << 20, engine_id=name)
         self.client.origin = Origin.of(self.client.info)

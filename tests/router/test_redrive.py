@@ -53,6 +53,9 @@ class LostRequest:
     def give_up(self) -> None:
         self.given_up.set()
 
+    def on_defect(self) -> None:
+        raise AssertionError("nothing was tried")
+
 
 L = TypeVar("L", bound=LostRequest)
 
@@ -173,6 +176,48 @@ async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> No
     assert spent not in queue
     for request in (first, second):
         queue.discard(request)
+
+
+class DefectiveRequest(LostRequest):
+    """A Redrive that cannot be sent."""
+
+    is_ended = False
+
+    def resend(self, route: Route) -> None:
+        raise ValueError("broken on purpose")
+
+    def on_defect(self) -> None:
+        self.is_ended = True
+
+
+async def test_a_defect_of_one_request_ends_it_and_stops_no_other() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=8)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    broken, good = lost_request("a", DefectiveRequest), lost_request("b", SentRequest)
+    for request in (broken, good):
+        queue.add(request)
+    await asyncio.sleep(0.01)
+    assert (broken.is_ended, good.is_sent) == (True, True)
+    assert broken not in queue
+    for request in (broken, good):
+        queue.discard(request)
+
+
+class LongRequest(LostRequest):
+    """A Redrive whose next attempt takes long to make."""
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        raise AssertionError("there is nobody to send it to")
+
+
+async def test_while_nobody_is_there_no_attempt_is_made() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    request = lost_request("a", LongRequest)
+    queue.add(request)
+    await asyncio.wait_for(request.given_up.wait(), 20)
 
 
 async def lose_several_at_once() -> None:

@@ -67,6 +67,7 @@ def stream(state: RequestState, token_ids, num_top=None) -> list:
     return [*completions, state.collector.take().outputs[0]]
 
 
+LOOP = core.RepetitionDetectionParams(max_pattern_size=2, min_count=4)
 TEXTS = ["hello world, the quick fox", "你好、世界 😀🎉 naïve", "ab ab aab aabb end"]
 PARAMS = [
     {},
@@ -184,11 +185,12 @@ async def test_cumulative_and_final_outputs_are_whole(stack, answer, kind) -> No
         (4, {"max_tokens": 4}, (core.FINISH_REASON_LENGTH, "", None)),
         (4, {"stop_token_ids": "last"}, (core.FINISH_REASON_STOP, "", "last")),
         (10, {"stop": ["wor"]}, (core.FINISH_REASON_STOP, "wor", None)),
+        ([5] * 4, {"repetition_detection": LOOP}, (core.FINISH_REASON_REPETITION, "", None)),
     ],
-    ids=["eos", "max_tokens", "stop token", "stop string"],
+    ids=["eos", "max_tokens", "stop token", "stop string", "repetition"],
 )
 async def test_what_was_over_ends_at_once(stack, answer, border, params, ending) -> None:
-    token_ids = answer[:border]
+    token_ids = border if isinstance(border, list) else answer[:border]
     last = token_ids[-1]
     if params.get("stop_token_ids"):
         params = {"stop_token_ids": [last]}

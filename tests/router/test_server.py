@@ -20,7 +20,6 @@ from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.config import RouterConfig
-from pdserve_router.http_server import HttpServer
 from pdserve_router.server import RouterServer
 from pdserve_router.service import SERVICE_NAME
 
@@ -55,23 +54,29 @@ async def start_and_stop(config: RouterConfig) -> None:
         await server.stop(0)
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new(start_stack) -> None:
+async def test_draining_finishes_what_is_under_way_and_takes_nothing_later(start_stack) -> None:
     async with (
-        start_stack(http=HttpServer) as stack,
+        start_stack(http=True) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
     ):
-        stack.decode.step_s = 0.05
+        may_end = asyncio.Event()
+        stack.decode.before_token = lambda running, num_tokens: may_end.wait()
         running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
-        await until(lambda: stack.server.router.num_in_flight == 1)
-        drain = asyncio.create_task(stack.server.router.drain(10))
-        await asyncio.sleep(0.01)
+        await until(lambda: stack.decode.num_running == 1)
+        drain = asyncio.create_task(stack.server.router.drain(60))
+        await until(lambda: stack.server.router.is_draining)
         assert (await http.get("/health")).json()["reason"] == "draining"
-        refused = await http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"] == "1"
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 50}
+        late = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: stack.decode.num_running == 2)
+        may_end.set()
         outputs = await running
         assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
+        assert (await late).json()["choices"][0]["text"] == ANSWER_TEXT
         await drain
+        refused = await http.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
         await stack.assert_idle()
 
 
@@ -130,23 +135,23 @@ async def test_what_arrives_behind_the_drain_timeout_is_not_sent(start_stack, mo
         await stack.assert_idle()
 
 
-async def test_readiness_ends_before_anything_else(start_stack) -> None:
+async def test_readiness_ends_before_anything_else(start_stack, monkeypatch) -> None:
+    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 0.1)
     async with start_stack() as stack:
         health = health_pb2_grpc.HealthStub(stack.channel)
-        question = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-        assert (await health.Check(question)).status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=60)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         may_end = asyncio.Event()
         stack.decode.before_token = lambda running, num_tokens: may_end.wait()
         running = asyncio.create_task(read_all(stack.stub.Generate(pb2.GenerateRequest(text="a"))))
         await until(lambda: stack.decode.num_running == 1)
-        stopping = asyncio.create_task(stack.server.stop(30))
-        await asyncio.sleep(0.05)
-        answer = await health.Check(question, timeout=20)
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        stopping = asyncio.create_task(stack.server.stop(3600))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert not running.done()
         may_end.set()
-        await stopping
         outputs = await running
+        # Those who watch are not waited for until the drain timeout.
+        await asyncio.wait_for(stopping, 20)
         assert "".join(output.outputs[0].text for output in outputs) == ANSWER_TEXT
 
 

@@ -278,6 +278,7 @@ async def test_tokenize_and_detokenize_refuse_bad_input(stack) -> None:
         (stack.stub.Tokenize, pb2.TokenizeRequest(), INVALID),
         (stack.stub.Tokenize, pb2.TokenizeRequest(text="a", model="x"), grpc.StatusCode.NOT_FOUND),
         (stack.stub.Detokenize, pb2.DetokenizeRequest(token_ids=[2**31]), INVALID),
+        (stack.stub.Detokenize, pb2.DetokenizeRequest(token_ids=[5] * (2**18 + 1)), INVALID),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(message)

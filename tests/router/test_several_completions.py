@@ -58,7 +58,7 @@ async def test_a_full_queue_refuses_and_counts_it_once(start_stack, kind) -> Non
         await until(lambda: stack.decode.num_running == NUM_CHILDREN[kind])
         waiting.pop().cancel()
         await stack.assert_idle()
-        assert stack.metric("pdserve_requests_total", model="tiny", outcome="rejected") == 1
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="refused") == 1
         assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 2
 
 

@@ -80,23 +80,26 @@ async def read_to_end(call) -> None:
         pass
 
 
+def http_request(path: bytes, body: bytes) -> bytes:
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
+    return head + body
+
+
 def sse_request(n: int = 1) -> bytes:
     body = json.dumps(
         {"model": "tiny", "prompt": "hello", "max_tokens": NUM_TOKENS, "stream": True, "n": n}
-    ).encode()
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     )
+    return http_request(b"/v1/completions", body.encode())
 
 
-async def open_sse(stack, n: int = 1):
-    """Ask for a stream and never read it; the receive buffer is as small as the kernel allows."""
+async def open_http(stack, data: bytes):
+    """Ask for an answer and never read it; the receive buffer is as small as the kernel allows."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, ("127.0.0.1", stack.server.http_port))
-    await loop.sock_sendall(sock, sse_request(n))
+    await loop.sock_sendall(sock, data)
     return sock
 
 
@@ -126,14 +129,14 @@ async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack, n) -> None:
         await read_to_end(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.details() == "the client read nothing for 0.5 s"
-    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
 
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_an_sse_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     shrink_send_buffers(slow_stack)
     endless(slow_stack.decode)
-    sock = await open_sse(slow_stack, n)
+    sock = await open_http(slow_stack, sse_request(n))
     await until(lambda: len(slow_stack.decode.aborted) == n)
     received = bytearray()
     while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
@@ -143,7 +146,28 @@ async def test_an_sse_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     assert received
     assert not received.endswith(b"0\r\n\r\n")
     assert b"[DONE]" not in received
-    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+    assert slow_stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
+
+
+async def test_a_client_that_does_not_read_a_whole_answer_is_cut(start_stack) -> None:
+    num_tokens = 3000
+    async with start_stack(
+        prefill=0,
+        http=HttpServer,
+        client_stall_timeout_s=0.5,
+        info=LONG,
+        answer=[5] * num_tokens,
+    ) as stack:
+        stack.decode.step_s = 0.0
+        shrink_send_buffers(stack)
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        body = json.dumps({**chat, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 20})
+        sock = await open_http(stack, http_request(b"/v1/chat/completions", body.encode()))
+        length = {"model": "tiny", "outcome": "length"}
+        await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
+        connections = stack.server._http._server.server_state.connections
+        await until(lambda: not connections)
+        sock.close()
 
 
 async def test_a_client_over_tls_that_stops_reading_is_cut(
@@ -167,7 +191,7 @@ async def test_a_client_over_tls_that_stops_reading_is_cut(
         await until(lambda: len(stack.decode.aborted) == n)
         connection.close()
         await stack.assert_idle()
-        assert stack.metric("pdserve_requests_total", model="tiny", outcome="error") == 1
+        assert stack.metric("pdserve_requests_total", model="tiny", outcome="abort") == 1
 
 
 async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
@@ -202,7 +226,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_else(patient_stack, api
         stalled = stack.stub.Generate(grpc_request())
         await stalled.read()
     else:
-        stalled = await open_sse(stack)
+        stalled = await open_http(stack, sse_request())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.server.grpc_port}") as channel:
         reader = stack.stub.__class__(channel).Generate(pb2.GenerateRequest(text="hello"))
         num_tokens = 0
@@ -229,7 +253,7 @@ async def test_a_stalled_client_does_not_hold_up_the_shutdown(start_stack) -> No
         endless(stack.decode)
         call = stack.stub.Generate(grpc_request())
         await call.read()
-        sock = await open_sse(stack)
+        sock = await open_http(stack, sse_request())
         await asyncio.sleep(1.0)
         began = time.monotonic()
         await stack.server.stop(0.1)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from fake_worker import FakeWorker
+from fake_worker import MODEL, FakeWorker
 
 from conftest import TIMINGS, until
 from pdserve_common.engine_types import (
@@ -43,6 +43,7 @@ class Link:
         self.client = WorkerClient(
             self.worker.address,
             role=self.role,
+            model=MODEL,
             router_id="r",
             router_epoch="e",
             on_change=self._on_change,
@@ -585,3 +586,18 @@ async def test_idle_is_when_nothing_is_in_flight(link) -> None:
     assert not waiting.done()
     await asyncio.wait_for(waiting, 20)
     assert link.ends("a")
+
+
+def test_a_worker_that_requests_wait_for_is_tried_more_often() -> None:
+    client = WorkerClient(
+        "host:1",
+        role=WorkerRole.DECODE,
+        model=MODEL,
+        router_id="r",
+        router_epoch="e",
+        on_change=lambda: None,
+    )
+    client._backoff_s = 2.0
+    assert client._next_backoff_s == 2.0
+    client.state = WorkerState.REATTACHING
+    assert client._next_backoff_s == 0.5

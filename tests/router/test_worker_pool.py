@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_worker import PREFILL_STATS, FakeWorker, engine_info
+from fake_worker import MODEL, PREFILL_STATS, FakeWorker, engine_info
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, replace_file, until
@@ -57,6 +57,7 @@ class Stage:
         self.pool = WorkerPool(
             prefill=prefill,
             decode=decode,
+            model=MODEL,
             router_id="r",
             rules=RoutingRules(**rules),
             metrics=RouterMetrics(self.registry),

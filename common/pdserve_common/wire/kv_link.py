@@ -24,6 +24,7 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     Revoke,
     SessionEnded,
+    SessionEndReason,
 )
 from pdserve_common.wire.convert import enum_from_proto, seconds_to_ns
 
@@ -142,14 +143,15 @@ def kv_link_response_to_proto(message: KVLinkResponseMessage) -> kv_pb2.KvLinkRe
             session=_session_to_proto(message.session) if message.session else None,
             request_id=message.request_id,
             attempt=message.attempt,
-            reason=message.reason,
+            message=message.message,
+            reason=int(message.reason),  # type: ignore[arg-type]
         )
         return kv_pb2.KvLinkResponse(session_ended=ended)
     return kv_pb2.KvLinkResponse(heartbeat=kv_pb2.KvLinkHeartbeat(step_seq=message.step_seq))
 
 
 def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkResponseMessage:
-    """P to D. Raises InvalidRequestError on a message without content."""
+    """P to D. Raises InvalidRequestError on a message without content, or of unknown reasons."""
     kind = message.WhichOneof("message")
     if kind == "welcome":
         return _welcome_from_proto(message.welcome)
@@ -190,7 +192,8 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkRespons
             session=_session_from_proto(ended.session) if ended.HasField("session") else None,
             request_id=ended.request_id,
             attempt=ended.attempt,
-            reason=ended.reason,
+            reason=enum_from_proto(SessionEndReason, ended.reason, "session_ended.reason"),
+            message=ended.message,
         )
     if kind == "heartbeat":
         return KVLinkHeartbeat(step_seq=message.heartbeat.step_seq)

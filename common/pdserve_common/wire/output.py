@@ -308,6 +308,7 @@ _INFO_FIELDS = (
     "logits_processors",
     "kernels",
     "has_prefix_caching",
+    "tokenizer_digest",
 )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pdserve_common.config import LogLevel, opt
 from pdserve_common.tls import TlsConfig
+from pdserve_common.validation import id_problem
 
 
 # No slots: the services combine this with EngineConfig by multiple inheritance.
@@ -24,10 +25,12 @@ class WorkerConfig(TlsConfig):
     def __post_init__(self) -> None:
         TlsConfig.__post_init__(self)
         self.check_mutual()
+        if self.engine_id is not None and (problem := id_problem("engine_id", self.engine_id)):
+            raise ValueError(problem)
         for name in ("port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
-        if self.drain_timeout_s < 0:
+        if not self.drain_timeout_s >= 0:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, must be at least 0")
         if not self.self_check_timeout_s > 0:
             raise ValueError(

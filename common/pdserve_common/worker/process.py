@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.config import warn_of_unknown_variables
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
@@ -54,7 +55,6 @@ class Worker:
     """What a role has built."""
 
     engine: EngineClient
-    has_prefix_caching: bool
     # Closes what the role holds besides the engine: after the drain, before the engine.
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     # Further services: their names and what adds them to a server.
@@ -69,6 +69,7 @@ def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
     the worker cannot start, with 2 if it has to be restarted.
     """
     setup_logging(config.log_level, config.engine_id or role)
+    warn_of_unknown_variables(type(config))
     uvloop.install()
     return asyncio.run(_serve(config, role, build))
 
@@ -151,9 +152,7 @@ async def _build_and_check(building: Awaitable[Worker], *, timeout_s: float) -> 
     raises.
     """
     worker = await building
-    await check_engine(
-        worker.engine, has_prefix_caching=worker.has_prefix_caching, timeout_s=timeout_s
-    )
+    await check_engine(worker.engine, timeout_s=timeout_s)
     return worker
 
 

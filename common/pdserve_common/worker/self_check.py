@@ -27,13 +27,13 @@ class SelfCheckError(PdserveError):
     """The worker must not serve; says what failed and what to do. Not retryable."""
 
 
-async def check_engine(engine: EngineClient, *, has_prefix_caching: bool, timeout_s: float) -> None:
+async def check_engine(engine: EngineClient, *, timeout_s: float) -> None:
     """Generate the same tokens greedily, twice, and leave no block cached or held. Raises
     SelfCheckError.
     """
     started = time.monotonic()
     try:
-        await asyncio.wait_for(_check(engine, has_prefix_caching), timeout_s)
+        await asyncio.wait_for(_check(engine), timeout_s)
     except asyncio.TimeoutError:
         raise SelfCheckError(
             f"a few tokens took more than {timeout_s:g} s: raise --self-check-timeout-s, or find "
@@ -44,7 +44,7 @@ async def check_engine(engine: EngineClient, *, has_prefix_caching: bool, timeou
     logger.info("the self-check took %.0f ms", 1e3 * (time.monotonic() - started))
 
 
-async def _check(engine: EngineClient, has_prefix_caching: bool) -> None:
+async def _check(engine: EngineClient) -> None:
     outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
     client_index = engine.register_client(outputs.put_nowait)
     request = _request(engine.info, client_index)
@@ -60,7 +60,7 @@ async def _check(engine: EngineClient, has_prefix_caching: bool) -> None:
             "--no-enable-prefix-caching help? Then its blocks were overwritten"
         )
     is_whole_block = len(request.prompt_token_ids) > engine.info.block_size
-    if has_prefix_caching and is_whole_block and not second.num_cached_tokens:
+    if engine.info.has_prefix_caching and is_whole_block and not second.num_cached_tokens:
         raise SelfCheckError(
             "the same prompt was not found in the prefix cache: use --no-enable-prefix-caching"
         )

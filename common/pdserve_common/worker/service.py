@@ -20,10 +20,11 @@ from pdserve_common.engine_types import (
     FinishReason,
 )
 from pdserve_common.errors import (
+    ClientTooSlowError,
+    DeadlineExceededError,
     EngineDeadError,
     FailedPreconditionError,
     InvalidRequestError,
-    OverloadedError,
     PdserveError,
     RequestAbortedError,
 )
@@ -210,8 +211,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     async def _read(
         self, requests: AsyncIterator[service_pb2.AttachRequest], stream: "_Stream"
     ) -> None:
-        """Take the router's messages. Returns when it half-closes, raises OverloadedError on
-        silence.
+        """Take the router's messages. Returns when it half-closes, raises DeadlineExceededError
+        on silence.
         """
         attachment = stream.attachment
         iterator = requests.__aiter__()
@@ -221,7 +222,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             except StopAsyncIteration:
                 return
             except asyncio.TimeoutError:
-                raise OverloadedError(
+                raise DeadlineExceededError(
                     f"router has been silent for {ROUTER_TIMEOUT_S:g} s"
                 ) from None
             if not stream.is_current:
@@ -278,7 +279,7 @@ async def _write_in_time(
     try:
         await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise OverloadedError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s") from None
+        raise ClientTooSlowError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s") from None
     except grpc.aio.InternalError:  # gRPC says nothing better of a stream that is gone
         raise RequestAbortedError("the stream broke") from None
 

@@ -163,6 +163,11 @@ class BlockPool:
                 self.num_free_cached_blocks += 1
         self._bury(dead)
 
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
+        """Nobody finds the blocks of these hashes any more; held ones stay held."""
+        found = map(self._cached.get, block_hashes)
+        self._forget([block for block in found if block is not None])
+
     def reset_prefix_cache(self) -> bool:
         """Forget all hashes. Refused (False) while any block is held."""
         if self.num_free_blocks != self.num_blocks:
@@ -186,14 +191,15 @@ class BlockPool:
         )
 
     def _forget(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop the hashes that free blocks still have."""
+        """Drop the hashes that blocks still have."""
         hashed = [block for block in blocks if block.block_hash is not None]
         for block in hashed:
             assert block.block_hash is not None
             del self._cached[block.block_hash]
             block.block_hash = None
-        self.num_free_cached_blocks -= len(hashed)
-        self._bury(hashed)
+        free = [block for block in hashed if block.ref_cnt == 0]
+        self.num_free_cached_blocks -= len(free)
+        self._bury(free)
 
     def _bury(self, blocks: Sequence[KVCacheBlock]) -> None:
         if blocks and self.on_dead is not None:

@@ -1,4 +1,4 @@
-"""The inner loop of an engine: schedule, execute, update. Owned by the engine thread."""
+"""One step of an engine: schedule, execute, update. Owned by the engine thread."""
 
 import functools
 import logging
@@ -77,7 +77,7 @@ class _Taken(NamedTuple):
 
 
 class EngineCore:
-    """One engine without an own loop: the caller brings requests and calls step."""
+    """One engine; its caller adds requests and calls `step` again and again."""
 
     def __init__(
         self,
@@ -109,10 +109,13 @@ class EngineCore:
         self.num_handed_back = 0
         self.step_seq = 0
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, *, queued_time: float | None = None) -> None:
+        """`queued_time` is when the worker got it, in monotonic seconds, if that was before now."""
         params = request.sampling_params
         seed = params.seed if params is not None and params.seed is not None else 0
-        self.scheduler.add_request(Request(request, max_model_len=self._max_model_len, seed=seed))
+        self.scheduler.add_request(
+            Request(request, max_model_len=self._max_model_len, seed=seed, queued_time=queued_time)
+        )
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests, and the KV sessions of requests that were handed off. Unknown ids are
@@ -276,7 +279,13 @@ class EngineCore:
             self._probe()
 
     def _probe(self) -> None:
-        """Have the model compute one token of ours, before anything else."""
+        """Have the model compute one token of ours, before anything else.
+
+        The last probe may still wait for a block. It decides: each step that fails meanwhile takes
+        its requests out of the batch, so that it gets its turn.
+        """
+        if PROBE_ID in self.scheduler.requests:
+            return
         params = SamplingParams(temperature=0.0, max_tokens=1)
         request = EngineCoreRequest(
             request_id=PROBE_ID,

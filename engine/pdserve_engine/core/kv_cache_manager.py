@@ -256,6 +256,14 @@ class KVCacheManager:
                 self.block_pool.cache_block(blocks[index], key)
         tables.num_cached = end
 
+    def forget_blocks(self, request: Request) -> None:
+        """Nobody is to share what was computed from the request's tokens, by whomever."""
+        self.block_pool.forget(
+            block_hash + group.key_suffix
+            for block_hash in request.block_hashes
+            for group in self._groups
+        )
+
     def free(self, request: Request) -> None:
         """Give up all blocks of a request."""
         self.block_pool.free_blocks(reversed(self.take(request)))

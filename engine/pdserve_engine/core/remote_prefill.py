@@ -6,10 +6,12 @@ Among claims and local requests whoever has had to wait for long is the next to 
 nobody starves; preempted requests come before all of them.
 """
 
+import bisect
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineCoreEventType
@@ -28,7 +30,7 @@ MAX_SKIPPED = 16
 @dataclass(slots=True, eq=False)
 class _Claim:
     request: Request
-    since: float = field(default_factory=time.monotonic)
+    since: float
     # P knows that it has to wait.
     is_deferred: bool = False
 
@@ -40,10 +42,10 @@ class _Claim:
 class _Room(NamedTuple):
     """What limits grants; counted once for many claims."""
 
-    # Blocks of requests that do not run.
+    # Blocks of pulls that do not run.
     num_held: int
-    # Free blocks that admitted requests still need.
-    num_reserved: int
+    # Free blocks that a grant has to leave.
+    num_spare: int
 
 
 class RemotePrefills:
@@ -53,13 +55,18 @@ class RemotePrefills:
         self,
         connector: KVConnector | None,
         kv_cache_manager: KVCacheManager,
-        num_reserved_blocks: Callable[[], int],
+        landed: Callable[[], Iterable[Request]],
+        num_spare_blocks: Callable[[], int],
     ) -> None:
-        """`num_reserved_blocks` returns how many free blocks admitted requests still need."""
+        """`landed` returns those of here that have left, but find no place in the batch;
+        `num_spare_blocks` how many free blocks an admission has to leave.
+        """
         self._connector = connector
         self._kv = kv_cache_manager
-        self._num_reserved_blocks = num_reserved_blocks
-        self._requests: dict[Request, None] = {}
+        self._landed = landed
+        self._num_spare_blocks = num_spare_blocks
+        # And when P claimed blocks last, or else the ticket came.
+        self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
 
     def __len__(self) -> int:
@@ -79,7 +86,7 @@ class RemotePrefills:
 
     def add(self, request: Request) -> None:
         """Note the router's ticket."""
-        self._requests[request] = None
+        self._requests[request] = time.monotonic()
 
     def remove(self, request: Request) -> bool:
         """Forget a request that runs or ends; False if it is not here."""
@@ -93,7 +100,8 @@ class RemotePrefills:
         """P wants to start the request, which gets its blocks when grant_claims finds room."""
         # It may have asked, withdrawn and asked again before the first claim had its turn.
         if all(claim.request is not request for claim in self._claims):
-            self._claims.append(_Claim(request))
+            since = self._requests[request] = time.monotonic()
+            self._claims.append(_Claim(request, since))
 
     def drop_claim(self, request: Request) -> None:
         """P's claim, if there is one, does not count any more."""
@@ -126,13 +134,14 @@ class RemotePrefills:
 
     def reclaim(self) -> bool:
         """Free the blocks of the youngest request that P has announced nothing of; its claim stands
-        and is the next. False if there is none.
+        as if it had not been granted. False if there is none.
         """
         request = self._connector.reclaim() if self._connector is not None else None
         if request is None:
             return False
         self._free(request)
-        self._claims.appendleft(_Claim(request, is_deferred=True))
+        claim = _Claim(request, self._requests[request], is_deferred=True)
+        bisect.insort_left(self._claims, claim, key=lambda other: other.since)
         return True
 
     def _defer(self, claim: _Claim) -> None:
@@ -158,15 +167,15 @@ class RemotePrefills:
         block_ids = self._kv.get_block_ids(request.request_id)
         if self._connector.grant(request, block_ids, num_hit_tokens):
             self._kv.record_lookup(request, num_hit_tokens)
-            request.num_external_tokens = num_tokens - num_hit_tokens
             request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
         else:
             self._free(request)
         return True
 
     def _find_room(self) -> _Room:
-        num_held = sum(self._kv.num_blocks_of(other.request_id) for other in self.with_blocks())
-        return _Room(num_held, self._num_reserved_blocks())
+        pulls = itertools.chain(self.with_blocks(), self._landed())
+        num_held = sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls)
+        return _Room(num_held, self._num_spare_blocks())
 
     def _fits(self, request: Request, blocks: ComputedBlocks, room: _Room) -> bool:
         """Besides what admitted requests still need, and without filling the pool with requests
@@ -177,7 +186,7 @@ class RemotePrefills:
         if room.num_held and room.num_held + needed > max_held:
             return False
         # With room for the first token that D itself computes.
-        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=room.num_reserved)
+        return self._kv.can_allocate(request.num_tokens + 1, blocks, num_spare=room.num_spare)
 
     def _free(self, request: Request, kept: frozenset[int] = frozenset()) -> None:
         taken = [block.block_id for block in self._kv.take(request)]

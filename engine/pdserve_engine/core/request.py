@@ -80,10 +80,8 @@ class Request:
         "num_computed_tokens",
         "num_emitted_prompt_logprobs",
         "num_emitted_tokens",
-        "num_external_tokens",
         "num_in_flight_tokens",
         "num_output_placeholders",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "output_limit",
@@ -97,7 +95,15 @@ class Request:
         "stop_reason",
     )
 
-    def __init__(self, request: EngineCoreRequest, *, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        *,
+        max_model_len: int,
+        seed: int,
+        queued_time: float | None = None,
+    ) -> None:
+        """`queued_time`: monotonic seconds; None for now."""
         params = request.sampling_params
         assert params is not None, "pooling requests are refused at the edge"
         self.request = request
@@ -126,20 +132,17 @@ class Request:
         self.num_slots = 0
         # Of the prompt, found in the local prefix cache at the first scheduling.
         self.num_cached_tokens = -1
-        # Of the prompt, pulled from a prefill worker.
-        self.num_external_tokens = 0
         # The pull is over; a later preemption computes the prompt again here.
         self.is_kv_loaded = False
         # What P has sampled, and what a step has brought, while P's word on the KV is outstanding.
         self.pulled_token_ids: tuple[int, ...] = ()
         self.held_result: HeldResult | None = None
-        self.num_preemptions = 0
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = len(request.resume_output_token_ids)
         self.num_emitted_prompt_logprobs = 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
-        self.queued_time = time.monotonic()
+        self.queued_time = time.monotonic() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
         # P: when D was asked for blocks, and when it had them.
         self.asked_time: float | None = None

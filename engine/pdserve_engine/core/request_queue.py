@@ -104,7 +104,7 @@ class FCFSRequestQueue(RequestQueue):
 
 
 class _Entry:
-    """A request's place in the heap; one that was removed stays until it comes up."""
+    """A request's place in the heap; one that was removed stays for a while."""
 
     __slots__ = ("is_removed", "request")
 
@@ -144,6 +144,9 @@ class PriorityRequestQueue(RequestQueue):
 
     def _remove(self, request: Request) -> None:
         self._entries.pop(request).is_removed = True
+        if len(self._heap) > 2 * len(self._entries) + 64:  # most are removed
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._entries)

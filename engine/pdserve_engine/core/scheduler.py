@@ -23,23 +23,25 @@ preemption waits until nothing is in flight (`needs_drain`).
 """
 
 import enum
-import heapq
 import itertools
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pdserve_common.engine_types import (
     EngineCoreEventType,
     EngineError,
     ErrorCode,
+    KVLost,
     KVTransferStats,
     LogprobsLists,
     SchedulerStats,
 )
 from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.deadlines import Deadlines
 from pdserve_engine.core.forks import Forks, find_source
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.outputs import ClientOutputs, emit
@@ -111,7 +113,9 @@ class Scheduler:
         self.remote_decodes = RemoteDecodes(
             lambda: make_request_queue(config.scheduling_policy), config.max_num_batched_tokens
         )
-        self.remote_prefills = RemotePrefills(connector, self.kv, self._num_reserved_blocks)
+        self.remote_prefills = RemotePrefills(
+            connector, self.kv, self._landed_pulls, self._num_spare_blocks
+        )
         self.kv_ready: deque[Request] = deque()
         self.num_preemptions = 0
         # Of the waiting requests, those that were running.
@@ -131,12 +135,9 @@ class Scheduler:
         self._finished_req_ids: set[str] = set()
         self._preempted_req_ids: set[str] = set()
         self._outputs: ClientOutputs = {}
-        # A heap of (deadline, order of arrival, request); ids may come again, requests do not.
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._num_added = 0
+        self._deadlines = Deadlines()
 
     # ---- requests in and out
-    # -------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Take a request. If its id is in use, it supersedes an earlier attempt."""
@@ -145,7 +146,7 @@ class Scheduler:
             self._supersede(earlier, request)
         self.requests[request.request_id] = request
         request.record_event(EngineCoreEventType.QUEUED)
-        self._watch_deadline(request)
+        self._deadlines.add(request)
         if request.do_remote_prefill or request.do_remote_decode:
             if self.connector is None:
                 error = EngineError(
@@ -198,15 +199,12 @@ class Scheduler:
         error = EngineError(
             code=ErrorCode.DEADLINE_EXCEEDED, message="the request's deadline passed"
         )
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            _, _, request = heapq.heappop(self._deadlines)
+        for request in self._deadlines.take_passed(now):
             self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline (time.monotonic) of a request that is not over."""
-        while self._deadlines and self._deadlines[0][2].status.is_finished:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next()
 
     def has_requests(self) -> bool:
         """Is any request here, running or not?"""
@@ -233,7 +231,6 @@ class Scheduler:
         return bool(self._finished_req_ids)
 
     # ---- one step
-    # ------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step; its results go to update_from_output, in the order of planning."""
@@ -274,7 +271,10 @@ class Scheduler:
         alone, also if others have ended meanwhile: it may have been their fault.
         """
         failed = self._in_flight[0]
-        suspects = [r for r in failed if r.status is RequestStatus.RUNNING]
+        # Of one that runs ahead that step has never been: P's word is still to come.
+        suspects = [
+            r for r in failed if r.status is RequestStatus.RUNNING and not r.needs_remote_kv
+        ]
         for request in itertools.chain.from_iterable(self._in_flight):
             request.num_in_flight_tokens = 0
         self._in_flight.clear()
@@ -292,7 +292,7 @@ class Scheduler:
             request_ids = [r.request_id for r in suspects]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
-            self.suspects.note_failed(r for r in suspects if not r.needs_remote_kv)
+            self.suspects.note_failed(suspects)
 
     def try_first(self, request: Request) -> None:
         """Take a request and compute nothing else until it has brought a token."""
@@ -304,8 +304,8 @@ class Scheduler:
         pool = self.kv.block_pool
         num_remote = len(self.remote_prefills) + len(self.remote_decodes)
         return SchedulerStats(
-            num_running_reqs=len(self.running) + len(self.kv_ready),
-            num_waiting_reqs=len(self.waiting) + num_remote + len(self.forks),
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting) + len(self.kv_ready) + num_remote + len(self.forks),
             num_waiting_tokens=self.waiting.num_tokens + self.remote_decodes.num_tokens,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
@@ -319,17 +319,7 @@ class Scheduler:
             step_duration_s=step_duration_s,
         )
 
-    def _watch_deadline(self, request: Request) -> None:
-        if request.request.deadline is None:
-            return
-        heapq.heappush(self._deadlines, (request.request.deadline, self._num_added, request))
-        self._num_added += 1
-        if len(self._deadlines) > 2 * len(self.requests) + 64:  # most are of ended requests
-            self._deadlines = [e for e in self._deadlines if not e[2].status.is_finished]
-            heapq.heapify(self._deadlines)
-
     # ---- planning
-    # ------------------------------------------------------------------------------------------
 
     def _schedule_phase(self, plan: StepPlan) -> None:
         """V0: a step of whole prompts, or else a step of decodes."""
@@ -425,7 +415,6 @@ class Scheduler:
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
-        request.num_preemptions += 1
         self._num_preempted += 1
         self.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
@@ -586,7 +575,6 @@ class Scheduler:
         return self._num_common_prefix_blocks
 
     # ---- room
-    # ----------------------------------------------------------------------------------------------
 
     def _may_add(self, plan: StepPlan) -> bool:
         """May another request join the batch? Not if somebody has just given way for room."""
@@ -600,10 +588,17 @@ class Scheduler:
     def _can_allocate(self, num_tokens: int, blocks: ComputedBlocks, plan: StepPlan) -> bool:
         if plan.num_reserved_blocks is None:
             plan.num_reserved_blocks = self._num_reserved_blocks()
-        num_spare = plan.num_reserved_blocks
-        if num_spare:  # somebody could be preempted
-            num_spare += int(self.config.kv_watermark * self.kv.block_pool.num_blocks)
+        num_spare = self._with_watermark(plan.num_reserved_blocks)
         return self.kv.can_allocate(num_tokens, blocks, num_spare=num_spare)
+
+    def _num_spare_blocks(self) -> int:
+        """Blocks that whoever is admitted now has to leave free."""
+        return self._with_watermark(self._num_reserved_blocks())
+
+    def _with_watermark(self, num_reserved: int) -> int:
+        if not num_reserved:  # nobody could be preempted
+            return 0
+        return num_reserved + int(self.config.kv_watermark * self.kv.block_pool.num_blocks)
 
     def _num_reserved_blocks(self) -> int:
         """Blocks admitted requests still need for their known tokens, and one more for each.
@@ -624,7 +619,6 @@ class Scheduler:
         self.kv.record_lookup(request, num_hit_tokens)
 
     # ---- forks
-    # ---------------------------------------------------------------------------------------------
 
     def _release_forks(self, source: Request) -> None:
         """The source's prompt is computed: its forks share the full blocks, and compute what comes
@@ -633,9 +627,8 @@ class Scheduler:
         for fork in self.forks.take(source):
             # The fork needs a block for the prompt's end and one for what comes then.
             num_needed = self._num_missing_blocks(source) + 2 * self.kv.num_groups
-            has_room = (
-                self._num_reserved_blocks() + num_needed <= self.kv.block_pool.num_free_blocks
-            )
+            num_left = self.kv.block_pool.num_free_blocks - num_needed
+            has_room = num_left >= self._num_spare_blocks()
             if has_room and self.forks.share(source, fork):
                 self.kv_ready.append(fork)
             else:
@@ -647,7 +640,6 @@ class Scheduler:
             self.waiting.add_request(fork)
 
     # ---- results
-    # -------------------------------------------------------------------------------------------
 
     def _take_in(
         self,
@@ -658,12 +650,19 @@ class Scheduler:
     ) -> None:
         """A step that computed `num_tokens` tokens of a request is over and counts."""
         end = request.num_finished_tokens
-        self.kv.cache_blocks(request, end)
+        if result.num_nans_in_logits.get(request.request_id):
+            self.kv.forget_blocks(request)
+        else:
+            self._share_blocks(request)
+        self.kv.remove_skipped_blocks(request, end)
+        self._take_result(request, end - num_tokens, token_ids, result)
+
+    def _share_blocks(self, request: Request) -> None:
+        """What is computed may be had by others."""
+        self.kv.cache_blocks(request, request.num_finished_tokens)
         self._announce_blocks(request)
         if _is_prompt_computed(request):
             self._release_forks(request)
-        self.kv.remove_skipped_blocks(request, end)
-        self._take_result(request, end - num_tokens, token_ids, result)
 
     def _take_result(
         self,
@@ -685,8 +684,7 @@ class Scheduler:
             request.error = EngineError(code=ErrorCode.INTERNAL, message=problem)
             self._end_running(request, RequestStatus.FINISHED_ERROR)
         elif token_ids:
-            request.num_output_placeholders -= len(token_ids)
-            self._append_tokens(request, token_ids)
+            self._take_tokens(request, token_ids)
             self.suspects.remove(request)
         elif prompt_logprobs is None:
             return
@@ -698,16 +696,13 @@ class Scheduler:
             num_nans=num_nans,
         )
 
-    def _append_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            request.append_output_token_ids((token_id,))
-            status = check_stop(request)
-            if status is not None:
-                self._end_running(request, status)
-                return
-        if request.do_remote_decode:
+    def _take_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+        status = _append_tokens(request, token_ids)
+        if status is None and request.do_remote_decode:
             # P's part ends with the first token; is_handed_off tells this from a real end.
-            self._end_running(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+            status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if status is not None:
+            self._end_running(request, status)
 
     def _end_running(self, request: Request, status: RequestStatus) -> None:
         self._leave_batch(request)
@@ -750,7 +745,6 @@ class Scheduler:
                 self.waiting.remove_request(request)
 
     # ---- KV transfer
-    # ---------------------------------------------------------------------------------------
 
     def update_from_kv_transfer(self) -> None:
         """Take in what the connector reports, then see who may have blocks now."""
@@ -764,6 +758,12 @@ class Scheduler:
             self._give_grants_back(self.connector)
         for request in self._next_remote_decodes():
             self.connector.ask(request)
+
+    def _landed_pulls(self) -> Iterator[Request]:
+        """D: pulls that own all their blocks and find no place in the batch."""
+        num_places = self.config.max_num_seqs - len(self.running)
+        kept_out = itertools.islice(self.kv_ready, num_places, None)
+        return (request for request in kept_out if request.do_remote_prefill)
 
     def _next_remote_decodes(self) -> list[Request]:
         """P: those to ask D for blocks for."""
@@ -817,9 +817,18 @@ class Scheduler:
                 self._take_back(request)
                 self.remote_prefills.drop_claim(request)
                 request.record_event(EngineCoreEventType.KV_LOST)
-                emit(self._outputs, request, kv_lost=news.lost)
+                emit(self._outputs, request, kv_lost=self._of_use(request, news.lost))
             case TransferFailed():
-                self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, news.error)
+                is_void = news.error.code is ErrorCode.CANCELLED
+                status = RequestStatus.FINISHED_ABORTED if is_void else RequestStatus.FINISHED_ERROR
+                self.finish_requests([request.request_id], status, news.error)
+
+    def _of_use(self, request: Request, lost: KVLost) -> KVLost:
+        """D: what is confirmed and the next attempt will find: nothing without prefix caching, or
+        if the sliding windows of those tokens have not come.
+        """
+        _, num_tokens = self.kv.get_computed_blocks(request, lost.num_confirmed_tokens)
+        return replace(lost, num_confirmed_tokens=num_tokens)
 
     def _may_start(self, request: Request) -> bool:
         """P: does D still hold its blocks for the request?"""
@@ -873,15 +882,11 @@ class Scheduler:
     def _take_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
         pulled, request.pulled_token_ids = request.pulled_token_ids, ()
-        for token_id in pulled:
-            request.num_output_placeholders -= 1
-            request.append_output_token_ids((token_id,))
-            status = check_stop(request)
-            if status is not None:
-                self._remove_from_queues(request)
-                self._finish(request, status)
-                emit(self._outputs, request)
-                return
+        status = _append_tokens(request, pulled)
+        if status is not None:
+            self._remove_from_queues(request)
+            self._finish(request, status)
+            emit(self._outputs, request)
 
     def _supersede(self, earlier: Request, request: Request) -> None:
         """A later attempt of the same request takes over; nobody is told of the earlier one's end.
@@ -898,6 +903,19 @@ class Scheduler:
                 self.forks.add(request, fork)
             else:
                 self.waiting.add_request(fork)
+
+
+def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus | None:
+    """Put tokens into the places that were kept for them; return the status of the request's end if
+    one of them is the last.
+    """
+    request.num_output_placeholders -= len(token_ids)
+    for token_id in token_ids:
+        request.append_output_token_ids((token_id,))
+        status = check_stop(request)
+        if status is not None:
+            return status
+    return None
 
 
 def _is_preempted(request: Request) -> bool:

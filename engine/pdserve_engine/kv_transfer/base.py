@@ -291,8 +291,13 @@ class KVTransport(ABC):
     """
 
     name: str
-    # Why nothing can be moved safely any more: the process has to be restarted. None: all is well.
-    failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be moved safely any more: the process has to be restarted. None: all is
+        well. To be looked at twice in two seconds or more often, by one thread.
+        """
+        return None
 
     @abstractmethod
     def register(self, kv_cache: "KVCache") -> None:
@@ -361,7 +366,8 @@ class KVTransport(ABC):
     def close(self) -> None:
         """Stop the transfer thread and deregister, after posted READs landed or 5 s.
 
-        A READ that has not landed by then never gets its `on_done`: the process must end.
+        A READ that has not landed by then never gets its `on_done`: the process must end. So it
+        must if the thread hangs: after 10 s it is left behind, and `failure` says so.
         """
 
 

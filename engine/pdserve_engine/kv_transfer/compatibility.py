@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from pdserve_common.kv_types import PROTOCOL_VERSION, KVLayout
+from pdserve_common.kv_types import KVLayout
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.loader import weights_digest
 
@@ -20,15 +20,15 @@ def compatibility_hash(
     *,
     logits_processors: Iterable[str] = (),
 ) -> str:
-    """Return a SHA-256 over protocol, model shape, weights, tokenizer, rope, dtype, block layout
-    and the names of the logits processors.
+    """Return a SHA-256 over model shape, quantization, dtype, weights, tokenizer, block layout and
+    the names of the logits processors. Hello and welcome compare protocol versions themselves.
 
-    max_model_len is left out: P and D may differ in it, requests are checked against each.
+    max_model_len is left out: P and D may differ in it, requests are checked against each. But it
+    must not be within a sliding window on one of them only: that one has other KV groups.
     """
     shape = dataclasses.asdict(config)
     del shape["max_model_len"]
     parts = {
-        "protocol": PROTOCOL_VERSION,
         "model": shape,
         "weights": weights_digest(model_dir),
         "tokenizer": _tokenizer_digest(Path(model_dir)),

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class ConsumerConnector(KVConnector):
     """D's connector. `wakeup` makes the engine thread call take_news soon.
 
-    A pull of which P says nothing for `session_timeout_s` is lost, whatever it waits for; a READ
+    A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
     without progress for `transfer_timeout_s` is given up.
     `checksum` returns the CRC-32 of each of some blocks: with it, blocks that P sends checksums of
     are checked when they have landed.
@@ -74,6 +74,8 @@ class ConsumerConnector(KVConnector):
         self._request_link: RequestLink | None = None
         self._dialing: set[str] = set()
         self._links = LinkTable(clock())
+        # What has gone wrong in here, and why the worker must not go on.
+        self._defect: str | None = None
         self._table = PullTable(
             layout=identity.layout,
             vocab_size=identity.vocab_size,
@@ -155,7 +157,7 @@ class ConsumerConnector(KVConnector):
             return self._table.num_open()
 
     def failure(self) -> str | None:
-        return self._transport.failure
+        return self._defect or self._transport.failure
 
     def shutdown(self) -> None:
         self.fence_all("shutdown")
@@ -219,6 +221,7 @@ class ConsumerConnector(KVConnector):
             self._links.add(link)
             self._dialing.discard(engine_id)
             self._metrics.links.set(len(self._links))
+            self._metrics.peer_came(engine_id)
             begin(self._metrics.transfer_failures, peer=(engine_id,), reason=FAILURE_REASONS)
         return link
 
@@ -248,12 +251,11 @@ class ConsumerConnector(KVConnector):
         """Send heartbeats, end what is overdue. Call it every TICK_S, also while the engine is
         idle.
         """
-        with self._lock:
-            now = self._clock()
-            tick = self._links.tick(now, self._step_seq())
-            for link in tick.silent:
-                self._drop_link(link, "silent")
-            self._table.expire(now, tick.overslept_s)
+        try:
+            self._tick()
+        except Exception as error:  # a defect: nobody waits for ticks, but `failure` is asked for
+            logger.exception("a tick of the KV connector failed")
+            self._defect = f"a tick of the KV connector failed: {error!r}"
 
     # ---- the transfer thread
 
@@ -278,6 +280,14 @@ class ConsumerConnector(KVConnector):
         with self._lock:
             self._drop_link(link, reason)
 
+    def _tick(self) -> None:
+        with self._lock:
+            now = self._clock()
+            tick = self._links.tick(now, self._step_seq())
+            for link in tick.silent:
+                self._drop_link(link, "silent")
+            self._table.expire(now, tick.overslept_s)
+
     # ---- under the lock
 
     def _post(self, read: ChunkRead) -> None:
@@ -294,6 +304,7 @@ class ConsumerConnector(KVConnector):
 
     def _lose_waiting(self, engine_id: str, reason: str) -> None:
         self._table.end_link(engine_id, "no_link", f"no link to {engine_id}: {reason}")
+        self._metrics.peer_went(engine_id)
 
     def _drop_link(self, link: KVLink, reason: str) -> None:
         if not self._links.remove(link):
@@ -304,4 +315,5 @@ class ConsumerConnector(KVConnector):
         self._transport.remove_peer(link.peer)
         link.handle.close(reason)
         self._metrics.links.set(len(self._links))
+        self._metrics.peer_went(link.engine_id)
         logger.info("link %d to %s ended: %s", link.number, link.engine_id, reason)

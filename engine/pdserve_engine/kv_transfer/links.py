@@ -114,6 +114,9 @@ class RecentKeys:
         if len(self._keys) > self._max_len:
             self._keys.popitem(last=False)
 
+    def discard(self, key: Hashable) -> None:
+        self._keys.pop(key, None)
+
 
 def make_hello(identity: KVIdentity, connector: str) -> KVLinkHello:
     """D: what to send first on a new link."""
@@ -161,5 +164,5 @@ def find_hash_mismatch(p_hash: str, d_hash: str) -> str | None:
         return None
     return (
         f"compatibility_hash differs: {p_hash} on P, {d_hash} on D "
-        "(model, weights, tokenizer, dtype or numerics)"
+        "(model, quantization, weights, tokenizer, dtype, layout or logits processors)"
     )

@@ -83,6 +83,8 @@ class NixlAgent:
         ]
         self._local = self._prep("NIXL_INIT_AGENT", regions, memory_type)
         self._num_uses: dict[str, int] = {}
+        # Peers that have answered; those that were removed after it and have not come back.
+        self._connected: set[str] = set()
         self._removed = RecentKeys()
         self.num_left_open = 0
         self.endpoint = KVEndpoint(
@@ -108,6 +110,7 @@ class NixlAgent:
             self._num_uses[name] = 0
             # It was removed, and lives: its name is that of one start of a process (K1).
             self.num_left_open += name in self._removed
+            self._removed.discard(name)
         try:
             dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
         except NIXL_ERRORS:
@@ -117,12 +120,16 @@ class NixlAgent:
         self._num_uses[name] = self._num_uses.pop(name) + 1
         return dlist
 
+    def mark_connected(self, name: str) -> None:
+        """The peer has answered. One that never did leaves nothing open when it is removed."""
+        self._connected.add(name)
+
     def remove_peer(self, name: str, dlist: Any, *, is_broken: bool) -> None:
         """Release a peer's descriptors.
 
         NIXL 1.5 never closes the sockets of a peer that is removed and lives: only what is broken,
         or one of too many, is removed. The others keep their connection, should they come back.
-        `num_left_open` counts those that do come back after they were removed.
+        `num_left_open` counts how often a peer came back after it had answered and was removed.
         """
         dlist.release()
         self._num_uses[name] -= 1
@@ -144,7 +151,9 @@ class NixlAgent:
 
     def _remove(self, name: str) -> None:
         del self._num_uses[name]
-        self._removed.add(name)
+        if name in self._connected:
+            self._connected.remove(name)
+            self._removed.add(name)
         try:
             self._agent.remove_remote_agent(name)
         except NIXL_ERRORS as error:

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # its own up to Python 3.10
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
+from pdserve_engine.core.step_watch import RunningStep, StepWatch
 from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadDone,
@@ -48,8 +50,14 @@ IDLE_PUMP_S = 20e-3
 SERVED_S = 200e-6
 # How long a peer may take to connect, and P helps it to.
 CONNECT_S = 5.0
+# Registering a large pool with a NIC may take minutes: it pins every page.
+REGISTER_S = 600.0
 SELF_CHECK_S = 5.0
 CLOSE_S = 5.0
+# For what comes after the last READ has landed, or was given up.
+CLOSE_MARGIN_S = 5.0
+# No call into NIXL takes so long unless it hangs: copies through shared memory are cut into pieces.
+HANG_S = 10.0
 # So many READs that are over when posted tell shared memory; while a connection is being set up
 # some are not, and on a network one might be by luck.
 NUM_SYNCHRONOUS = 3
@@ -70,6 +78,10 @@ class NixlTransport(KVTransport):
         self._is_closed = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._failure: str | None = None
+        # What the thread is at; None while it sleeps on its queue.
+        self._turn: RunningStep | None = None
+        self._watch = StepWatch(timeout_s=HANG_S)
         # The rest belongs to the thread.
         self._all_peers: list[Peer] = []
         self._is_exporting = False
@@ -88,10 +100,20 @@ class NixlTransport(KVTransport):
         self._kv_cache = kv_cache
         self._opened: Future[KVEndpoint] = Future()
         self._thread.start()
-        self._endpoint = self._opened.result()
+        try:
+            self._endpoint = self._opened.result(timeout=REGISTER_S)
+        except FutureTimeoutError as error:
+            raise KVTransferError(f"NIXL does not start within {REGISTER_S:g} s") from error
 
     def endpoint(self) -> KVEndpoint:
         return self._endpoint
+
+    @property
+    def failure(self) -> str | None:
+        bound_s = self._watch.overrun(self._turn)
+        if bound_s is not None:
+            self._fail(f"the KV transfer thread has hung for {bound_s:g} s")
+        return self._failure
 
     def self_check(self) -> None:
         outcome: Future[None] = Future()
@@ -99,7 +121,7 @@ class NixlTransport(KVTransport):
         try:
             # Twice as long: the call into NIXL may itself hang.
             outcome.result(timeout=2 * SELF_CHECK_S)
-        except (*NIXL_ERRORS, ValueError, TimeoutError) as error:
+        except (*NIXL_ERRORS, ValueError, TimeoutError, FutureTimeoutError) as error:
             raise KVTransferError(
                 f"NIXL moves no bytes with UCX_TLS={_ucx_tls()} ({error or 'it hangs'}): set "
                 "require_transport, or UCX_TLS, to what this machine has"
@@ -169,7 +191,9 @@ class NixlTransport(KVTransport):
             self._is_closed = True
         if is_first and self._thread.is_alive():
             self._commands.put(self._start_close)
-            self._thread.join()
+            self._thread.join(CLOSE_S + CLOSE_MARGIN_S)
+            if self._thread.is_alive():
+                self._fail("the KV transfer thread hangs and cannot be closed")
 
     # ---- the transfer thread
 
@@ -183,12 +207,17 @@ class NixlTransport(KVTransport):
             self._opened.set_exception(KVTransferError(message))
             return
         self._reads = Reads(
-            self._agent, self._block_bytes, pace=self._poll_pace, lose=self._lose, fail=self._fail
+            self._agent,
+            self._block_bytes,
+            on_progress=self._on_progress,
+            lose=self._lose,
+            fail=self._fail,
         )
         self._opened.set_result(self._agent.endpoint)
         try:
             self._work()
         finally:
+            self._turn = None
             # Only after a bug is there anybody left to tell.
             with self._lock:
                 self._is_closed = True
@@ -198,26 +227,36 @@ class NixlTransport(KVTransport):
                     peer.on_lost("the transfer thread has died")
 
     def _work(self) -> None:
-        while self._close_by is None or self._has_posted():
+        while self._close_by is None or any(peer.posted for peer in self._all_peers):
             if self._close_by is not None and time.monotonic() > self._close_by:
                 logger.error("READs have not landed %g s after the close began", CLOSE_S)
                 return  # what they write into must stay as it is
             self._take_commands()
             self._progress()
         for peer in list(self._all_peers):
+            self._drop_probe(peer)
             self._forget(peer)
         self._agent.close()
 
     def _take_commands(self) -> None:
         """Sleep until there is something to do, then run what was asked for."""
         wait_s = self._wait_s()
+        self._turn = None
         try:
             command = self._commands.get(timeout=wait_s)
             while True:
+                self._begin_turn()
                 command()
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return
+            self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._turn = RunningStep(time.monotonic(), None)
+
+    def _on_progress(self) -> None:
+        self._begin_turn()
+        self._poll_pace.restart()
 
     def _wait_s(self) -> float | None:
         if self._has_posted():
@@ -270,8 +309,8 @@ class NixlTransport(KVTransport):
             self._pump_pace.restart()  # who has read will read again
 
     def _fail(self, reason: str) -> None:
-        if self.failure is None:
-            self.failure = reason
+        if self._failure is None:
+            self._failure = reason
             logger.error("%s", reason)
 
     # ---- peers
@@ -300,18 +339,25 @@ class NixlTransport(KVTransport):
             if now > peer.connect_by:
                 self._lose(peer, f"cannot connect within {CONNECT_S:g} s")
             return
-        self._agent.release(peer.probe)
-        peer.probe = None
+        self._drop_probe(peer)
         self._poll_pace.restart()
         if error:
             self._lose(peer, f"cannot connect: {error}")
-        elif peer.num_synchronous == NUM_SYNCHRONOUS or peer.num_probes == MAX_PROBES:
+            return
+        self._agent.mark_connected(peer.agent_name)
+        if peer.num_synchronous == NUM_SYNCHRONOUS or peer.num_probes == MAX_PROBES:
             self._label(peer)
         elif not peer.is_lost:
             try:
                 self._post_probe(peer)
             except NIXL_ERRORS as post_error:
                 self._lose(peer, f"cannot connect: {post_error}")
+
+    def _drop_probe(self, peer: Peer) -> None:
+        """Also of one that may still land: that is in the agent's own memory."""
+        if peer.probe is not None:
+            self._agent.release(peer.probe)
+            peer.probe = None
 
     def _label(self, peer: Peer) -> None:
         """NIXL does not say how it reaches a peer. Only a copy through shared memory is over when

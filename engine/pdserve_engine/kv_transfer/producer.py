@@ -26,6 +26,7 @@ from pdserve_common.kv_types import (
     Later,
     Release,
     Revoke,
+    SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.core.request import Request, RequestStatus
@@ -58,8 +59,8 @@ _ANSWERS: Mapping[type, tuple[ProducerEvent, str]] = {
 }
 
 _END_REASONS = {
-    RequestStatus.FINISHED_ABORTED: "aborted",
-    RequestStatus.FINISHED_ERROR: "error",
+    RequestStatus.FINISHED_ABORTED: SessionEndReason.ABORTED,
+    RequestStatus.FINISHED_ERROR: SessionEndReason.ERROR,
 }
 
 
@@ -90,6 +91,8 @@ class ProducerConnector(KVConnector):
         self._clock = clock
         self._lock = threading.Lock()
         self._links = LinkTable(clock())
+        # What has gone wrong in here, and why the worker must not go on.
+        self._defect: str | None = None
         self._next_link = 1
         # Given up by D before P asked for them: (engine id, request id, attempt).
         self._cancelled = RecentKeys()
@@ -127,11 +130,11 @@ class ProducerConnector(KVConnector):
         with self._lock:
             old = self._machine.get(request.request_id)
             if old is not None:  # an earlier attempt
-                self._machine.advance(old, ProducerEvent.FINISHED, "superseded")
+                self._machine.advance(old, ProducerEvent.FINISHED, SessionEndReason.SUPERSEDED)
             session = self._machine.add(request)
             link = self._links.get(session.engine_id)
             if session.key in self._cancelled:
-                self._machine.advance(session, ProducerEvent.CANCELLED, "cancelled")
+                self._machine.advance(session, ProducerEvent.CANCELLED)
             elif link is not None:
                 self._machine.open(session, link)
 
@@ -155,7 +158,7 @@ class ProducerConnector(KVConnector):
         with self._lock:
             session = self._machine.find(request)
             if session is not None:
-                self._machine.advance(session, ProducerEvent.PREEMPTED, "preempted")
+                self._machine.advance(session, ProducerEvent.PREEMPTED)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -176,12 +179,12 @@ class ProducerConnector(KVConnector):
         with self._lock:
             session = self._machine.get(request_id)
             if session is not None and session.state is ProducerState.HANDED_OFF:
-                self._machine.advance(session, ProducerEvent.FINISHED, "aborted")
+                self._machine.advance(session, ProducerEvent.FINISHED, SessionEndReason.ABORTED)
 
     def fence_all(self, reason: str) -> None:
         with self._lock:
             for session in self._machine.all():
-                self._machine.advance(session, ProducerEvent.FENCED, f"fenced:{reason}")
+                self._machine.advance(session, ProducerEvent.FENCED, detail=reason)
 
     def take_news(self) -> list[KVNews]:
         with self._lock:
@@ -191,7 +194,7 @@ class ProducerConnector(KVConnector):
         return len(self._machine)
 
     def failure(self) -> str | None:
-        return self._transport.failure
+        return self._defect or self._transport.failure
 
     def shutdown(self) -> None:
         self.fence_all("shutdown")
@@ -232,6 +235,7 @@ class ProducerConnector(KVConnector):
             self._next_link += 1
             self._links.add(link)
             self._metrics.links.set(len(self._links))
+            self._metrics.peer_came(link.engine_id)
             self._transport.expect_peer()
             handle.send(self._welcome(link))
             self._machine.open_waiting(link)
@@ -256,6 +260,13 @@ class ProducerConnector(KVConnector):
         """Send heartbeats, end what is overdue. Call it every TICK_S, also while the engine is
         idle.
         """
+        try:
+            self._tick()
+        except Exception as error:  # a defect: nobody waits for ticks, but `failure` is asked for
+            logger.exception("a tick of the KV connector failed")
+            self._defect = f"a tick of the KV connector failed: {error!r}"
+
+    def _tick(self) -> None:
         with self._lock:
             now = self._clock()
             tick = self._links.tick(now, self._step_seq())
@@ -268,7 +279,7 @@ class ProducerConnector(KVConnector):
     def _hand_off(self, session: Session, block_ids: tuple[list[int], ...]) -> frozenset[int]:
         session.add_blocks(block_ids, session.num_blocks)
         if session.first_block == session.num_blocks:
-            self._machine.advance(session, ProducerEvent.PREFILLED_ALL_CACHED, "released")
+            self._machine.advance(session, ProducerEvent.PREFILLED_ALL_CACHED)
         else:
             self._machine.advance(session, ProducerEvent.PREFILLED)
         return session.keep()
@@ -292,7 +303,7 @@ class ProducerConnector(KVConnector):
         if isinstance(message, Granted) and message.first_block > session.num_blocks:
             return False
         event, answer = _ANSWERS[type(message)]
-        if not self._machine.advance(session, event, answer):
+        if not self._machine.advance(session, event):
             return False
         if isinstance(message, Granted):
             session.start_at(message.first_block)
@@ -307,7 +318,7 @@ class ProducerConnector(KVConnector):
         session.num_released = max(session.num_released, message.through_block)
         is_last = session.num_released == session.num_blocks
         if is_last and session.state is ProducerState.HANDED_OFF:
-            return self._machine.advance(session, ProducerEvent.RELEASED_ALL, "released")
+            return self._machine.advance(session, ProducerEvent.RELEASED_ALL)
         return self._machine.advance(session, ProducerEvent.RELEASED)
 
     def _on_cancel(self, link: KVLink, message: CancelRequest) -> bool:
@@ -318,15 +329,16 @@ class ProducerConnector(KVConnector):
             return True
         if attempt > message.attempt or session.engine_id != link.engine_id:
             return False
-        return self._machine.advance(session, ProducerEvent.CANCELLED, "cancelled")
+        return self._machine.advance(session, ProducerEvent.CANCELLED)
 
     def _drop_link(self, link: KVLink, reason: str) -> None:
         if not self._links.remove(link):
             return
         for session in [s for s in self._machine.all() if s.link is link]:
-            self._machine.advance(session, ProducerEvent.LINK_LOST, "link_lost")
+            self._machine.advance(session, ProducerEvent.LINK_LOST)
         link.handle.close(reason)
         self._metrics.links.set(len(self._links))
+        self._metrics.peer_went(link.engine_id)
         logger.info("link %d to %s ended: %s", link.number, link.engine_id, reason)
 
     def _welcome(self, link: KVLink) -> KVLinkResponseMessage:
@@ -345,5 +357,5 @@ def _may_release(session: Session, through_block: int) -> bool:
     return is_running and through_block <= session.num_announced
 
 
-def _end_reason(request: Request) -> str:
-    return _END_REASONS.get(request.status, "finished")
+def _end_reason(request: Request) -> SessionEndReason:
+    return _END_REASONS.get(request.status, SessionEndReason.FINISHED)

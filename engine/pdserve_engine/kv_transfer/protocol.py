@@ -1,6 +1,6 @@
 """The KV session as tables: what its two ends do, and in which order.
 
-ProducerConnector and ConsumerConnector carry out these transitions and no others, and the protocol
+SessionMachine (P) and PullMachine (D) carry out these transitions and no others, and the protocol
 model in tests/kv_transfer/model explores the same tables exhaustively: with them no byte of a freed
 block reaches a token, nothing leaks and nothing waits for ever. The rules K1 to K8 are in
 docs/architecture.md.
@@ -200,8 +200,9 @@ class ConsumerEvent(enum.Enum):
     ALL_LANDED = enum.auto()
     # And all of it is confirmed.
     COMPLETED = enum.auto()
-    # Of the worker: a deadline passed, P broke the protocol, or blocks are about to change hands.
-    EXPIRED = enum.auto()
+    # D gives it up: a deadline passed, or P broke the protocol.
+    GIVEN_UP = enum.auto()
+    # Blocks are about to change hands.
     FENCED = enum.auto()
     # The router has not decided in time.
     HOLD_EXPIRED = enum.auto()
@@ -248,7 +249,7 @@ _WAITING: Mapping[ConsumerEvent, ConsumerStep] = {
     # The scheduler ends the request, and only with that its blocks come back.
     _DE.SESSION_VOID: ConsumerStep(_D.LOST, (_DA.VOID_REQUEST,)),
     _DE.SESSION_LOST: _LOST,
-    _DE.EXPIRED: _LOST_CANCEL,
+    _DE.GIVEN_UP: _LOST_CANCEL,
     _DE.FENCED: _LOST_CANCEL,
     _DE.REQUEST_ENDED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL, _DA.GIVE_BACK)),
 }
@@ -261,7 +262,7 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
         _DE.SESSION_PREEMPTED: ConsumerStep(_D.ENDED),
         _DE.SESSION_VOID: ConsumerStep(_D.ENDED),
         _DE.SESSION_LOST: ConsumerStep(_D.ENDED),
-        _DE.EXPIRED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL,)),
+        _DE.GIVEN_UP: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL,)),
         _DE.FENCED: ConsumerStep(_D.ENDED, (_DA.SEND_CANCEL,)),
     },
     _D.TICKET: {

@@ -139,6 +139,8 @@ class Pull:
     state: ConsumerState
     # When it began.
     since: float
+    # It waits so long from its last event, and so until then.
+    timeout_s: float
     deadline: float
     # Whose KV P is to send: as P says while EARLY, then as the request has.
     num_tokens: int = 0

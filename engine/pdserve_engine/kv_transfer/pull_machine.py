@@ -60,6 +60,8 @@ _SESSION_STATES = frozenset(
         ConsumerState.LANDED,
     }
 )
+# It waits for P or for the scheduler.
+_WAITING_STATES = _SESSION_STATES | {ConsumerState.TICKET}
 _OVER_STATES = frozenset({ConsumerState.ACCEPTED, ConsumerState.ENDED})
 # P has not kept the blocks for as long as it took, or D's pool changes hands.
 _EXPIRY_REASONS = frozenset({"expired", "fenced", "not_valid"})
@@ -130,7 +132,7 @@ class PullMachine:
 
     def add(self, key: PullKey, state: ConsumerState, timeout_s: float) -> Pull:
         now = self._clock()
-        pull = Pull(key, state, since=now, deadline=now + timeout_s)
+        pull = Pull(key, state, since=now, timeout_s=timeout_s, deadline=now + timeout_s)
         self.pulls[key] = pull
         self._count(state, +1)
         return pull
@@ -161,6 +163,8 @@ class PullMachine:
         if step is None:
             return False
         self._set_state(pull, step.next)
+        if step.next in _WAITING_STATES:
+            pull.deadline = self._clock() + pull.timeout_s
         for action in step.actions:
             self._actions[action](pull)
         if step.next is ConsumerState.ENDED:
@@ -178,7 +182,7 @@ class PullMachine:
 
     def lose_protocol(self, pull: Pull, what: str) -> bool:
         message = f"P {pull.engine_id} {what}"
-        return self.lose(pull, ConsumerEvent.EXPIRED, "protocol", message)
+        return self.lose(pull, ConsumerEvent.GIVEN_UP, "protocol", message)
 
     # ---- what the steps do
 

@@ -4,7 +4,7 @@ consumer's lock guards all of it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdserve_common.kv_types import (
     BlocksReady,
@@ -16,6 +16,7 @@ from pdserve_common.kv_types import (
     PrefillDone,
     ReleaseAck,
     SessionEnded,
+    SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.core.request import Request
@@ -47,8 +48,13 @@ from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
 MAX_EARLY = 4096
 
 # How P's reasons to end a session look to D; any other is a loss like "session_ended".
-_VOID_REASONS = frozenset({"finished", "aborted", "superseded"})
-_LOSS_REASONS: dict[str, LossReason] = {"expired": "expired", "fenced": "fenced"}
+_VOID_REASONS = frozenset(
+    {SessionEndReason.FINISHED, SessionEndReason.ABORTED, SessionEndReason.SUPERSEDED}
+)
+_LOSS_REASONS: Mapping[SessionEndReason, LossReason] = {
+    SessionEndReason.EXPIRED: "expired",
+    SessionEndReason.FENCED: "fenced",
+}
 
 
 class PullTable:
@@ -100,7 +106,6 @@ class PullTable:
             return
         num_asked, pull.num_tokens = pull.num_tokens, request.num_tokens
         pull.request = request
-        pull.deadline = self._clock() + self._session_timeout_s
         self._machine.advance(pull, ConsumerEvent.TICKETED)
         self._check_claim(pull, num_asked)
 
@@ -119,7 +124,6 @@ class PullTable:
         self._num_grants += 1
         pull.kept = frozenset()
         pull.transfer = make_transfer(block_ids, num_cached_tokens, self._num_grants, self._layout)
-        pull.deadline = self._clock() + self._session_timeout_s
         return self._machine.advance(pull, ConsumerEvent.RESERVED)
 
     def defer(self, request: Request) -> None:
@@ -197,7 +201,7 @@ class PullTable:
                 self._machine.advance(pull, ConsumerEvent.HOLD_EXPIRED)
             else:
                 message = f"KV pull from {pull.engine_id} timed out in state {pull.state.name}"
-                self._machine.lose(pull, ConsumerEvent.EXPIRED, "expired", message)
+                self._machine.lose(pull, ConsumerEvent.GIVEN_UP, "expired", message)
 
     # ---- READs
 
@@ -266,7 +270,6 @@ class PullTable:
         read = make_read(pull, message, self._layout)
         read.transfer.reads.append(read)
         read.transfer.num_announced = read.end_block
-        pull.deadline = self._clock() + self._session_timeout_s
         return self._machine.advance(pull, ConsumerEvent.ANNOUNCED)
 
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
@@ -275,10 +278,10 @@ class PullTable:
         bad = find_bad_end(pull, message, self._layout, self._vocab_size)
         if bad is not None:
             return self._machine.lose_protocol(pull, bad)
-        transfer, now = pull.granted, self._clock()
-        transfer.prefill_done_at = now
+        transfer = pull.granted
+        transfer.prefill_done_at = self._clock()
         transfer.output_token_ids = message.output_token_ids
-        pull.deadline = now + min(message.timeout_s, self._session_timeout_s)
+        pull.timeout_s = min(message.timeout_s, pull.timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
         self._get_on(pull)
         return True
@@ -289,7 +292,6 @@ class PullTable:
         transfer = pull.granted
         if not transfer.num_confirmed < message.through_block <= transfer.num_released:
             return False
-        self._metrics.release_acks.labels(str(message.valid).lower()).inc()
         if not message.valid:
             message_text = f"P {pull.engine_id} had ended the session before its blocks were read"
             return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
@@ -310,13 +312,11 @@ class PullTable:
         pull = self._machine.pulls.get((link.engine_id, message.request_id, message.attempt))
         if pull is None or pull.session != message.session:
             return False
-        # Of a fence, why it was put up follows.
-        word = message.reason.partition(":")[0]
-        text = f"P {link.engine_id} ended it: {message.reason}"
-        if word == "preempted":
+        if message.reason is SessionEndReason.PREEMPTED:
             return self._on_preempted(pull)
-        reason = _LOSS_REASONS.get(word, "session_ended")
-        is_void = word in _VOID_REASONS
+        text = f"P {link.engine_id} ended it: {message.message}"
+        reason = _LOSS_REASONS.get(message.reason, "session_ended")
+        is_void = message.reason in _VOID_REASONS
         event = ConsumerEvent.SESSION_VOID if is_void else ConsumerEvent.SESSION_LOST
         return self._machine.lose(pull, event, reason, text)
 
@@ -324,7 +324,6 @@ class PullTable:
         """P will ask again. Until then the scheduler has neither a claim nor blocks for it."""
         is_known = self._machine.advance(pull, ConsumerEvent.SESSION_PREEMPTED)
         if is_known and pull.request is not None:
-            pull.deadline = self._clock() + self._session_timeout_s
             self._machine.tell(BlocksReturned(pull.request, pull.kept))
         return is_known
 

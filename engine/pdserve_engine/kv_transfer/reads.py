@@ -114,16 +114,16 @@ class Reads:
         agent: NixlAgent,
         block_bytes: int,
         *,
-        pace: Pace,
+        on_progress: Callable[[], None],
         lose: Callable[[Peer, str], None],
         fail: Callable[[str], None],
     ) -> None:
-        """`pace` is restarted when something moves, `lose` called when a peer's READ failed or
+        """`on_progress` is called when something moves, `lose` when a peer's READ failed or
         stalled, `fail` when the process has to be restarted.
         """
         self._agent = agent
         self._block_bytes = block_bytes
-        self._pace = pace
+        self._on_progress = on_progress
         self._lose = lose
         self._fail = fail
         # Those that were given up but may still land, oldest first.
@@ -169,7 +169,7 @@ class Reads:
             peer.posted.append(piece)
             peer.posted_bytes += piece.num_bytes
             self._post(peer, piece)
-            self._pace.restart()
+            self._on_progress()
             self._poll(peer, piece, time.monotonic())
 
     def _post(self, peer: Peer, piece: Piece) -> None:
@@ -243,7 +243,7 @@ class Reads:
         peer.posted_bytes -= piece.num_bytes
         if piece.handle is not None:
             self._agent.release(piece.handle)
-        self._pace.restart()
+        self._on_progress()
         self._end_piece(piece, piece.read.error)
 
     def _end_piece(self, piece: Piece, error: str) -> None:

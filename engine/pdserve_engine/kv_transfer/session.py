@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdserve_common.kv_types import KVLayout, KVSessionId, Release
+from pdserve_common.kv_types import KVLayout, KVSessionId, Release, SessionEndReason
 from pdserve_engine.core.block_pool import NULL_BLOCK_ID
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import first_read_blocks
@@ -26,6 +26,7 @@ class Session:
         "first_block",
         "id",
         "link",
+        "message",
         "num_announced",
         "num_blocks",
         "num_freed",
@@ -45,8 +46,9 @@ class Session:
         self.state = ProducerState.ASKING
         self.asked_at = now
         self.deadline = deadline
-        # Why it is over: one word, and for fences why they were put up.
-        self.reason = ""
+        # Why it is over, and the same for people.
+        self.reason = SessionEndReason.UNSPECIFIED
+        self.message = ""
         # Both are set when D's link is up.
         self.link: KVLink | None = None
         self.id: KVSessionId | None = None

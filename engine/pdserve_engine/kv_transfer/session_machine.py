@@ -19,6 +19,7 @@ from pdserve_common.kv_types import (
     Release,
     ReleaseAck,
     SessionEnded,
+    SessionEndReason,
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics, begin
@@ -49,11 +50,17 @@ MAX_UNDELIVERED = 4096
 # How long a session waits for its D to dial, which it does when it hears of the request, also in
 # the midst of a step.
 LINK_WAIT_S = 5.0
-# Why sessions end; of a fence, why it was put up follows.
-END_REASONS = (
-    "aborted", "cancelled", "error", "expired", "fenced", "finished", "link_lost", "preempted",
-    "released", "revoked", "superseded",
-)  # fmt: skip
+# Why the events that end sessions do; FINISHED brings its own reason.
+_REASONS: Mapping[ProducerEvent, SessionEndReason] = {
+    ProducerEvent.PREEMPTED: SessionEndReason.PREEMPTED,
+    ProducerEvent.EXPIRED: SessionEndReason.EXPIRED,
+    ProducerEvent.FENCED: SessionEndReason.FENCED,
+    ProducerEvent.REVOKED: SessionEndReason.REVOKED,
+    ProducerEvent.CANCELLED: SessionEndReason.CANCELLED,
+    ProducerEvent.LINK_LOST: SessionEndReason.LINK_LOST,
+    ProducerEvent.RELEASED_ALL: SessionEndReason.RELEASED,
+    ProducerEvent.PREFILLED_ALL_CACHED: SessionEndReason.RELEASED,
+}
 
 # Ends that nobody has asked for: an operator reads of them.
 _LOSSES = frozenset({ProducerEvent.EXPIRED, ProducerEvent.FENCED, ProducerEvent.LINK_LOST})
@@ -79,7 +86,7 @@ class SessionMachine:
         self._transport = transport
         self._identity = identity
         self._metrics = metrics
-        begin(metrics.sessions_ended, reason=END_REASONS)
+        begin(metrics.sessions_ended, reason=(str(reason) for reason in SessionEndReason if reason))
         self._link_of = link_of
         self._wakeup = wakeup
         self._session_timeout_s = session_timeout_s
@@ -133,18 +140,25 @@ class SessionMachine:
         news, self._news = self._news, []
         return news
 
-    def advance(self, session: Session, event: ProducerEvent, reason: str = "") -> bool:
-        """Take the table's step; False, and nothing, if it has none. `reason`: why the session is
-        over, if it is then.
+    def advance(
+        self,
+        session: Session,
+        event: ProducerEvent,
+        reason: SessionEndReason = SessionEndReason.UNSPECIFIED,
+        detail: str = "",
+    ) -> bool:
+        """Take the table's step; False, and nothing, if it has none. `reason`: of FINISHED; with
+        `detail` people read why the session is over.
         """
         step = PRODUCER[session.state].get(event)
         if step is None:
             return False
-        logger.debug("request %s: %s %s", session.request.request_id, event.name, reason)
+        logger.debug("request %s: %s", session.request.request_id, event.name)
+        session.reason = _REASONS.get(event, reason)
+        session.message = f"{session.reason}: {detail}" if detail else str(session.reason)
         if event in _LOSSES:
-            self._warn_lost(session, step, reason)
+            self._warn_lost(session, step)
         session.deadline = self._clock() + self._session_timeout_s
-        session.reason = reason
         self._enter(session, step.next)
         for action in step.actions:
             self._actions[action](session)
@@ -192,18 +206,19 @@ class SessionMachine:
         for session in self.all():
             session.deadline += overslept_s
             if session.deadline <= now:
-                self.advance(session, ProducerEvent.EXPIRED, "expired")
+                self.advance(session, ProducerEvent.EXPIRED)
         while self._undelivered and next(iter(self._undelivered.values()))[0] <= now:
             self._undelivered.popitem(last=False)
 
-    def tell_end(self, request: Request, reason: str) -> None:
+    def tell_end(self, request: Request, reason: SessionEndReason) -> None:
         """The request ends on P without a session: D's ticket is void, unless D knows."""
         params = request.kv_transfer_params
         assert params is not None
         if request in self._failed:
             self._failed.discard(request)
         else:
-            self._send_ended(params.remote_engine_id, None, request, reason)
+            ended = _make_ended(None, request, reason, str(reason))
+            self._send_ended(params.remote_engine_id, ended)
 
     def refuse(self, link: KVLink, release: Release) -> None:
         """What the table says of ENDED sessions: the release is not valid."""
@@ -261,7 +276,7 @@ class SessionMachine:
             del self._open[session.id]
         if session.is_exported:
             self._export(-1)
-        self._metrics.sessions_ended.labels(session.reason.partition(":")[0]).inc()
+        self._metrics.sessions_ended.labels(str(session.reason)).inc()
 
     def _free(self, session: Session) -> None:
         self._free_through(session, session.num_blocks)
@@ -270,16 +285,17 @@ class SessionMachine:
         self._free_through(session, session.num_released)
 
     def _send_session_ended(self, session: Session) -> None:
-        self._send_ended(session.engine_id, session.id, session.request, session.reason)
+        ended = _make_ended(session.id, session.request, session.reason, session.message)
+        self._send_ended(session.engine_id, ended)
 
     def _fail_request(self, session: Session) -> None:
         self._failed.add(session.request)
-        error = KVTransferError(f"handing KV over to {session.engine_id} failed: {session.reason}")
+        error = KVTransferError(f"handing KV over to {session.engine_id} failed: {session.message}")
         self._tell(TransferFailed(session.request, error.to_engine_error()))
 
     # ---- helpers
 
-    def _warn_lost(self, session: Session, step: ProducerStep, reason: str) -> None:
+    def _warn_lost(self, session: Session, step: ProducerStep) -> None:
         is_failed = ProducerAction.FAIL_REQUEST in step.actions
         log_request(
             logger,
@@ -291,7 +307,7 @@ class SessionMachine:
             session.engine_id,
             session.state.name,
             self._clock() - session.asked_at,
-            reason,
+            session.message,
             "the router decides how it goes on" if is_failed else "its blocks are free",
         )
 
@@ -316,21 +332,13 @@ class SessionMachine:
         link.handle.send(ack)
         self._metrics.release_acks.labels(str(is_valid).lower()).inc()
 
-    def _send_ended(
-        self, engine_id: str, session_id: KVSessionId | None, request: Request, reason: str
-    ) -> None:
-        message = SessionEnded(
-            session=session_id,
-            request_id=request.request_id,
-            attempt=request.request.attempt,
-            reason=reason,
-        )
+    def _send_ended(self, engine_id: str, message: SessionEnded) -> None:
         link = self._link_of(engine_id)
         if link is not None:
             link.handle.send(message)
             return
         deadline = self._clock() + self._session_timeout_s
-        self._undelivered[engine_id, request.request_id] = (deadline, message)
+        self._undelivered[engine_id, message.request_id] = (deadline, message)
         if len(self._undelivered) > MAX_UNDELIVERED:
             self._undelivered.popitem(last=False)
 
@@ -351,3 +359,15 @@ class SessionMachine:
         assert self._checksum is not None
         sums = iter(self._checksum([i for i in block_ids if i != NULL_BLOCK_ID]))
         return tuple(0 if i == NULL_BLOCK_ID else next(sums) for i in block_ids)
+
+
+def _make_ended(
+    session_id: KVSessionId | None, request: Request, reason: SessionEndReason, message: str
+) -> SessionEnded:
+    return SessionEnded(
+        session=session_id,
+        request_id=request.request_id,
+        attempt=request.request.attempt,
+        reason=reason,
+        message=message,
+    )

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from pdserve_common.engine_client import EngineClient, EngineState
 from pdserve_common.engine_types import (
@@ -24,7 +24,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.stats import EngineStatsRecorder
-from pdserve_engine.client import InprocEngineClient
+from pdserve_engine.inproc_client import InprocEngineClient
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
 from pdserve_engine.subprocess_client.channel import Channel
 from pdserve_engine.subprocess_client.links import LinkHost
@@ -88,6 +88,8 @@ class _EngineProcess:
     def __init__(self) -> None:
         self.channel = Channel(self._on_message, self._on_lost)
         self._registry = CollectorRegistry()
+        # Beside those of the worker's process, which have the same names without "engine_".
+        ProcessCollector(namespace="engine", registry=self._registry)
         self._record = EngineStatsRecorder(EngineMetrics(self._registry))
         self._load_message: asyncio.Future[LoadEngine] = asyncio.Future()
         self._close_asked = asyncio.Event()

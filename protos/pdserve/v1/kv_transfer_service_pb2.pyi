@@ -7,6 +7,33 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SessionEndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_END_REASON_UNSPECIFIED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_PREEMPTED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_FINISHED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_ABORTED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_SUPERSEDED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_ERROR: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_EXPIRED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_FENCED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_REVOKED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_CANCELLED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_LINK_LOST: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_RELEASED: _ClassVar[SessionEndReason]
+SESSION_END_REASON_UNSPECIFIED: SessionEndReason
+SESSION_END_REASON_PREEMPTED: SessionEndReason
+SESSION_END_REASON_FINISHED: SessionEndReason
+SESSION_END_REASON_ABORTED: SessionEndReason
+SESSION_END_REASON_SUPERSEDED: SessionEndReason
+SESSION_END_REASON_ERROR: SessionEndReason
+SESSION_END_REASON_EXPIRED: SessionEndReason
+SESSION_END_REASON_FENCED: SessionEndReason
+SESSION_END_REASON_REVOKED: SessionEndReason
+SESSION_END_REASON_CANCELLED: SessionEndReason
+SESSION_END_REASON_LINK_LOST: SessionEndReason
+SESSION_END_REASON_RELEASED: SessionEndReason
+
 class KvGroup(_message.Message):
     __slots__ = ("id", "layers", "kind", "window")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -222,16 +249,18 @@ class ReleaseAck(_message.Message):
     def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., through_block: _Optional[int] = ..., valid: bool = ...) -> None: ...
 
 class SessionEnded(_message.Message):
-    __slots__ = ("session", "request_id", "attempt", "reason")
+    __slots__ = ("session", "request_id", "attempt", "message", "reason")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     session: KvSessionId
     request_id: str
     attempt: int
-    reason: str
-    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    message: str
+    reason: SessionEndReason
+    def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[_Union[SessionEndReason, str]] = ...) -> None: ...
 
 class KvLinkResponse(_message.Message):
     __slots__ = ("welcome", "blocks_ready", "prefill_done", "release_ack", "session_ended", "heartbeat", "grant_request")

@@ -4,6 +4,7 @@ It ends when the test does, however that ends: nobody else holds the other end o
 SIGUSR2 its main thread, which is the event loop's, sleeps for as long as a file says.
 """
 
+import functools
 import os
 import signal
 import threading
@@ -17,10 +18,11 @@ def _end_with_the_test() -> None:
     os._exit(1)
 
 
-def _freeze(signum: int, frame: object) -> None:
-    time.sleep(float(Path(os.environ["PDSERVE_FAULTS_FREEZE"]).read_text()))
+def _freeze(path: Path, signum: int, frame: object) -> None:
+    time.sleep(float(path.read_text()))
 
 
-if "PDSERVE_FAULTS_FREEZE" in os.environ:
-    signal.signal(signal.SIGUSR2, _freeze)
+# An engine's own process, which has no stdin, is not to find it: it ends with its worker.
+if (path := os.environ.pop("PDSERVE_FAULTS_FREEZE", None)) is not None:
+    signal.signal(signal.SIGUSR2, functools.partial(_freeze, Path(path)))
     threading.Thread(target=_end_with_the_test, daemon=True).start()

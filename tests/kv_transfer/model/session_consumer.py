@@ -156,7 +156,7 @@ class ConsumerSide:
         return world._replace(d=world.d._replace(ran_ahead_on=read, sent=sent))
 
     def _give_up(self, world: World) -> Steps:
-        yield "D's pull expires", self.on(world, _DE.EXPIRED)
+        yield "D's pull expires", self.on(world, _DE.GIVEN_UP)
         yield "D fences all", self.on(world, _DE.FENCED)
         if any(read.state is _R.POSTED for read in world.reads):
             # Failed or stalled: in either case it may land until the transport says otherwise.
@@ -221,7 +221,7 @@ class ConsumerSide:
         if world.d.state not in (_D.GRANTED, _D.PULLING):
             return world
         if message.chunk != world.d.num_announced:
-            return self.on(world, _DE.EXPIRED)  # P broke the protocol
+            return self.on(world, _DE.GIVEN_UP)  # P broke the protocol
         world = world._replace(d=world.d._replace(num_announced=message.chunk + 1))
         return self.on(world, _DE.ANNOUNCED, through=message.chunk + 1, announced=message)
 
@@ -229,7 +229,7 @@ class ConsumerSide:
         if world.d.state not in (_D.GRANTED, _D.PULLING):
             return world
         if world.d.num_announced != NUM_CHUNKS:
-            return self.on(world, _DE.EXPIRED)  # P broke the protocol
+            return self.on(world, _DE.GIVEN_UP)  # P broke the protocol
         world = world._replace(d=world.d._replace(is_prefill_done=True))
         return self.on(world, _DE.PREFILL_DONE)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-SOCKET = "PDSERVE_FAULTS_SOCKET"
+SOCKET = "FAULTS_SOCKET"
 
 
 def start() -> None:
-    """Wrap the production code and serve the socket that $PDSERVE_FAULTS_SOCKET names."""
+    """Wrap the production code and serve the socket that $FAULTS_SOCKET names."""
     # Not before: the test imports this package too, without an engine.
     from pdserve_faults import lies, reads, slowness
     from pdserve_faults.barriers import Barriers

@@ -38,5 +38,5 @@ STAGES: Mapping[str, Point] = {
     # All blocks are here, D has computed no token. P's word that they are right may be outstanding.
     "first_decode": Point("decode", *_SCHEDULER, "_run_ahead", "after"),
     # A step has brought a token. P passes it once.
-    "mid_stream": Point("decode", *_SCHEDULER, "_append_tokens", "after"),
+    "mid_stream": Point("decode", *_SCHEDULER, "_take_tokens", "after"),
 }

@@ -49,6 +49,8 @@ MAX_WAIT_S = 60.0
 
 class _Add(NamedTuple):
     request: EngineCoreRequest
+    # When it came, monotonic seconds: a step may be under way.
+    queued_time: float
 
 
 class _Abort(NamedTuple):
@@ -118,7 +120,6 @@ class InprocEngineClient:
         return self._loaded.connector
 
     # ---- before serving
-    # ------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Make the engine thread look for KV news. Any thread."""
@@ -152,7 +153,6 @@ class InprocEngineClient:
         self._thread.start()
 
     # ---- EngineClient
-    # --------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
@@ -176,7 +176,7 @@ class InprocEngineClient:
         self._owners.claim(request)
         if self._loaded.connector is not None:
             self._loaded.connector.on_dispatched(request)
-        self._inputs.put(_Add(request))
+        self._inputs.put(_Add(request, time.monotonic()))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # Ids without an owner may be requests that P has handed off: their sessions end.
@@ -206,7 +206,6 @@ class InprocEngineClient:
         return connector.failure() if connector is not None else None
 
     # ---- control
-    # -----------------------------------------------------------------------------------------
 
     def state(self) -> EngineState:
         return self._loaded.control.state
@@ -234,7 +233,6 @@ class InprocEngineClient:
         self._inputs.put(_Call(function))
 
     # ---- the end
-    # -------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
         self._is_draining = True
@@ -274,7 +272,6 @@ class InprocEngineClient:
             self._error = "a step hangs: its memory is left to the system"
 
     # ---- engine thread
-    # -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         # OpenMP's number of threads is each thread's own; torch sets this one's when asked.
@@ -317,7 +314,7 @@ class InprocEngineClient:
 
     def _handle(self, item: _Input) -> None:
         if isinstance(item, _Add):
-            self._core.add_request(item.request)
+            self._core.add_request(item.request, queued_time=item.queued_time)
         elif isinstance(item, _Abort):
             # What `_aborts` still holds is repeated here or further on in `_inputs`: it must not
             # be left to hit a later request of the same id.
@@ -334,7 +331,6 @@ class InprocEngineClient:
             self._is_stopped = True
 
     # ---- event loop's thread
-    # -------------------------------------------------------------------------------
 
     def _deliver(self, result: StepResult) -> None:
         self._stats = result.stats

@@ -23,6 +23,7 @@ from pdserve_engine.launch import launch_engine
 from pdserve_kernels import name_of, select
 
 CPU = torch.device("cpu")
+HELD_S = 0.1
 
 
 @pytest.fixture
@@ -82,6 +83,35 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     assert "a step has taken more than 0.1 s" in (engine.problem() or "")
     may_end.set()
     await until(lambda: any(o.finished for m in messages for o in m.outputs))
+    await engine.close()
+
+
+async def test_a_request_is_queued_from_its_arrival_on_whatever_the_engine_does(
+    make_model: Callable[..., Path],
+) -> None:
+    config = EngineConfig(
+        model=str(make_model()), num_threads=1, kv_connector="none", kv_cache_memory_mib=8
+    )
+    engine: Any = await launch_engine(
+        config, role="decode", engine_id="d", registry=CollectorRegistry()
+    )
+    messages: list[EngineCoreOutputs] = []
+    index = engine.register_client(messages.append)
+    may_go_on = threading.Event()
+    engine._post(lambda: may_go_on.wait(60))  # as a step does
+    request = EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=(5, 6, 7),
+        sampling_params=SamplingParams(max_tokens=1),
+        client_index=index,
+    )
+    engine.add_request(request)
+    await asyncio.sleep(HELD_S)
+    may_go_on.set()
+    await until(lambda: any(o.finished for m in messages for o in m.outputs))
+    (stats,) = (o.prefill_stats for m in messages for o in m.outputs if o.new_token_ids)
+    assert stats is not None
+    assert stats.queue_s >= HELD_S
     await engine.close()
 
 

@@ -1,0 +1,146 @@
+"""What must be equal before D may use P's blocks: each of it, changed alone, is seen."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_engine.kv_transfer.compatibility import TOKENIZER_FILES, compatibility_hash
+from pdserve_engine.kv_transfer.links import find_mismatch, make_hello
+from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.quantization import Quantization
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=256,
+    hidden_size=64,
+    num_layers=2,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    attention_windows=(None, 8),
+    max_model_len=512,
+    dtype=torch.bfloat16,
+    eos_token_ids=(2,),
+)
+LAYOUT = KVLayout(
+    groups=(KVGroup(id=0, layers=(0, 1), kind=KVGroupKind.FULL, window=0),),
+    block_size=16,
+    block_bytes=4096,
+    tile_format="row_major",
+)
+OTHER_LAYOUTS: dict[str, Any] = {
+    "groups": (KVGroup(id=0, layers=(0, 1), kind=KVGroupKind.SLIDING, window=8),),
+    "block_size": 32,
+    "block_bytes": 8192,
+    "tile_format": "vnni16",
+}
+OTHER_CONFIGS: dict[str, Any] = {
+    "architecture": "Qwen2ForCausalLM",
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "num_layers": 3,
+    "num_attention_heads": 8,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "attention_windows": (None, None),
+    "dtype": torch.float32,
+    "eos_token_ids": (2, 3),
+    "quantization": Quantization(method="load", bits=8, group_size=None),
+}
+
+
+class Setup(NamedTuple):
+    """What the hash is made of."""
+
+    folder: Path
+    config: ModelConfig = CONFIG
+    layout: KVLayout = LAYOUT
+    processors: tuple[str, ...] = ("a",)
+
+    def hash(self) -> str:
+        return compatibility_hash(
+            self.folder, self.config, self.layout, logits_processors=self.processors
+        )
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    write_weights(tmp_path, 0.0)
+    (tmp_path / "config.json").write_text("{}")
+    for name in TOKENIZER_FILES:
+        (tmp_path / name).write_text(json.dumps({"name": name}))
+    return Setup(tmp_path)
+
+
+def write_weights(folder: Path, value: float) -> None:
+    save_file({"weight": torch.full((64,), value)}, folder / "model.safetensors")
+
+
+def rewrite(name: str) -> Callable[[Setup], Setup]:
+    def change(setup: Setup) -> Setup:
+        (setup.folder / name).write_text('{"x": 1}')
+        return setup
+
+    return change
+
+
+def retrain(setup: Setup) -> Setup:
+    write_weights(setup.folder, 1.0)
+    return setup
+
+
+CHANGES: dict[str, Callable[[Setup], Setup]] = {
+    **{
+        name: lambda setup, name=name: setup._replace(
+            config=replace(CONFIG, **{name: OTHER_CONFIGS[name]})
+        )
+        for name in OTHER_CONFIGS
+    },
+    **{
+        name: lambda setup, name=name: setup._replace(
+            layout=replace(LAYOUT, **{name: OTHER_LAYOUTS[name]})
+        )
+        for name in OTHER_LAYOUTS
+    },
+    **{name: rewrite(name) for name in (*TOKENIZER_FILES, "config.json")},
+    "weights": retrain,
+    "logits_processors": lambda setup: setup._replace(processors=("a", "b")),
+}
+
+
+def test_the_changes_below_are_all() -> None:
+    assert {*OTHER_CONFIGS, "max_model_len"} == {field.name for field in fields(ModelConfig)}
+    assert set(OTHER_LAYOUTS) == {field.name for field in fields(KVLayout)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_differs_changes_the_hash(setup: Setup, name: str) -> None:
+    before = setup.hash()
+    assert setup.hash() == before
+    assert CHANGES[name](setup).hash() != before
+
+
+def test_what_may_differ_does_not_change_it(setup: Setup) -> None:
+    longer = setup._replace(config=replace(CONFIG, max_model_len=1024))
+    assert longer.hash() == setup.hash()
+    assert (
+        setup._replace(processors=("b", "a")).hash() == setup._replace(processors=("a", "b")).hash()
+    )
+
+
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
+def test_a_layout_that_differs_is_refused_by_name(kit: SimpleNamespace, name: str) -> None:
+    p = kit.make_identity("p0", layout=LAYOUT)
+    d = kit.make_identity("d0", layout=replace(LAYOUT, **{name: OTHER_LAYOUTS[name]}))
+    assert find_mismatch(p, "local", make_hello(p, "local")) is None
+    mismatch = find_mismatch(p, "local", make_hello(d, "local"))
+    assert mismatch is not None
+    assert mismatch.startswith(f"layout.{name} differs: ")

@@ -1,0 +1,83 @@
+"""Defects in what a KvLink's messages and ticks do: everybody concerned hears of them. Both ends
+with the real services, gRPC between them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve_decode import service as decode_service
+from pdserve_engine.kv_transfer.base import TransferLost
+from pdserve_prefill import service as prefill_service
+
+
+@pytest.fixture
+async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """P and D with a link that is up."""
+    monkeypatch.setattr(decode_service, "TICK_S", 0.01)
+    monkeypatch.setattr(prefill_service, "TICK_S", 0.01)
+    pair = kit.Pair("local")
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    servicer = prefill_service.KvTransferServicer(pair.p)
+    servicer.add_to_server(server)
+    await server.start()
+    pool = decode_service.KvLinkPool(pair.d)
+    pair.d.dial("p0", "127.0.0.1", port)
+    await until(lambda: pair.d_metrics.links._value.get() == 1)
+    yield pair
+    await pool.close()
+    await servicer.close()
+    await server.stop(None)
+    pair.d.shutdown()
+    pair.p.shutdown()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        await asyncio.sleep(0.001)
+
+
+def break_down(*args: Any) -> Any:
+    raise AssertionError("a defect")
+
+
+async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = pair.ticket()
+    monkeypatch.setattr(pair.d._table, "on_message", break_down)
+    await until(lambda: pair.d_metrics.links._value.get() == 0)
+    (lost,) = (news for news in pair.d.take_news() if isinstance(news, TransferLost))
+    assert lost.request is request
+    assert lost.lost.message == "link to p0 lost: failed: AssertionError('a defect')"
+    assert "carrying a KvLink failed: AssertionError('a defect')" in caplog.messages
+    await until(lambda: pair.p_metrics.links._value.get() == 0)
+
+
+async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(pair.p, "_take_message", break_down)
+    defect = "reading a KvLink failed: AssertionError('a defect')"
+    await until(lambda: defect in caplog.messages)
+    assert "link 1 to d0 ended: failed: see the log" in caplog.messages
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+async def test_a_tick_that_fails_is_the_workers_failure(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    connector = getattr(pair, side)
+    assert connector.failure() is None
+    monkeypatch.setattr(connector._links, "tick", break_down)
+    await until(lambda: connector.failure() is not None)
+    assert connector.failure() == ("a tick of the KV connector failed: AssertionError('a defect')")

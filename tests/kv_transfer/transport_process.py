@@ -1,0 +1,87 @@
+"""A worker's transport alone, for test_unreachable_peer.py: transport_process.py ENGINE_ID.
+
+UCX reads its settings once in a process, and the devices of a network namespace are few and stay.
+Prints its welcome in hex, then does what lines on stdin say and answers each with a line of JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conftest as kit
+from pdserve_common.kv_types import KVLinkWelcome
+from pdserve_common.wire.kv_link import (
+    kv_link_response_from_proto,
+    kv_link_response_to_proto,
+    kv_pb2,
+)
+from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer.factory import make_transport
+
+CONNECT_S = 0.5
+
+
+class Transport:
+    """Its methods are the lines that it obeys."""
+
+    def __init__(self, engine_id: str) -> None:
+        identity = kit.make_identity(engine_id)
+        self.transport = make_transport("nixl", identity, require_transport="tcp")
+        self.transport.register(kit.make_pool(1))
+        self.transport.expect_peer()
+        message = kv_link_response_to_proto(kit.welcome_of(identity, self.transport))
+        self.welcome = message.SerializeToString().hex()
+        self.lost: list[str] = []
+
+    def add(self, welcome: str) -> str:
+        message = kv_pb2.KvLinkResponse.FromString(bytes.fromhex(welcome))
+        parsed = kv_link_response_from_proto(message)
+        assert isinstance(parsed, KVLinkWelcome)
+        self.lost.clear()
+        return self.transport.add_peer(parsed, self.lost.append)
+
+    def add_near(self) -> str:
+        """Read from another worker of this process; others get less time from then on."""
+        self.near = Transport("near")
+        peer = self.add(self.near.welcome)
+        assert self.read(peer) == ""
+        nixl_transport.CONNECT_S = CONNECT_S
+        return peer
+
+    def read(self, peer: str) -> str:
+        """Return what went wrong."""
+        landed = kit.Landed()
+        self.transport.read(peer, [1], [2], 60.0, landed.on_done, landed.on_stall)
+        return str(kit.wait_until(lambda: landed.results)[0].error)
+
+    def lose(self, peer: str) -> str:
+        """Remove a peer when it is lost, and return why it was."""
+        reason = kit.wait_until(lambda: self.lost)[0]
+        self.transport.remove_peer(peer)
+        return str(reason)
+
+    def state(self) -> tuple[int, str | None]:
+        return kit.num_fds(), self.transport.failure
+
+    def close(self) -> str | None:
+        self.transport.close()
+        return self.transport.failure
+
+
+def main(engine_id: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what UCX and NIXL say
+    worker = Transport(engine_id)
+    print(worker.welcome, file=answers, flush=True)
+    for line in sys.stdin:
+        name, *arguments = line.split()
+        answer: Any = getattr(worker, name)(*arguments)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
