@@ -5,7 +5,7 @@ PROMPT ?= Tell me a story.
 SOAK_SEED ?= 1
 SOAK_SCHEDULES ?= 200
 INSTALLED := $(VENV)/.installed
-# Has torch without CUDA; empty for PyPI's, which is the one for CUDA. Out of reach, pip warns and does without.
+# Has torch without CUDA; empty, or out of reach: PyPI's, which is the one for CUDA.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
@@ -16,6 +16,8 @@ CRDS := .crds/.installed
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # cpu or cuda.
 VARIANT ?= cpu
+# pip would retry for each package where it is out of reach.
+IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
@@ -27,7 +29,9 @@ help: ## Show the targets
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
+	@index=; if $(BIN)/python -c '$(IS_REACHABLE)' '$(TORCH_INDEX)/torch/' 2> /dev/null; then \
+		index='--extra-index-url $(TORCH_INDEX)'; fi; \
+		$(BIN)/python -m pip install --disable-pip-version-check -q $$index -c constraints.txt torch
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
 	@$(BIN)/python -m pdserve_kernels.cpu.build || echo "the CPU runs on reference kernels, which are several times slower"
 	@touch $@
