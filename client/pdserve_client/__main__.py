@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="the prompt (%(default)s)")
     parser.add_argument("--raw", action="store_true", help="send the text as it is, not as a chat")
-    parser.add_argument("--max-tokens", type=int, default=128, help="at most so many (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="at most (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (%(default)s)")
     parser.add_argument("--seed", type=int, help="repeats an answer; drawn if unset")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="deadline (%(default)s)")

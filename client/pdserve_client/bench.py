@@ -63,7 +63,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", type=float, default=0.0, help="requests/s, Poisson; 0: all at once"
     )
-    parser.add_argument("--concurrency", type=int, default=256, help="at most so many open at once")
+    parser.add_argument("--concurrency", type=int, default=256, help="most requests open at once")
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens (%(default)s)")
     parser.add_argument("--output-len", type=int, default=32, help="generated tokens (%(default)s)")
     parser.add_argument("--vocab-size", type=int, default=1000, help="token ids drawn below this")

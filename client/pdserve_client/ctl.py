@@ -30,7 +30,8 @@ MODE_HELP = (
 )
 
 ADVICE = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: "what had begun goes on: `load` shows it, --timeout-s waits",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "what was begun goes on: `load` shows it, a longer "
+    "--timeout-s waits for it",
     grpc.StatusCode.UNAVAILABLE: "ADDRESS must be the gRPC host:port of a worker that is up; one "
     "that speaks TLS wants all three files of --tls-*-file",
     grpc.StatusCode.UNIMPLEMENTED: "ADDRESS must be a worker's, a router has no controls",
@@ -47,7 +48,7 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=DEFAULT_TIMEOUT_S,
         metavar="SECONDS",
-        help="give the call up after so long (%(default)g)",
+        help="give up the call after this long (%(default)g)",
     )
     add_config_flags(parser, TlsConfig)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -74,7 +75,7 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout-s",
         type=_seconds,
         metavar="SECONDS",
-        help="after so long what is left is handed back to routers, which send it elsewhere; the "
+        help="after this long what is left is handed back to routers, which send it elsewhere; the "
         "worker's own setting if unset",
     )
     _add(

@@ -123,7 +123,7 @@ class ResumableAnswer:
         every round.
         """
         num_rounds, num_asked = divmod(self._num_resumes, self._num_routers)
-        # So many doublings are far beyond the maximum.
+        # This many doublings are far beyond the maximum.
         delay_s = MIN_BACKOFF_S * 2 ** min(num_rounds - 1, 10)
         return 0.0 if num_asked else min(MAX_BACKOFF_S, delay_s)
 

@@ -33,7 +33,7 @@ class KVGroup:
     id: int
     layers: tuple[int, ...]
     kind: KVGroupKind
-    # SLIDING: a token sees so many positions, its own included. Otherwise 0.
+    # SLIDING: how many positions a token sees, its own included. Otherwise 0.
     window: int = 0
 
 

@@ -84,7 +84,7 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 FINISH_REASONS = tuple(map(str, FinishReason))
 
-# A worker keeps the series of so many peers that it has no link to: the last ones, whose ends are
+# A worker keeps the series of this many peers that it has no link to: the last ones, whose ends are
 # still to be scraped and which may come back. Pods get new names for ever.
 MAX_PEERS_AWAY = 64
 

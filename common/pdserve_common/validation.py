@@ -34,7 +34,7 @@ MAX_BAD_WORD_TOKENS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGITS_PROCESSORS = 16
 MAX_PATTERN_SIZE = 1024
-# No answer is so long; integers of this size fit into every field of the wire.
+# No answer is that long; integers of this size fit into every field of the wire.
 MAX_COUNT = 2**31 - 1
 MAX_TIMEOUT_S = 7 * 24 * 3600
 # A router gives up long before.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdserve_common.config import parse_config
 from pdserve_common.worker.process import Worker, WorkerContext, run_worker
 from pdserve_decode.config import DecodeConfig
-from pdserve_decode.service import KvLinkPool
+from pdserve_decode.kv_link_client import KVLinkPool
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.launch import launch_engine
 
@@ -28,7 +28,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
     )
     worker = Worker(engine=engine)
     if isinstance(engine.connector, KVConsumerEndpoint):
-        worker.close = KvLinkPool(engine.connector, context.tls).close
+        worker.close = KVLinkPool(engine.connector, context.tls).close
     return worker
 
 

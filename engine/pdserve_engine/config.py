@@ -105,7 +105,7 @@ class EngineConfig:
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     kv_session_timeout_s: float = opt(
-        600.0, "P and D give up a KV session of which nothing was heard for so long."
+        600.0, "P and D give up a KV session of which nothing was heard for this long."
     )
     kv_transfer_timeout_s: float = opt(5.0, "D gives a READ up after this long without progress.")
 

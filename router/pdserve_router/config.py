@@ -50,7 +50,7 @@ class RouterConfig(TlsConfig):
     )
     disaggregation_threshold_tokens: int = opt(
         0,
-        "Prompts of which decode has to compute at most so many tokens stay there; what it has "
+        "Prompts of which decode has to compute at most this many tokens stay there; what it has "
         "cached is estimated from what it answered this router. 0: all of more than one token go "
         "to prefill, nothing is estimated.",
     )
@@ -68,7 +68,7 @@ class RouterConfig(TlsConfig):
     redrive_wait_s: float = opt(10.0, "How long such a request waits for a worker if none is left.")
     default_deadline_s: float = opt(600.0, "Deadline of requests that bring none.")
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")
-    client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for so long is cut.")
+    client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for this long is cut.")
     max_body_bytes: int = opt(8 * 1024 * 1024, "Larger HTTP bodies are refused with 413.")
     api_keys_file: str | None = opt(
         None,

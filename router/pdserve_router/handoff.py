@@ -34,8 +34,8 @@ from pdserve_router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
-# When P is lost D mostly knows more: what it has, or that it has all. So long its word is waited
-# for; nothing depends on whether it comes in time.
+# When P is lost D mostly knows more: what it has, or that it has all. This is how long we wait for
+# its word; nothing depends on whether it comes in time.
 _VERDICT_S = 0.25
 
 

@@ -367,7 +367,7 @@ def _first(details: ErrorDetails) -> InvalidRequestError:
 
 def _token_id(key: str) -> int:
     """Read a key of logit_bias; JSON's keys are strings."""
-    # So many digits are out of every vocabulary already.
+    # Numbers of this many digits are out of every vocabulary already.
     if not (key.isascii() and key.isdigit() and len(key) <= 20):
         raise InvalidRequestError(
             f"logit_bias has key {key[:64]!r}, must be a token id", field="logit_bias"

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_decode import service
-from pdserve_decode.service import MAX_BACKOFF_S, MIN_BACKOFF_S, KvLinkPool
+from pdserve_decode.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
@@ -117,7 +117,7 @@ class D:
             transfer_timeout_s=PATIENCE_S,
         )
         self.connector.register_kv_cache(self.pool)
-        self.links = KvLinkPool(self.connector)
+        self.links = KVLinkPool(self.connector)
         self.has_room = True
         self.tables: dict[Request, list[int]] = {}
         self.told: list[Any] = []

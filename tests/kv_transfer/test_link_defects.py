@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve_decode import service as decode_service
+from pdserve_decode import kv_link_client
 from pdserve_engine.kv_transfer.base import TransferLost
 from pdserve_prefill import service as prefill_service
 
@@ -19,7 +19,7 @@ from pdserve_prefill import service as prefill_service
 @pytest.fixture
 async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """P and D with a link that is up."""
-    monkeypatch.setattr(decode_service, "TICK_S", 0.01)
+    monkeypatch.setattr(kv_link_client, "TICK_S", 0.01)
     monkeypatch.setattr(prefill_service, "TICK_S", 0.01)
     pair = kit.Pair("local")
     server = grpc.aio.server()
@@ -27,7 +27,7 @@ async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     servicer = prefill_service.KvTransferServicer(pair.p)
     servicer.add_to_server(server)
     await server.start()
-    pool = decode_service.KvLinkPool(pair.d)
+    pool = kv_link_client.KVLinkPool(pair.d)
     pair.d.dial("p0", "127.0.0.1", port)
     await until(lambda: pair.d_metrics.links._value.get() == 1)
     yield pair
@@ -53,7 +53,7 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = pair.ticket()
-    monkeypatch.setattr(pair.d._table, "on_message", break_down)
+    monkeypatch.setattr(pair.d._events, "on_message", break_down)
     await until(lambda: pair.d_metrics.links._value.get() == 0)
     (lost,) = (news for news in pair.d.take_news() if isinstance(news, TransferLost))
     assert lost.request is request

@@ -18,7 +18,7 @@ class WorkerConfig(TlsConfig):
     metrics_port: int = opt(0, "Port of /metrics, /live and /ready; 0: any free one.")
     drain_timeout_s: float = opt(30.0, "On SIGTERM, how long requests and KV sessions may take.")
     self_check_timeout_s: float = opt(
-        60.0, "How long the generation may take that a worker tries on itself before it serves."
+        60.0, "Time limit of the trial generation that a worker runs before it serves."
     )
     log_level: LogLevel = opt("info", "What is logged.")
 

@@ -74,41 +74,70 @@ def run_worker(config: WorkerConfig, *, role: str, build: BuildWorker) -> int:
     return asyncio.run(_serve(config, role, build))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    """What has been started."""
+
+    config: WorkerConfig
+    server: RpcServer
+    metrics_server: MetricsServer
+    worker: Worker
+
+
 async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    registry = CollectorRegistry()
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     try:
-        tls = config.load_tls()
-        server = RpcServer(
-            config.host,
-            config.port,
-            credentials=tls.server_credentials(verifies_clients=True) if tls else None,
-        )
-        metrics_server = MetricsServer(
-            config.host, config.metrics_port, registry, probes=server.probes()
-        )
-        engine_id = config.engine_id or _engine_id(config.host, role, server.port)
-        building = build(WorkerContext(engine_id=engine_id, registry=registry, tls=tls))
-        worker = await _unless_stopped(
-            _build_and_check(building, timeout_s=config.self_check_timeout_s), stop
-        )
+        process = await _start(config, role, build, stop)
     except (OSError, ValueError, PdserveError) as error:
         # A port in use, a missing model, a setting that does not fit: one line that says what.
         logger.error("cannot start: %s", error)
         # An engine that is up may hang, or have its memory under a READ.
         _exit_now(EXIT_CANNOT_START)
+    servicer, readiness = await _open(process)
+    problem = await _wait_for_the_end(stop, process.worker.engine, readiness)
+    await readiness.withdraw()
+    problem = await _shut_down(process, servicer, problem)
+    if problem is not None:
+        # Its threads may hang, and its memory may be under a READ: only the system can clean up.
+        logger.error("exiting to be restarted: %s", problem)
+        _exit_now(EXIT_BROKEN)
+    logger.info("stopped")
+    return 0
+
+
+async def _start(
+    config: WorkerConfig, role: str, build: BuildWorker, stop: asyncio.Event
+) -> _Process:
+    """Bind the ports, serve probes and metrics, and build the worker."""
+    registry = CollectorRegistry()
+    tls = config.load_tls()
+    credentials = tls.server_credentials(verifies_clients=True) if tls else None
+    server = RpcServer(config.host, config.port, credentials=credentials)
+    metrics_server = MetricsServer(
+        config.host, config.metrics_port, registry, probes=server.probes()
+    )
+    engine_id = config.engine_id or _engine_id(config.host, role, server.port)
+    building = build(WorkerContext(engine_id=engine_id, registry=registry, tls=tls))
+    worker = await _unless_stopped(
+        _build_and_check(building, timeout_s=config.self_check_timeout_s), stop
+    )
     info = worker.engine.info
     BuildMetrics(registry, role=role, version=VERSION, model=info.model, kernels=info.kernels)
-    servicer = EngineCoreServicer(worker.engine)
+    return _Process(config=config, server=server, metrics_server=metrics_server, worker=worker)
+
+
+async def _open(process: _Process) -> tuple[EngineCoreServicer, control_service.Readiness]:
+    """Serve requests."""
+    engine, server, config = process.worker.engine, process.server, process.config
+    servicer = EngineCoreServicer(engine)
     service_grpc.add_EngineCoreServiceServicer_to_server(servicer, server.server)
-    readiness = control_service.Readiness(worker.engine, server, servicer)
+    readiness = control_service.Readiness(engine, server, servicer)
     controls = control_service.ControlServicer(
-        worker.engine, readiness, drain_timeout_s=config.drain_timeout_s
+        engine, readiness, drain_timeout_s=config.drain_timeout_s
     )
-    services = {control_service.SERVICE_NAME: controls.add_to_server, **worker.services}
+    services = {control_service.SERVICE_NAME: controls.add_to_server, **process.worker.services}
     for add_to_server in services.values():
         add_to_server(server.server)
     await server.start([SERVICE_NAME, *services])
@@ -117,28 +146,31 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         "ready on %s:%d, metrics on port %d: %s",
         config.host,
         server.port,
-        metrics_server.port,
-        worker.engine.info,
+        process.metrics_server.port,
+        engine.info,
     )
-    problem = await _wait_for_the_end(stop, worker.engine, readiness)
-    await readiness.withdraw()
-    drain_timeout_s = config.drain_timeout_s if problem is None else 0.0
-    if num_handed_back := await worker.engine.drain(drain_timeout_s):
+    return servicer, readiness
+
+
+async def _shut_down(
+    process: _Process, servicer: EngineCoreServicer, problem: str | None
+) -> str | None:
+    """Drain, unless there is a problem, and close everything that still can be; return a problem
+    that this finds, or the one there was.
+    """
+    engine = process.worker.engine
+    drain_timeout_s = process.config.drain_timeout_s if problem is None else 0.0
+    if num_handed_back := await engine.drain(drain_timeout_s):
         logger.warning("requests that the drain has handed back: %d", num_handed_back)
-    problem = problem or worker.engine.problem()
+    problem = problem or engine.problem()
     servicer.stop()
-    await worker.close()
-    await server.stop(STOP_GRACE_S)
-    metrics_server.close()
+    await process.worker.close()
+    await process.server.stop(STOP_GRACE_S)
+    process.metrics_server.close()
     if problem is None:
-        await worker.engine.close()
-        problem = worker.engine.problem()
-    if problem is not None:
-        # Its threads may hang, and its memory may be under a READ: only the system can clean up.
-        logger.error("exiting to be restarted: %s", problem)
-        _exit_now(EXIT_BROKEN)
-    logger.info("stopped")
-    return 0
+        await engine.close()
+        problem = engine.problem()
+    return problem
 
 
 def _engine_id(host: str, role: str, port: int) -> str:

@@ -26,7 +26,7 @@ BATCH_QUEUE_SIZE = 2
 # After a longer step planning ahead saves next to nothing, and would keep requests that arrive
 # meanwhile out of the next step.
 MAX_LOOKAHEAD_STEP_S = 0.02
-# After so many failing steps in a row a step of our own tells whose fault it is.
+# After this many failing steps in a row a step of our own tells whose fault it is.
 MAX_FAILURES_IN_A_ROW = 5
 # Not printable, so that no front end's request has it (validate_request_id).
 PROBE_ID = "\0engine-probe"

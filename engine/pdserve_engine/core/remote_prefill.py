@@ -19,7 +19,7 @@ from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import KVConnector
 
-# Who has waited so long for blocks is not overtaken by who came later.
+# A request that has waited this long for blocks is not overtaken by later ones.
 OVERDUE_S = 1.0
 # Requests that have blocks and do not run may hold this share of the pool, or one of them any.
 MAX_SHARE = 0.25

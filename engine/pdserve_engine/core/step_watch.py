@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from pdserve_engine.core.sched_output import SchedulerOutput
 
-# So long no step counts as hung: weights may have to be read from a disk first.
+# No step counts as hung before this: weights may have to be read from a disk first.
 MIN_BOUND_S = 10.0
 # A step that is the first to need a kernel waits for Triton to compile it.
 MIN_CUDA_BOUND_S = 60.0
-# A step may take so many times what the longest one lets expect.
+# A step may take this many times what the longest one lets expect.
 MARGIN = 10.0
 # Linear layers cost as much as attention to so many tokens, or more; less only loosens the bound.
 LINEAR_CONTEXT = 1024

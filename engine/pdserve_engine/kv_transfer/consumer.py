@@ -1,6 +1,6 @@
 """D's side of the handoff: reads the blocks of a prompt out of P's memory while P computes it.
 
-What happens to a request is in pull_table.py; here are the threads and the links. Messages come on
+What happens to a request is in pull_events.py; here are the threads and the links. Messages come on
 the event loop's thread, READs end on the transfer thread, the rest happens on the engine's; one
 lock guards all state. Under it only calls are made that neither block nor call back: the link's,
 the transport's, `wakeup`, `request_link`.
@@ -33,7 +33,7 @@ from pdserve_engine.kv_transfer.base import (
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
 from pdserve_engine.kv_transfer.pull import FAILURE_REASONS, ChunkRead
-from pdserve_engine.kv_transfer.pull_table import PullTable
+from pdserve_engine.kv_transfer.pull_events import PullEvents
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
@@ -76,7 +76,7 @@ class ConsumerConnector(KVConnector):
         self._links = LinkTable(clock())
         # What has gone wrong in here, and why the worker must not go on.
         self._defect: str | None = None
-        self._table = PullTable(
+        self._events = PullEvents(
             layout=identity.layout,
             vocab_size=identity.vocab_size,
             d_epoch=identity.epoch,
@@ -102,7 +102,7 @@ class ConsumerConnector(KVConnector):
     def on_dispatched(self, request: EngineCoreRequest) -> None:
         if request.attempt:
             with self._lock:
-                self._table.keep_held(request.request_id)
+                self._events.keep_held(request.request_id)
         params = request.kv_transfer_params
         if params is not None and params.do_remote_prefill:
             self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
@@ -118,7 +118,7 @@ class ConsumerConnector(KVConnector):
         if params is None or not params.do_remote_prefill:
             return
         with self._lock:
-            self._table.add_ticket(request)
+            self._events.add_ticket(request)
         # Again: there may have been no link to be had when it was dispatched.
         self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
 
@@ -126,15 +126,15 @@ class ConsumerConnector(KVConnector):
         self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
     ) -> bool:
         with self._lock:
-            return self._table.grant(request, block_ids, num_cached_tokens)
+            return self._events.grant(request, block_ids, num_cached_tokens)
 
     def defer(self, request: Request) -> None:
         with self._lock:
-            self._table.defer(request)
+            self._events.defer(request)
 
     def reclaim(self) -> Request | None:
         with self._lock:
-            return self._table.reclaim()
+            return self._events.reclaim()
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -142,19 +142,19 @@ class ConsumerConnector(KVConnector):
         if not request.do_remote_prefill:
             return frozenset()
         with self._lock:
-            return self._table.end_request(request)
+            return self._events.end_request(request)
 
     def fence_all(self, reason: str) -> None:
         with self._lock:
-            self._table.fence(reason)
+            self._events.fence(reason)
 
     def take_news(self) -> list[KVNews]:
         with self._lock:
-            return self._table.take_news()
+            return self._events.take_news()
 
     def num_open_sessions(self) -> int:
         with self._lock:
-            return self._table.num_open()
+            return self._events.num_open()
 
     def failure(self) -> str | None:
         return self._defect or self._transport.failure
@@ -243,7 +243,7 @@ class ConsumerConnector(KVConnector):
             is_known = self._links.is_open(link)
             if is_known:
                 link.last_heard = self._clock()
-                is_known = self._table.on_message(link, message)
+                is_known = self._events.on_message(link, message)
             if not is_known:
                 self._metrics.late_messages.inc()
 
@@ -263,7 +263,7 @@ class ConsumerConnector(KVConnector):
         # It may take long: not under the lock.
         num_wrong_blocks = self._num_wrong_blocks(read) if result.is_ok else 0
         with self._lock:
-            self._table.read_done(read, result, num_wrong_blocks)
+            self._events.read_done(read, result, num_wrong_blocks)
 
     def _num_wrong_blocks(self, read: ChunkRead) -> int:
         if self._checksum is None or not read.checksums:
@@ -274,7 +274,7 @@ class ConsumerConnector(KVConnector):
     def _on_read_stalled(self, read: ChunkRead) -> None:
         with self._lock:
             message = f"READ stalled for {self._transfer_timeout_s:g} s"
-            self._table.read_stalled(read, message)
+            self._events.read_stalled(read, message)
 
     def _on_peer_lost(self, link: KVLink, reason: str) -> None:
         with self._lock:
@@ -286,7 +286,7 @@ class ConsumerConnector(KVConnector):
             tick = self._links.tick(now, self._step_seq())
             for link in tick.silent:
                 self._drop_link(link, "silent")
-            self._table.expire(now, tick.overslept_s)
+            self._events.expire(now, tick.overslept_s)
 
     # ---- under the lock
 
@@ -303,13 +303,13 @@ class ConsumerConnector(KVConnector):
         )
 
     def _lose_waiting(self, engine_id: str, reason: str) -> None:
-        self._table.end_link(engine_id, "no_link", f"no link to {engine_id}: {reason}")
+        self._events.end_link(engine_id, "no_link", f"no link to {engine_id}: {reason}")
         self._metrics.peer_went(engine_id)
 
     def _drop_link(self, link: KVLink, reason: str) -> None:
         if not self._links.remove(link):
             return
-        self._table.end_link(
+        self._events.end_link(
             link.engine_id, "link_lost", f"link to {link.engine_id} lost: {reason}"
         )
         self._transport.remove_peer(link.peer)

@@ -52,7 +52,7 @@ class Tick(NamedTuple):
 
     # Links whose peer has gone silent.
     silent: list[KVLink]
-    # For so long our own event loop hung. Messages that came meanwhile are read after this tick:
+    # How long our own event loop hung. Messages that came meanwhile are read after this tick:
     # they must not find that somebody has given up waiting for them.
     overslept_s: float
 

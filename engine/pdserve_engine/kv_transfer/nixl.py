@@ -37,7 +37,7 @@ MAX_REGION_BYTES = 2 << 30
 PROBE_BYTES = 64
 # Peers whose links have ended, as when a network was down for some seconds.
 MAX_UNUSED_PEERS = 16
-# Connections to living peers that NIXL will never close. After so many a new process is cheaper.
+# Connections to living peers that NIXL will never close. After this many a new process is cheaper.
 MAX_LEFT_OPEN = 64
 
 # They have no base class of their own.

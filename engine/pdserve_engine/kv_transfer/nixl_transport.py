@@ -46,7 +46,7 @@ MIN_PUMP_S = 100e-6
 MAX_PUMP_S = 10e-3
 # A READ that is posted while nothing is exported has been given up already: nobody waits for it.
 IDLE_PUMP_S = 20e-3
-# A call into UCX that takes so long has served a peer; an idle one takes a few microseconds.
+# A call into UCX that takes this long has served a peer; an idle one takes a few microseconds.
 SERVED_S = 200e-6
 # How long a peer may take to connect, and P helps it to.
 CONNECT_S = 5.0
@@ -56,9 +56,9 @@ SELF_CHECK_S = 5.0
 CLOSE_S = 5.0
 # For what comes after the last READ has landed, or was given up.
 CLOSE_MARGIN_S = 5.0
-# No call into NIXL takes so long unless it hangs: copies through shared memory are cut into pieces.
+# No call into NIXL takes this long unless it hangs: copies through shared memory come in pieces.
 HANG_S = 10.0
-# So many READs that are over when posted tell shared memory; while a connection is being set up
+# This many READs that are over when posted mean shared memory; while a connection is being set up
 # some are not, and on a network one might be by luck.
 NUM_SYNCHRONOUS = 3
 MAX_PROBES = 12

@@ -52,7 +52,7 @@ class Session:
         # Both are set when D's link is up.
         self.link: KVLink | None = None
         self.id: KVSessionId | None = None
-        # D pulls the KV of so many tokens.
+        # The tokens whose KV D pulls.
         self.num_tokens = request.num_prompt_tokens + len(request.request.resume_output_token_ids)
         self.num_blocks = -(-self.num_tokens // layout.block_size)
         self._first_reads = first_read_blocks(layout, self.num_tokens)

@@ -30,7 +30,7 @@ MAX_NAMES_IN_ERROR = 8
 PROGRESS_LOG_S = 1.0
 # Bytes of a weight that are mapped at a time.
 PIECE_BYTES = 16 << 20
-# Tensors of at least so many bytes count as large; smaller ones do not add up to much.
+# Tensors of at least this many bytes count as large; smaller ones do not add up to much.
 MIN_MAPPED_BYTES = 128 << 10
 # From glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

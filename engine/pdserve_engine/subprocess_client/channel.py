@@ -9,7 +9,7 @@ from pdserve_engine.subprocess_client.messages import FrameReader, Message, Prot
 
 # Above this an end that does not read counts as stalled ...
 STALL_BYTES = 1024 * 1024
-# ... and the connection ends when it has been for so long, or this much waits for it.
+# ... and the connection ends when it has been for this long, or this much waits for it.
 STALL_TIMEOUT_S = 10.0
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from pdserve_common.errors import PdserveError
 from pdserve_engine.subprocess_client.messages import MetricFamily, MetricSample, MetricsSnapshot
 
-# A scrape waits for the engine process so long, then shows what it saw last.
+# How long a scrape waits for the engine process; then it shows what it saw last.
 FETCH_TIMEOUT_S = 1.0
 # Up to Python 3.10 the two kinds of TimeoutError are unrelated.
 _GIVEN_UP = (

@@ -11,7 +11,7 @@ from pdserve_kernels.exact_math import log, log_of_complement
 from pdserve_kernels.reference.philox import Words4, philox4x32, split_seed
 
 WORDS_PER_COUNTER = 4
-# On the CPU so many counters are drawn at once that their words stay in a core's cache.
+# On the CPU this many counters are drawn at once that their words stay in a core's cache.
 COUNTERS_IN_CACHE = 16_384
 # Keeps -log(1 - u) finite: the largest float below 1.
 LARGEST_UNIFORM = 1.0 - 2.0**-24

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 MIN_BACKOFF_S = 0.1
 # A request that needs the link waits this long at most before it is dialed again.
 MAX_BACKOFF_S = 1.0
-# Of so many workers that could not be reached the backoff is known; oldest failures go first.
+# Workers whose backoff is remembered; the oldest failures are forgotten first.
 MAX_BACKOFFS = 1024
 
 
-class KvLinkPool:
+class KVLinkPool:
     """Owns the links of D's connector and sends its heartbeats until `close`."""
 
     def __init__(self, connector: KVConsumerEndpoint, tls: Tls | None = None) -> None:

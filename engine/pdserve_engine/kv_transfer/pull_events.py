@@ -44,7 +44,7 @@ from pdserve_engine.kv_transfer.pull import (
 from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
 
 # P may ask before D's engine has taken the router's ticket, which it does between two steps,
-# however long these are. So many questions are remembered.
+# however long these are. This many questions are remembered.
 MAX_EARLY = 4096
 
 # How P's reasons to end a session look to D; any other is a loss like "session_ended".
@@ -57,8 +57,8 @@ _LOSS_REASONS: Mapping[SessionEndReason, LossReason] = {
 }
 
 
-class PullTable:
-    """All pulls of one D, and what the scheduler is to hear of them.
+class PullEvents:
+    """Has one D's pulls take what happens to them; the PullMachine keeps these.
 
     `post` starts a READ or raises KVTransferError; read_done follows for each that was started.
     """
