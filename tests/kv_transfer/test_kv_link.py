@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_decode import service
+from pdserve_decode import kv_link_client
 from pdserve_decode.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
@@ -347,7 +347,7 @@ async def test_a_p_that_differs_is_refused_with_what_differs(d: D, start_p: Any)
 async def test_so_many_workers_that_cannot_be_reached_are_remembered(
     d: D, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_BACKOFFS", 2)
+    monkeypatch.setattr(kv_link_client, "MAX_BACKOFFS", 2)
     for name in ("p0", "p1", "p2", "p1"):
         d.links._back_off(name)
     assert list(d.links._backoff_s.items()) == [("p2", MIN_BACKOFF_S), ("p1", 2 * MIN_BACKOFF_S)]
