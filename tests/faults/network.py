@@ -63,7 +63,8 @@ class Network:
 
     def command(self, name: str) -> list[str]:
         """Return what to put in front of a command, so that it runs at `name`. It keeps its pid."""
-        return ["ip", "netns", "exec", self._namespace(name)]
+        everywhere = ["env", "UCX_NET_DEVICES=all"]  # other tests are kept from these devices
+        return ["ip", "netns", "exec", self._namespace(name), *everywhere]
 
     def partition(self, one: str, other: str) -> None:
         """Drop silently whatever the two send to each other, until `heal`."""
