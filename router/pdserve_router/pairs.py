@@ -153,9 +153,10 @@ class Pairs:
     def advance(self) -> None:
         """Start the proofs that are due, and come back for those that will be."""
         if not self._is_closed:
+            # First: what comes due in between is started, or the timer comes for it.
+            self._set_timer()
             while len(self._probes) < MAX_PROBES and (pair := self._next_to_prove()) is not None:
                 self._start_probe(pair)
-            self._set_timer()
         counts = Counter(pair.state for pair in self._pairs.values())
         for state in STATES:
             self._metrics.pairs.labels(state=state).set(counts[state])

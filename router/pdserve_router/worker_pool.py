@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import math
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -92,7 +90,8 @@ class WorkerPool:
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._settles_at = math.inf
+        # Told by the timer alone: it may come a moment before its time.
+        self._has_settled = False
         self._settle_timer: asyncio.TimerHandle | None = None
         # From the first time it is ready until no decode worker is: then first proofs are not
         # waited for.
@@ -127,8 +126,7 @@ class WorkerPool:
             worker.start()
         for source in self._sources.values():
             source.start()
-        self._settles_at = time.monotonic() + SETTLE_S
-        self._settle_timer = asyncio.get_running_loop().call_later(SETTLE_S, self._on_change)
+        self._settle_timer = asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
 
     async def close(self) -> None:
         if self._settle_timer is not None:
@@ -224,11 +222,14 @@ class WorkerPool:
             logger.info("worker %s works again", working.address)
             self._on_change()
 
+    def _settle(self) -> None:
+        self._has_settled = True
+        self._on_change()
+
     def _is_settling(self) -> bool:
-        is_early = time.monotonic() < self._settles_at
         is_connecting = any(worker.state is WorkerState.CONNECTING for worker in self.prefill)
         return self._rules.disaggregation and (
-            self._pairs.is_settling or (is_early and is_connecting)
+            self._pairs.is_settling or (is_connecting and not self._has_settled)
         )
 
     def _client(self, role: WorkerRole, address: str) -> WorkerClient:

@@ -248,32 +248,36 @@ def wait_until_handing_off(
     cluster: Cluster, asker: Asker, *, timeout_s: float = HANDOFF_TIMEOUT_S
 ) -> None:
     """Wait until every router has proven all pairs: a proof would be held at a stage in a request's
-    stead. Then send requests until so many in a row cross the handoff at the first try that every
-    pair has had its turn, most likely: after a fault a connection may still wait for its next try.
-    Raises ClusterError.
+    stead. Then send requests until each pair has handed off at the first try, and nothing else has
+    come since: after a fault a link may still be the old one, or wait for its next try. Raises
+    ClusterError.
     """
     cluster.wait_for(lambda: _find_unproven(cluster), timeout_s=timeout_s)
-    num_good = 0
+    good: set[tuple[str, str]] = set()
 
     def find_missing() -> str:
-        nonlocal num_good
         answer = asker.ask([3, 4, 5], TWO_TOKENS, deadline_s=timeout_s)
         is_first_try = not answer.errors and not answer.metrics.num_redrives
-        is_good = is_first_try and answer.path == "disaggregated"
-        num_good = num_good + 1 if is_good else 0
-        return "" if num_good >= 4 * len(cluster.workers) else f"not handed off: {answer}"
+        if not is_first_try or answer.path != "disaggregated":
+            good.clear()
+            return f"not handed off: {answer}"
+        good.add((answer.metrics.prefill_engine_id, answer.metrics.decode_engine_id))
+        return "" if len(good) == _num_pairs(cluster) else f"handed off only between {good}"
 
     cluster.wait_for(find_missing, timeout_s=timeout_s)
 
 
+def _num_pairs(cluster: Cluster) -> int:
+    return len(cluster.of_role("prefill")) * len(cluster.of_role("decode"))
+
+
 def _find_unproven(cluster: Cluster) -> str:
-    num_pairs = len(cluster.of_role("prefill")) * len(cluster.of_role("decode"))
     for router in cluster.routers:
         try:
             num_proven = cluster.metrics(router).get(PROVEN)
         except OSError as error:
             return f"{router}: {error}"
-        if num_proven != num_pairs:
+        if num_proven != _num_pairs(cluster):
             return f"{router} has proven {num_proven} pairs"
     return ""
 

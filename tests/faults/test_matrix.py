@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from cases import LATE_S, READ_FAULTS, Case, run_case
-from checks import Asker, check_answer, wait_for_baseline, wait_until_handing_off
+from checks import Asker, check_answer, held, wait_for_baseline, wait_until_handing_off
 from ground import (
     BOUND_S,
     DEADLINE_S,
@@ -35,7 +35,7 @@ from ground import (
     run_on_all,
 )
 from pdserve_faults.stages import STAGES
-from soak import SOAK_PARAMS, run_schedule
+from soak import SOAK_PARAMS, TOTAL_SLACK, grown, run_schedule
 
 pytestmark = pytest.mark.slow
 
@@ -118,13 +118,15 @@ def run(ground: Ground, case: Case, first: str) -> None:
     questions = [(prompt, PARAMS[each]) for prompt, each in zip(PROMPTS, kinds, strict=False)]
     with restored(ground.cluster), Asker(ground.cluster.addresses) as asker:
         wait_until_handing_off(ground.cluster, asker)
+        baseline = grown(ground.baseline, held(ground.cluster))
         answers = run_case(ground.cluster, asker, case, questions, deadline_s=DEADLINE_S)
         print(f"{case}: after {', '.join(f'{answer.seconds:.2f}' for answer in answers)} s")
         for number, (each, answer) in enumerate(zip(kinds, answers, strict=True)):
             check_answer(answer, ground.expected[each][number], within_s=BOUND_S)
         if case.fault == "late":
             use_all_blocks(ground, asker, LATE_S)
-    wait_for_baseline(ground.cluster, ground.baseline)
+    wait_for_baseline(ground.cluster, baseline)
+    wait_for_baseline(ground.cluster, ground.baseline, slack=TOTAL_SLACK)
 
 
 def use_all_blocks(ground: Ground, asker: Asker, seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router import pair_probe, pairs
+from pdserve_router import pair_probe, pairs, worker_pool
+from pdserve_router.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.worker_pool import WorkerPool
 
@@ -33,13 +35,15 @@ VOCAB_SIZE = 300
 class Stage:
     """A pool over fake workers, and how its readiness went."""
 
-    def __init__(self, workers: list[FakeWorker], **rules: object) -> None:
+    def __init__(
+        self, workers: list[FakeWorker], *, also_prefill: Sequence[str] = (), **rules: object
+    ) -> None:
         self.prefill = [w for w in workers if w.info.role is WorkerRole.PREFILL]
         self.decode = [w for w in workers if w.info.role is WorkerRole.DECODE]
         self.registry = CollectorRegistry()
         self.readiness: list[bool] = []
         self.pool = WorkerPool(
-            prefill=[worker.address for worker in self.prefill],
+            prefill=[*(worker.address for worker in self.prefill), *also_prefill],
             decode=[worker.address for worker in self.decode],
             model=MODEL,
             router_id="r",
@@ -198,6 +202,24 @@ async def test_a_proof_may_keep_readiness_only_so_long(start, monkeypatch) -> No
         assert stage.count("failed") == 1
 
 
+async def test_a_prefill_worker_that_never_answers_keeps_readiness_only_so_long(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(worker_pool, "SETTLE_S", 0.2)
+    fake = worker(WorkerRole.DECODE)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        await fake.start()
+        stage = Stage([fake], also_prefill=[f"127.0.0.1:{silent.getsockname()[1]}"])
+        stage.pool.start()
+        try:
+            await until(lambda: stage.pool.is_ready)
+            assert stage.readiness[0] is False
+            assert stage.readiness[-1]
+        finally:
+            await stage.pool.close()
+            await fake.close()
+
+
 @pytest.mark.parametrize(
     ("role", "behave", "reason"),
     [
@@ -348,6 +370,28 @@ async def test_failing_handoffs_call_for_another_proof(start) -> None:
         stage.decode[0].behave_probe = decode
         await until(lambda: stage.count("proven") == 1)
         assert len(stage.decode[0].probes) == 2
+
+
+async def test_a_proof_that_comes_due_while_others_are_looked_at_is_not_forgotten(
+    start, monkeypatch
+) -> None:
+    retry_in_s = CircuitBreaker.retry_in_s
+
+    def due_in_a_moment(breaker: CircuitBreaker) -> float:
+        if retry_in_s.fget(breaker) == 0:
+            return 0.0
+        breaker._retry_at = 0.0
+        return 1e-6
+
+    # It would look at all pairs again.
+    monkeypatch.setattr(worker_pool, "SETTLE_S", 600.0)
+    async with start() as stage:
+        await until(lambda: stage.count("proven") == 1)
+        monkeypatch.setattr(CircuitBreaker, "retry_in_s", property(due_in_a_moment))
+        for _ in range(FAILURES_TO_OPEN):
+            stage.pool.report_failure((stage.pool.prefill[0], stage.pool.decode[0]))
+        await until(lambda: len(stage.decode[0].probes) == 2)
+        await until(lambda: stage.count("proven") == 1)
 
 
 async def test_a_small_pool_proves_all_its_pairs(start) -> None:
