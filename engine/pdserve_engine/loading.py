@@ -37,7 +37,7 @@ from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
-from pdserve_engine.memory import release_unused
+from pdserve_engine.memory import out_of_memory_reason, release_unused
 from pdserve_engine.model_runner import ModelRunner
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import ModelConfig
@@ -80,14 +80,12 @@ class LoadedEngine:
 
 @contextlib.contextmanager
 def _out_of_memory_is_refused() -> Iterator[None]:
-    """Raise ValueError for the RuntimeError of one of torch's allocators: CUDA's, or the CPU's,
-    which has no class of its own.
-    """
+    """Raise ValueError for the RuntimeError of one of torch's allocators."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in reason:
+        reason = out_of_memory_reason(error)
+        if reason is None:
             raise
         raise ValueError(
             f"too little memory for this model and its largest step: {reason}; lower "

@@ -49,6 +49,15 @@ def used_bytes(device: torch.device) -> int:
     return int((PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def out_of_memory_reason(error: RuntimeError) -> str | None:
+    """Return the first line of what one of torch's allocators says: CUDA's, or the CPU's, whose
+    error has no class of its own. None: it is not theirs.
+    """
+    reason = str(error).partition("\n")[0]
+    is_theirs = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in reason
+    return reason if is_theirs else None
+
+
 def peak_growth(device: torch.device, run: Callable[[], None]) -> int:
     """Run something and return how many bytes above what was used before it went."""
     if device.type == "cuda":

@@ -323,9 +323,10 @@ class ScriptedConnector(KVConnector):
 
     # ---- D
 
-    def claim(self, request_id: str) -> None:
-        """P asks for blocks."""
-        self.news.append(BlocksClaimed(self.tickets[request_id]))
+    def claim(self, request_id: str, asked_time: float | None = None) -> None:
+        """P asks for blocks, or has done so at `asked_time`."""
+        claimed_time = time.monotonic() if asked_time is None else asked_time
+        self.news.append(BlocksClaimed(self.tickets[request_id], claimed_time))
 
     def confirm(self, request_id: str, num_tokens: int) -> None:
         self.announced[request_id] = num_tokens

@@ -33,7 +33,7 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine import control_client
+from pdserve_engine import control_client, loading
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core import control
 from pdserve_engine.inproc_client import InprocEngineClient
@@ -361,11 +361,19 @@ async def test_a_wake_up_without_memory_can_be_repeated(
     await engine.sleep(2, PauseMode.WAIT)
 
     def fail() -> None:
-        raise torch.OutOfMemoryError("2 GiB wanted")
+        raise torch.OutOfMemoryError("2 GiB wanted\nMore")
+
+    def fail_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(2**60, dtype=torch.uint8)
 
     with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_model", fail_on_cpu)
+        refusal = "no memory for weights: .*DefaultCPUAllocator.*; free some and wake it up again"
+        with pytest.raises(FailedPreconditionError, match=refusal):
+            await engine.wake_up(())
+    with monkeypatch.context() as patch:
         patch.setattr(engine._loaded.kv_cache, "restore", fail)
-        with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted"):
+        with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted;"):
             await engine.wake_up(())
     assert engine.state().sleep_level == 2
     assert engine.problem() is None

@@ -254,6 +254,16 @@ def test_a_fork_caches_what_its_source_has_not() -> None:
     assert manager.get_computed_blocks(make_request("c", list(range(30))), 29)[1] == 28
 
 
+def test_a_fork_has_its_sources_blocks_forgotten() -> None:
+    manager = make_manager(HYBRID)
+    source, fork = (make_request(name, list(range(30))) for name in "ab")
+    run(manager, source, 30)
+    manager.fork(source, fork, 30)
+    manager.forget_blocks(fork)
+    assert manager.block_pool.num_cached_blocks == 0
+    manager.check_integrity()
+
+
 def test_a_fork_shares_nothing_when_a_sliding_group_has_moved_on() -> None:
     manager = make_manager((None, 8))
     source = make_request("a", list(range(30)))

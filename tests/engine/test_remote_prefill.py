@@ -156,6 +156,44 @@ def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(
     assert next(iter(connector.loading)) == "big"
 
 
+def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector, num_blocks=8, enable_caching=False)
+    add_ticket(engine, "a", 24)
+    connector.claim("a")
+    clock.now_s += 5
+    engine.add("local", [1] * 24)
+    clock.now_s += 5
+    engine.step()
+    assert "a" in connector.loading
+    assert not engine.scheduler.running
+    connector.finish_load("a")
+    engine.run()
+    assert engine.tokens("local") == expected([1] * 24, 4)
+    engine.assert_idle()
+
+
+def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector, num_blocks=8, enable_caching=False)
+    engine.scheduler.pause_state = PauseState.PAUSED_NEW
+    for name, asked_time in (("b", clock.now_s + 1), ("a", clock.now_s), ("c", clock.now_s + 2)):
+        add_ticket(engine, name, 24)
+        connector.claim(name, asked_time)
+    clock.now_s += 5
+    engine.step()
+    engine.scheduler.pause_state = PauseState.UNPAUSED
+    order = []
+    while engine.scheduler.requests:
+        engine.step()
+        for name in list(connector.loading):
+            order.append(name)
+            connector.finish_load(name)
+    assert order == ["a", "b", "c"]
+
+
 def test_confirmed_blocks_are_shared_before_the_rest_is_here(
     connector: ScriptedConnector,
 ) -> None:

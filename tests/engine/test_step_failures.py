@@ -277,6 +277,22 @@ def test_nobody_shares_blocks_that_led_to_nan_logits(windows: tuple[int | None, 
     engine.assert_idle()
 
 
+def test_a_fork_with_nan_logits_takes_its_sources_blocks_from_the_cache() -> None:
+    prompt = [1] * (3 * BLOCK_SIZE + 1)
+    engine = Engine()
+    engine.add("a", prompt)
+    engine.step()
+    engine.add("fork", prompt, fork_of="a")
+    engine.executor.num_nans["fork"] = 3
+    engine.step()
+    assert engine.finish_reason("fork") == FinishReason.ERROR
+    engine.add("b", prompt)
+    assert engine.step().num_scheduled_tokens["b"] == len(prompt), "nothing is of use to it"
+    engine.run()
+    assert engine.tokens("b") == expected(prompt, 4)
+    engine.assert_idle()
+
+
 def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     engine = Engine()
     for name in ("a", "b"):

@@ -2,6 +2,7 @@
 accepts, that it checks what P says, and how a pull is lost.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -361,10 +362,13 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     """The engine takes tickets between two steps, and a long prompt of its own makes long ones."""
     session = world.session()
     world.say(ask(session))
+    asked_time = time.monotonic()
     world.pass_time(90)
     assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
     request = world.pair.ticket()
-    assert world.told() == [BlocksClaimed(request)]
+    (news,) = world.told()
+    assert news == BlocksClaimed(request)
+    assert news.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
     assert world.pair.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
     world.end(request)

@@ -5,13 +5,12 @@ thread.
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from pdserve_common.engine_client import MAX_SLEEP_LEVEL, SLEEP_TAGS, EngineState
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.memory import out_of_memory_reason
 from pdserve_engine.profiler import StepProfiler
 from pdserve_engine.sleep import SleepingMemory
 
@@ -124,7 +123,7 @@ class EngineControl:
     def wake_up(self, tags: Sequence[str]) -> None:
         """Wake those of SLEEP_TAGS named, or all. Raises InvalidRequestError for an unknown tag
         and FailedPreconditionError if awake, if "scheduling" would come before memory, or, for a
-        later try, if the weights cannot be read or a GPU's memory has been taken meanwhile.
+        later try, if the weights cannot be read or memory has been taken meanwhile.
         """
         wanted = check_tags(tags)
         if self._sleep_level is None:
@@ -196,8 +195,11 @@ class EngineControl:
             else:
                 self._sleep_level = None
                 self._core.scheduler.pause_state = PauseState.UNPAUSED
-        except torch.OutOfMemoryError as error:
-            message = f"no memory for {tag}: {error}; free some of the GPU and wake it up again"
+        except RuntimeError as error:
+            reason = out_of_memory_reason(error)
+            if reason is None:
+                raise
+            message = f"no memory for {tag}: {reason}; free some and wake it up again"
             raise FailedPreconditionError(message) from error
         except (OSError, ValueError) as error:
             raise FailedPreconditionError(f"cannot read the weights: {error}") from error

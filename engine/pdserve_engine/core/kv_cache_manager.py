@@ -258,6 +258,9 @@ class KVCacheManager:
 
     def forget_blocks(self, request: Request) -> None:
         """Nobody is to share what was computed from the request's tokens, by whomever."""
+        if not self.block_pool.enable_caching:
+            return
+        self._update_block_hashes(request)  # a fork's blocks may all be hashed by its source
         self.block_pool.forget(
             block_hash + group.key_suffix
             for block_hash in request.block_hashes

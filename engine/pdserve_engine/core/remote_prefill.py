@@ -65,7 +65,7 @@ class RemotePrefills:
         self._kv = kv_cache_manager
         self._landed = landed
         self._num_spare_blocks = num_spare_blocks
-        # And when P claimed blocks last, or else the ticket came.
+        # And when P claimed blocks last; before that, or if it has run ahead in vain: when it came.
         self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
 
@@ -96,12 +96,15 @@ class RemotePrefills:
         self.drop_claim(request)
         return True
 
-    def claim(self, request: Request) -> None:
-        """P wants to start the request, which gets its blocks when grant_claims finds room."""
+    def claim(self, request: Request, since: float) -> None:
+        """P wants to start the request, and has asked at `since` (time.monotonic, not after now);
+        it gets its blocks when grant_claims finds room.
+        """
         # It may have asked, withdrawn and asked again before the first claim had its turn.
         if all(claim.request is not request for claim in self._claims):
-            since = self._requests[request] = time.monotonic()
-            self._claims.append(_Claim(request, since))
+            self._requests[request] = since
+            # P may have asked before its ticket was here: then younger claims are here already.
+            bisect.insort(self._claims, _Claim(request, since), key=lambda other: other.since)
 
     def drop_claim(self, request: Request) -> None:
         """P's claim, if there is one, does not count any more."""

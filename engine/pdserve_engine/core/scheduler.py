@@ -801,7 +801,7 @@ class Scheduler:
                 if self.remote_decodes.forbid(request):
                     self.waiting.remove_request(request)
             case BlocksClaimed():
-                self.remote_prefills.claim(request)
+                self.remote_prefills.claim(request, news.claimed_time)
             case BlocksConfirmed():
                 self.kv.cache_blocks(request, news.num_tokens)
             case BlocksReturned():

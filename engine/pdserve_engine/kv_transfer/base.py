@@ -44,6 +44,8 @@ class BlocksClaimed:
     """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
 
     request: "Request"
+    # time.monotonic() of P's asking; the scheduler may hear of it a step later.
+    claimed_time: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

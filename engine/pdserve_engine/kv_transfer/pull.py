@@ -146,9 +146,11 @@ class Pull:
     num_tokens: int = 0
     # None while EARLY.
     request: Request | None = None
-    # P's session and the link it came over, from P's asking on.
+    # P's session and the link it came over, from P's asking on, and when that was, for the
+    # scheduler: time.monotonic().
     session: KVSessionId | None = None
     link: KVLink | None = None
+    asked_time: float = 0.0
     # While GRANTED, PULLING, LANDED, or LOST after that.
     transfer: Transfer | None = None
     # Blocks of the transfer that was given back last, under READs that had not landed by then.

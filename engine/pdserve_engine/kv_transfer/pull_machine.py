@@ -7,6 +7,7 @@ is set before its actions are carried out.
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -139,6 +140,7 @@ class PullMachine:
 
     def open_session(self, pull: Pull, link: KVLink, session: KVSessionId) -> None:
         pull.session, pull.link = session, link
+        pull.asked_time = time.monotonic()
         self.by_session[session] = pull
 
     def tell(self, news: KVNews) -> None:
@@ -187,7 +189,7 @@ class PullMachine:
     # ---- what the steps do
 
     def _claim(self, pull: Pull) -> None:
-        self.tell(BlocksClaimed(pull.ticket))
+        self.tell(BlocksClaimed(pull.ticket, pull.asked_time))
 
     def _send_granted(self, pull: Pull) -> None:
         _send(pull, Granted(session=_session_of(pull), first_block=pull.granted.first_block))
