@@ -8,8 +8,8 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 2
-MIN_PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+MIN_PROTOCOL_VERSION = 3
 
 
 def new_epoch() -> str:

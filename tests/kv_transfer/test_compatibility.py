@@ -144,3 +144,14 @@ def test_a_layout_that_differs_is_refused_by_name(kit: SimpleNamespace, name: st
     mismatch = find_mismatch(p, "local", make_hello(d, "local"))
     assert mismatch is not None
     assert mismatch.startswith(f"layout.{name} differs: ")
+
+
+def test_workers_that_say_differently_why_sessions_end_are_refused_for_their_version(
+    kit: SimpleNamespace,
+) -> None:
+    identity = kit.make_identity("p0", layout=LAYOUT)
+    hello = make_hello(identity, "local")
+    older = replace(hello, min_protocol_version=2, max_protocol_version=2)
+    mismatch = find_mismatch(identity, "local", older)
+    assert mismatch is not None
+    assert mismatch.startswith("protocol versions differ: ")

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pdserve_engine.core.step_watch import MAX_LOOK_S, StepWatch
 from pdserve_engine.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
-from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_PUMP_S
+from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.self_check import check_own_pool
 
 BLOCK_BYTES = 1 << 20
@@ -45,6 +46,7 @@ class FakeAgent:
         self.is_synchronous = True
         self.is_ending = False
         self.num_posts = 0
+        self.num_polls = 0
         self.post_error: Exception | None = None
         self.peers: list[str] = []
         self.connected: set[str] = set()
@@ -82,6 +84,7 @@ class FakeAgent:
         return handle.end is not None and self.is_synchronous != is_odd_one
 
     def poll(self, handle: Handle) -> tuple[bool, str]:
+        self.num_polls += 1
         is_over = self.is_ending or handle.end in ("", "REMOTE_DISCONNECT")
         return is_over, handle.end or ""
 
@@ -123,7 +126,15 @@ class Rig:
     def at_once(self) -> Iterator[None]:
         """What is asked of the transfer thread meanwhile, it takes together afterwards."""
         is_over = threading.Event()
-        self.transport._commands.put(is_over.wait)  # type: ignore[arg-type]
+        commands = self.transport._commands
+
+        def take_all() -> None:
+            is_over.wait()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    commands.get_nowait()()
+
+        commands.put(take_all)
         try:
             yield
         finally:
@@ -270,6 +281,66 @@ def test_a_stalled_read_that_lands_in_time_is_forgotten(
         rig.transport.remove_peer(rig.peer)
         rig.connect()
     assert rig.transport.failure is None
+
+
+def test_a_link_that_ended_before_its_turn_came_is_not_connected(
+    rig: Rig, kit: SimpleNamespace
+) -> None:
+    rig.settle()
+    rig.transport.remove_peer(rig.peer)
+    kit.wait_until(lambda: not rig.agent.peers)
+    num_posts = rig.agent.num_posts
+    with rig.at_once():
+        rig.connect()
+        rig.read(1)
+        rig.transport.remove_peer(rig.peer)
+    rig.settle()
+    assert rig.agent.num_posts == num_posts
+    assert rig.transport._all_peers == []
+    assert [result.error for result in rig.landed.results] == ["connection was closed"]
+    assert rig.lost == [], "who removes a peer knows"
+
+
+def test_reads_are_polled_between_commands_that_take_long(rig: Rig) -> None:
+    rig.read(1)
+    rig.wait_posted(1)
+    are_queued = threading.Event()
+    num_landed: list[int] = []
+
+    def take_long() -> None:
+        are_queued.wait()
+        time.sleep(2 * MAX_POLL_S)
+
+    rig.transport._commands.put(take_long)
+    rig.transport._commands.put(lambda: num_landed.append(len(rig.landed.results)))
+    rig.end_posted()
+    are_queued.set()
+    rig.settle()
+    assert num_landed == [1]
+
+
+def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(
+    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.read(1)
+    rig.wait_posted(1)
+    rig.agent.probe_end = None
+    rig.connect()
+    rig.settle()
+    skew_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skew_s)
+    monkeypatch.setattr(nixl_transport, "time", clock)
+    monkeypatch.setattr(reads, "time", clock)
+
+    def take_long() -> None:
+        nonlocal skew_s
+        skew_s = 100.0
+        rig.agent.num_polls = 0
+
+    rig.transport._commands.put(take_long)
+    kit.wait_until(lambda: skew_s and rig.agent.num_polls > 4)
+    assert rig.lost == [], "neither the one that is read from nor the one that connects"
+    assert rig.landed.stalls == []
 
 
 def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,9 +51,10 @@ class Worker:
         self.process.stdin.flush()
         return json.loads(self.line())
 
-    def kill(self) -> None:
+    def kill(self) -> str:
+        """Return what it has printed to stderr."""
         self.process.kill()
-        self.process.communicate()
+        return self.process.communicate()[1]
 
 
 class Neighbours:
@@ -81,19 +83,23 @@ def neighbours() -> Iterator[Neighbours]:
         neighbours.d.kill()
 
 
-def test_a_peer_that_cannot_be_reached_holds_others_up_for_a_moment(
-    neighbours: Neighbours,
+def test_a_peer_that_cannot_be_reached_costs_nobody_else_anything(
+    neighbours: Neighbours, kit: SimpleNamespace
 ) -> None:
     d = neighbours.d
     # It refuses connections.
     neighbours.far.kill()
+    num_fds, _ = d.ask("state")
     for _ in range(MAX_LEFT_OPEN + 2):
         assert "cannot connect" in d.ask("lose", neighbours.add_far())
-    assert d.ask("failure") is None
+    kit.wait_until(lambda: d.ask("state")[0] <= num_fds)
+    assert d.ask("state")[1] is None
     neighbours.read_near()
     # It drops what comes.
     neighbours.network.partition("d", "far")
     peer = neighbours.add_far()
     neighbours.read_near()
-    assert "cannot connect" in d.ask("lose", peer)
+    assert d.ask("lose", peer) == "cannot connect within 0.5 s"
+    neighbours.read_near()
     assert d.ask("close") is None
+    assert "have not landed" not in d.kill()

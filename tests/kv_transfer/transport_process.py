@@ -19,10 +19,10 @@ from pdserve_common.wire.kv_link import (
     kv_link_response_to_proto,
     kv_pb2,
 )
+from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.factory import make_transport
 
-# As workers do; a READ that takes longer is an error.
-READ_TIMEOUT_S = 5.0
+CONNECT_S = 0.5
 
 
 class Transport:
@@ -45,16 +45,17 @@ class Transport:
         return self.transport.add_peer(parsed, self.lost.append)
 
     def add_near(self) -> str:
-        """Read from another worker of this process."""
+        """Read from another worker of this process; others get less time from then on."""
         self.near = Transport("near")
         peer = self.add(self.near.welcome)
         assert self.read(peer) == ""
+        nixl_transport.CONNECT_S = CONNECT_S
         return peer
 
     def read(self, peer: str) -> str:
         """Return what went wrong."""
         landed = kit.Landed()
-        self.transport.read(peer, [1], [2], READ_TIMEOUT_S, landed.on_done, landed.on_stall)
+        self.transport.read(peer, [1], [2], 60.0, landed.on_done, landed.on_stall)
         return str(kit.wait_until(lambda: landed.results)[0].error)
 
     def lose(self, peer: str) -> str:
@@ -63,8 +64,8 @@ class Transport:
         self.transport.remove_peer(peer)
         return str(reason)
 
-    def failure(self) -> str | None:
-        return self.transport.failure
+    def state(self) -> tuple[int, str | None]:
+        return kit.num_fds(), self.transport.failure
 
     def close(self) -> str | None:
         self.transport.close()

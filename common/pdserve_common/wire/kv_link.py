@@ -151,7 +151,7 @@ def kv_link_response_to_proto(message: KVLinkResponseMessage) -> kv_pb2.KvLinkRe
 
 
 def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkResponseMessage:
-    """P to D. Raises InvalidRequestError on a message without content, or of unknown reasons."""
+    """P to D. Raises InvalidRequestError on a message without content."""
     kind = message.WhichOneof("message")
     if kind == "welcome":
         return _welcome_from_proto(message.welcome)
@@ -192,12 +192,20 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> KVLinkRespons
             session=_session_from_proto(ended.session) if ended.HasField("session") else None,
             request_id=ended.request_id,
             attempt=ended.attempt,
-            reason=enum_from_proto(SessionEndReason, ended.reason, "session_ended.reason"),
+            reason=_end_reason_from_proto(ended.reason),
             message=ended.message,
         )
     if kind == "heartbeat":
         return KVLinkHeartbeat(step_seq=message.heartbeat.step_seq)
     raise InvalidRequestError("KvLinkResponse has no message", field="message")
+
+
+def _end_reason_from_proto(value: int) -> SessionEndReason:
+    try:
+        return SessionEndReason(value)
+    except ValueError:
+        # A loss, like any without a name: it must not take the link with it.
+        return SessionEndReason.UNSPECIFIED
 
 
 def _block_ids_to_proto(message: BlocksReady) -> list[kv_pb2.BlockIds]:

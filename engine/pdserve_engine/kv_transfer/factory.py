@@ -27,9 +27,9 @@ def make_transport(
     # UCX reads its settings when NIXL loads it.
     if require_transport in _UCX_TLS:
         os.environ["UCX_TLS"] = _UCX_TLS[require_transport]
-    # UCX waits in connect(2), and with it the transfer thread and everybody's READs. Where packets
-    # are dropped that is over two minutes by default; with one repetition it is 3 s.
-    os.environ.setdefault("UCX_TCP_SYN_CNT", "1")
+    # Else the transfer thread stands in connect(2), for over two minutes where packets are dropped,
+    # and UCX leaks the socket of a connection that is refused.
+    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     from pdserve_engine.kv_transfer.nixl_transport import NixlTransport
 

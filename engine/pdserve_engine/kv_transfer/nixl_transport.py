@@ -7,6 +7,7 @@ needs P to answer once, over shared memory too now and then; what P sends over T
 that one call.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -56,6 +57,8 @@ SELF_CHECK_S = 5.0
 CLOSE_S = 5.0
 # For what comes after the last READ has landed, or was given up.
 CLOSE_MARGIN_S = 5.0
+# A round of commands that takes longer keeps READs unpolled for long enough to count.
+LONG_ROUND_S = 0.1
 # No call into NIXL takes this long unless it hangs: copies through shared memory come in pieces.
 HANG_S = 10.0
 # This many READs that are over when posted mean shared memory; while a connection is being set up
@@ -239,17 +242,29 @@ class NixlTransport(KVTransport):
         self._agent.close()
 
     def _take_commands(self) -> None:
-        """Sleep until there is something to do, then run what was asked for."""
+        """Sleep until there is something to do, then run what was asked for: not for long, because
+        READs are not polled meanwhile.
+        """
         wait_s = self._wait_s()
         self._turn = None
         try:
             command = self._commands.get(timeout=wait_s)
+        except queue.Empty:
+            self._begin_turn()
+            return
+        started_at, round_s = time.monotonic(), 0.0
+        with contextlib.suppress(queue.Empty):
             while True:
                 self._begin_turn()
                 command()
+                round_s = time.monotonic() - started_at
+                if round_s > MAX_POLL_S:
+                    break
                 command = self._commands.get_nowait()
-        except queue.Empty:
-            self._begin_turn()
+        self._begin_turn()
+        if round_s > LONG_ROUND_S:
+            for peer in self._all_peers:
+                peer.excuse(round_s)
 
     def _begin_turn(self) -> None:
         self._turn = RunningStep(time.monotonic(), None)
@@ -317,6 +332,8 @@ class NixlTransport(KVTransport):
 
     def _connect(self, peer: Peer) -> None:
         """Load the peer and read a few bytes of it: the first READ sets up the connection."""
+        if peer.is_removed:
+            return  # nobody would use the connection, and NIXL would not close it
         self._all_peers.append(peer)
         peer.connect_by = time.monotonic() + CONNECT_S
         try:
