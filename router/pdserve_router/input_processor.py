@@ -63,7 +63,8 @@ class GenerationRequest:
     deadline: float | None = None
     # W3C trace context, as trace_context() reads it.
     trace_headers: Mapping[str, str] = field(default_factory=dict)
-    # Log-probabilities that one message of the answer may hold; requests for more are refused.
+    # Log-probabilities that one message of the answer may hold: a max_tokens that is left unset
+    # stays below it, and requests for more are refused.
     max_logprob_entries: int = MAX_PROMPT_LOGPROB_ENTRIES
     # What a broken stream of the same request had brought.
     resume: Sequence[ResumedCompletion] = ()
@@ -135,7 +136,12 @@ class InputProcessor:
         tokenize_end_ns = time.monotonic_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
-        params = _complete(request.sampling_params, len(token_ids), limits)
+        params = _complete(
+            request.sampling_params,
+            len(token_ids),
+            limits,
+            max_logprob_entries=request.max_logprob_entries,
+        )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         _check_message(params, len(token_ids), limit=request.max_logprob_entries)
         arrival_time = request.arrival_ns / 1e9
@@ -247,9 +253,15 @@ def _check_request(request: GenerationRequest) -> None:
 
 
 def _complete(
-    params: SamplingParams, num_prompt_tokens: int, limits: ModelLimits
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    limits: ModelLimits,
+    *,
+    max_logprob_entries: int,
 ) -> SamplingParams:
-    """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop."""
+    """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop. A
+    missing max_tokens is what fits, of the logprobs into one message too.
+    """
     room = limits.max_model_len - num_prompt_tokens
     if params.min_tokens > room:
         raise InvalidRequestError(
@@ -257,6 +269,10 @@ def _complete(
             f"({num_prompt_tokens} tokens, max_model_len is {limits.max_model_len})",
             field="min_tokens",
         )
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=max_logprob_entries)
+        max_tokens = room if most is None else max(1, params.min_tokens, most)
     stop_token_ids = params.stop_token_ids
     if not params.ignore_eos:
         # A request has one EOS; a model may have more, which stop it like any stop token.
@@ -266,25 +282,45 @@ def _complete(
         params,
         stop_token_ids=stop_token_ids,
         top_k=min(params.top_k, limits.vocab_size),
-        max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        max_tokens=min(max_tokens, room),
         seed=secrets.randbits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
     )
 
 
 def _check_message(params: SamplingParams, num_prompt_tokens: int, *, limit: int) -> None:
     """Refuse logprobs of a whole answer, and of its prompt, that may not fit into one message."""
+    most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=limit)
+    assert params.max_tokens is not None, "_complete sets it"
+    if most is None or params.max_tokens <= most:
+        return
+    num_entries = _num_entries_per_token(params) * params.max_tokens
+    num_entries += _num_prompt_entries(params, num_prompt_tokens)
+    raise InvalidRequestError(
+        f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
+        f"one message may get {num_entries} log-probabilities, at most {limit}",
+        field="logprobs",
+    )
+
+
+def _most_tokens_with_logprobs(
+    params: SamplingParams, num_prompt_tokens: int, *, limit: int
+) -> int | None:
+    """Return how many tokens an answer that comes as a whole may have, so that one message holds
+    their logprobs and those of the prompt. None: they do not have to fit into one.
+    """
     is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
         params.use_beam_search or is_ranked(params)
     )
     if params.logprobs is None or is_streamed:
-        return
-    assert params.max_tokens is not None, "_complete sets it"
-    num_entries = (1 + params.logprobs) * params.max_tokens * params.n
-    if params.prompt_logprobs is not None:
-        num_entries += (1 + params.prompt_logprobs) * num_prompt_tokens
-    if num_entries > limit:
-        raise InvalidRequestError(
-            f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
-            f"one message may get {num_entries} log-probabilities, at most {limit}",
-            field="logprobs",
-        )
+        return None
+    left = limit - _num_prompt_entries(params, num_prompt_tokens)
+    return left // _num_entries_per_token(params)
+
+
+def _num_entries_per_token(params: SamplingParams) -> int:
+    assert params.logprobs is not None
+    return (1 + params.logprobs) * params.n
+
+
+def _num_prompt_entries(params: SamplingParams, num_prompt_tokens: int) -> int:
+    return 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * num_prompt_tokens

@@ -53,6 +53,9 @@ CutConnection = Callable[[Scope], None]
 _CUT_TIMEOUT_S = 1.0
 # A client that sends its body more slowly holds a connection, and nothing else.
 _BODY_TIMEOUT_S = 30.0
+# The server takes any message at once, and the next one when little of it is left to send: sliced,
+# an answer of megabytes also reaches a client that reads slowly.
+_SLICE_BYTES = 64 * 1024
 # Of an answer that is sent as a whole: some 70 MiB of JSON.
 MAX_ANSWER_LOGPROB_ENTRIES = 2**20
 
@@ -146,7 +149,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, request = await self._read(Request(scope, receive))
         form = self._form(body, request)
-        with await self._router.submit(request) as live:
+        with self._router.answering(), await self._router.submit(request) as live:
             async with _abort_on_disconnect(live, receive) as disconnected:
                 # An error before the first token still becomes a status.
                 first = await anext(live)
@@ -226,14 +229,13 @@ async def _stream(
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
     await guard.write(send(_start_message(raw)))
     data = await write_off_loop(first, lambda: form.first_events(prompt) + form.events(first))
-    await guard.write(send(_body_message(data)))
+    await _send_body(data, send, guard)
     async for output in live:
         if (error := output.error) is None:
             data = await write_off_loop(output, partial(form.events, output))
         else:  # merged outputs may hold text besides their error
             data = form.text_events(output) + error_event(error_from_engine(error))
-        if data:
-            await guard.write(send(_body_message(data)))
+        await _send_body(data, send, guard)
     await guard.write(send(_END_MESSAGE))
 
 
@@ -242,8 +244,14 @@ async def _send_whole(answer: Response, send: Send, guard: StallGuard) -> None:
     of an answer for nothing.
     """
     await guard.write(send(_start_message(answer.raw_headers)))
-    await guard.write(send(_body_message(answer.body)))
+    await _send_body(answer.body, send, guard)
     await guard.write(send(_END_MESSAGE))
+
+
+async def _send_body(data: bytes | memoryview, send: Send, guard: StallGuard) -> None:
+    view = memoryview(data)
+    for start in range(0, len(view), _SLICE_BYTES):
+        await guard.write(send(_body_message(view[start : start + _SLICE_BYTES])))
 
 
 def _answer(output: RequestOutput, form: AnswerFormat, prompt: EchoedPrompt | None) -> Response:
@@ -324,7 +332,7 @@ def _start_message(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, object]:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def _body_message(data: bytes | memoryview) -> dict[str, object]:
+def _body_message(data: memoryview) -> dict[str, object]:
     return {"type": "http.response.body", "body": data, "more_body": True}
 
 

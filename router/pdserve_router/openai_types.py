@@ -4,8 +4,15 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from pdserve_common.engine_types import (
     EarlyStopping,
@@ -23,6 +30,8 @@ COMPLETION_MAX_TOKENS = 16
 _MAX_FIELDS = 100
 # Describing a million mistakes takes gigabytes, and seconds in which nobody else is served.
 _MAX_ERRORS = 100
+_TOO_MANY = "too_many_mistakes"
+_TOO_MANY_TEXT = "has {num_errors} unknown or wrong entries, too many to name one"
 
 _Item = TypeVar("_Item")
 # Wrong items are as many as fit into a body: the first one is enough.
@@ -115,6 +124,18 @@ class GenerationBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _count_mistakes(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        """Make one of too many, so that the field can be named."""
+        try:
+            return validate(value)
+        except ValidationError as error:
+            if error.error_count() <= _MAX_ERRORS:
+                raise
+            num_errors = {"num_errors": error.error_count()}
+            raise PydanticCustomError(_TOO_MANY, _TOO_MANY_TEXT, num_errors) from error
 
     @property
     def include_usage(self) -> bool:
@@ -360,6 +381,8 @@ def _first(details: ErrorDetails) -> InvalidRequestError:
         message = f"{path} is not a field of this request"
     elif details["type"] == "missing":
         message = f"{path} is missing"
+    elif details["type"] == _TOO_MANY:
+        message = f"{path} {details['msg']}"
     else:
         message = f"{path}: {details['msg'][:1].lower()}{details['msg'][1:]}"
     return InvalidRequestError(message, field=path)

@@ -270,7 +270,8 @@ class RedriveQueue:
             if self.is_spent(waiting.redrive):
                 self._give_up(waiting.redrive)
                 continue
-            if has_nobody:
+            # D may have left the list and still hold the blocks of what runs there.
+            if has_nobody and not _is_almost_there(waiting.redrive):
                 self._on_nobody(waiting, now)
                 continue
             # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
@@ -281,7 +282,9 @@ class RedriveQueue:
 
     @property
     def _has_decode(self) -> bool:
-        """False: no request goes anywhere, and making the next attempt of each takes long."""
+        """False: no request goes anywhere but to the D that holds its blocks, and making the next
+        attempt of each takes long.
+        """
         return any(worker.is_ready for worker in self.pool.decode)
 
     def _try(self, waiting: _Waiting, now: float) -> bool:
@@ -379,9 +382,11 @@ class RedriveQueue:
 
 def _is_almost_there(redrive: Redrive) -> bool:
     """True if D holds blocks of it and can soon compute what is missing."""
-    if redrive.recovery.good_holder is None:
+    recovery = redrive.recovery
+    # The prompt first: making the next attempt takes long.
+    if recovery.good_holder is None or _num_missing(recovery, redrive.request) > SMALL_NUM_TOKENS:
         return False
-    return _num_missing(redrive.recovery, redrive.next_request) <= SMALL_NUM_TOKENS
+    return _num_missing(recovery, redrive.next_request) <= SMALL_NUM_TOKENS
 
 
 def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import get_args
 
 from pdserve_common.engine_types import ErrorCode
@@ -69,7 +71,9 @@ class Router:
         self._unobserved: set[LiveRequest] = set()
         # The drain is over: what arrives yet does not begin.
         self._is_cut = False
-        # Nothing arrives and nothing is live.
+        # Until their answers are sent, or they are refused.
+        self._num_answering = 0
+        # Nothing arrives, nothing is live and no answer is still being sent.
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -86,6 +90,17 @@ class Router:
     def num_queued(self) -> int:
         """Requests that wait for their first token."""
         return self._num_arriving + len(self._waiting)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """An API takes a request and sends its whole answer within: draining waits for that."""
+        self._num_answering += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            self._note_idle()
 
     async def submit(self, request: GenerationRequest) -> LiveRequest:
         """Check, tokenize and dispatch. Raises a PdserveError if the request cannot be taken; once
@@ -110,8 +125,9 @@ class Router:
             self._note_idle()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let finish what runs and what is still under way over connections that the servers have
-        not closed yet; end the rest at the timeout, and take nothing any more.
+        """Let finish what runs, what is still under way over connections that the servers have not
+        closed yet, and answers that are being sent; end the rest at the timeout, and take nothing
+        any more.
         """
         self.is_draining = True
         num_taken = self.num_in_flight + self._num_arriving
@@ -119,7 +135,7 @@ class Router:
         try:
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         except asyncio.TimeoutError:
-            num_left = self.num_in_flight + self._num_arriving
+            num_left = max(self._num_answering, self.num_in_flight + self._num_arriving)
             logger.warning("drain timeout, %d requests are cut", num_left)
         self._is_cut = True
         for live in list(self._live):
@@ -232,7 +248,7 @@ class Router:
         observe_first_token(self._metrics, metrics, model=self.model_name)
 
     def _note_idle(self) -> None:
-        if not self._live and not self._num_arriving:
+        if not self._live and not self._num_arriving and not self._num_answering:
             self._is_idle.set()
 
     def _count_not_taken(self, error: PdserveError) -> None:

@@ -51,9 +51,8 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
             # Without detokenization tokens stay numbers, also those of logprobs.
             has_text = generation.sampling_params.detokenize
             token_text = self._router.tokenizer.token_text if has_text else None
-            live = await self._router.submit(generation)
             # Also when the call is cancelled: leaving ends the request on every worker.
-            with live:
+            with self._router.answering(), await self._router.submit(generation) as live:
                 try:
                     await self._stream(live, context, token_text)
                 except ClientTooSlowError as error:

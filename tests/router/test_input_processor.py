@@ -5,11 +5,12 @@ import time
 import pytest
 from tokenizers import processors
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_router.input_processor import ChatMessage, GenerationRequest, InputProcessor
 from pdserve_router.worker_pool import ModelLimits
 
+DELTA = RequestOutputKind.DELTA
 LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))
 
 
@@ -113,6 +114,44 @@ async def test_too_many_prompt_logprobs_are_refused(processor) -> None:
     wanted = request(token_ids=[5] * 20_000, params={"prompt_logprobs": 20})
     with pytest.raises(InvalidRequestError, match="20 for a prompt of 20000 tokens: 420000 log-"):
         await processor.process(wanted, limits)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"logprobs": 20}, 47),
+        ({"logprobs": 20, "n": 2}, 23),
+        ({"logprobs": 20, "n": 2, "best_of": 3, "output_kind": DELTA}, 23),
+        ({"logprobs": 20, "prompt_logprobs": 2}, 46),
+        ({"logprobs": 20, "min_tokens": 40}, 47),
+        ({"logprobs": 0}, 90),
+        ({"logprobs": 20, "output_kind": DELTA}, 90),
+        ({"prompt_logprobs": 20}, 90),
+        ({"logprobs": 20, "max_tokens": 47}, 47),
+    ],
+)
+async def test_max_tokens_left_unset_is_what_fits_with_its_logprobs(
+    processor, params, expected
+) -> None:
+    params = {"output_kind": RequestOutputKind.FINAL_ONLY, **params}
+    result = await process(
+        processor, token_ids=[5] * 10, params=params, max_logprob_entries=21 * 47 + 20
+    )
+    assert result.sampling_params.max_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "num_tokens"),
+    [({"max_tokens": 48}, 48), ({"min_tokens": 48}, 48), ({"prompt_logprobs": 20}, 1)],
+)
+async def test_what_does_not_fit_with_its_logprobs_is_refused(
+    processor, params, num_tokens
+) -> None:
+    """Also if the client did not say how much: no answer is shorter than one token."""
+    params = {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 20, **params}
+    limit = 21 * (10 if "prompt_logprobs" in params else 47)
+    with pytest.raises(InvalidRequestError, match=f"20 with max_tokens {num_tokens} and n 1: "):
+        await process(processor, token_ids=[5] * 10, params=params, max_logprob_entries=limit)
 
 
 async def test_bad_words_become_every_form_of_their_tokens(processor, tokenizer) -> None:

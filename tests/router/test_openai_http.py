@@ -23,6 +23,8 @@ from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, pars
 MANY = 1000
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 100}
+MANY_ENTRIES = dict.fromkeys(map(str, range(MANY)))
+WRONG_IN_TWO = dict.fromkeys(("logit_bias", "stream_options"), dict.fromkeys(map(str, range(60))))
 
 
 @pytest.fixture
@@ -400,10 +402,11 @@ async def test_bad_bodies_are_refused_and_the_field_is_named(http, stack) -> Non
     [
         (CompletionBody, {"stop": [1] * MANY}, "stop: input should be a valid string"),
         (CompletionBody, {"stop_token_ids": ["x"] * MANY}, "stop_token_ids[0]: input should be"),
-        (CompletionBody, {"logit_bias": dict.fromkeys(map(str, range(MANY)))}, "body has 1000 unk"),
+        (CompletionBody, {"logit_bias": MANY_ENTRIES}, "logit_bias has 1000"),
+        (CompletionBody, WRONG_IN_TWO, "body has 120 unknown or wrong fields, too many"),
         (CompletionBody, dict.fromkeys(map(str, range(MANY)), 0), "body has 1003 fields, at most"),
         (ChatCompletionBody, {"messages": [{}] * MANY}, "messages[0].role is missing"),
-        (ChatCompletionBody, {"messages": [dict.fromkeys(map(str, range(MANY)))]}, "has 1002 unk"),
+        (ChatCompletionBody, {"messages": [MANY_ENTRIES]}, "messages has 1002"),
     ],
 )
 def test_of_many_mistakes_none_or_the_first_is_described(body, change, problem) -> None:
@@ -411,6 +414,7 @@ def test_of_many_mistakes_none_or_the_first_is_described(body, change, problem) 
     good = COMPLETION if body is CompletionBody else CHAT
     with pytest.raises(InvalidRequestError, match=re.escape(problem)) as caught:
         parse_body(body, json.dumps({**good, **change}).encode())
+    assert (caught.value.field or "body") == re.match(r"[\w.\[\]]+", problem)[0]
     found = caught.value.__cause__
     assert found is None or "many" in caught.value.message or found.error_count() <= 2
 

@@ -178,6 +178,38 @@ async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> No
         queue.discard(request)
 
 
+class NobodyListedPool(NobodyPool):
+    """A pool whose only decode worker has left the list, with what runs there."""
+
+    def __init__(self) -> None:
+        self.leaving = Worker(WorkerRole.DECODE, step_tokens=2)
+
+
+async def test_what_decode_holds_blocks_of_goes_on_there_after_it_has_left_the_list() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = NobodyListedPool()
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    held, other = (lost_request(name, SentRequest) for name in ("a", "b"))
+    held.recovery.holder = pool.leaving  # type: ignore[assignment]
+    for request in (held, other):
+        queue.add(request)
+    await asyncio.wait_for(other.given_up.wait(), 20)
+    assert (held.is_sent, held.given_up.is_set(), other.is_sent) == (True, False, False)
+    queue.discard(held)
+
+
+async def test_what_decode_holds_too_little_of_waits_while_nobody_is_listed() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = NobodyListedPool()
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
+    request = lost_request("a", LongRequest)
+    request.request = dataclasses.replace(request.request, prompt_token_ids=(1,) * 1000)
+    request.recovery.holder = pool.leaving  # type: ignore[assignment]
+    request.recovery.num_confirmed_tokens = 480
+    queue.add(request)
+    await asyncio.wait_for(request.given_up.wait(), 20)
+
+
 class DefectiveRequest(LostRequest):
     """A Redrive that cannot be sent."""
 

@@ -118,6 +118,7 @@ MANY = {"logprobs": 20, "max_tokens": 20_000}
 ROOM = {"max_model_len": 30_000}
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
+DELTA = core.REQUEST_OUTPUT_KIND_DELTA
 
 
 # The prompt's are in the same message.
@@ -141,6 +142,27 @@ async def test_logprobs_that_may_not_fit_into_one_message_are_refused(start_stac
             assert details.startswith(f"logprobs is {params.logprobs} with max_tokens ")
             assert details.endswith("log-probabilities, at most 262144")
         assert stack.decode.requests == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(FINAL_ONLY, 2**18 // 21), (CUMULATIVE, 2**18 // 21), (DELTA, 299_998)]
+)
+async def test_an_answer_of_any_length_has_as_many_logprobs_as_fit(
+    start_stack, kind, expected
+) -> None:
+    """Who sets no max_tokens is not refused for a long model's."""
+    async with start_stack(http=True, info={"max_model_len": 300_000}) as stack:
+        params = core.SamplingParams(logprobs=20, output_kind=kind)
+        prompt = pb2.TokenPrompt(token_ids=[5, 6])
+        request = pb2.GenerateRequest(tokens=prompt, sampling_params=params)
+        outputs = [response.output async for response in stack.stub.Generate(request)]
+        assert outputs[-1].outputs[0].finish_reason == core.FINISH_REASON_STOP
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
+            body = {**chat, "logprobs": True, "top_logprobs": 20}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        limits = [each.sampling_params.max_tokens for each in stack.decode.requests]
+        assert limits == [expected, 2**20 // 21]
 
 
 async def test_logprobs_in_parts_or_over_http_may_be_many(start_stack) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import re
 import socket
 import ssl
 import time
@@ -12,6 +14,7 @@ import pytest
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import FinishReason
 from pdserve_router.http_server import HttpServer
 
 pytestmark = pytest.mark.slow
@@ -92,10 +95,40 @@ def sse_request(n: int = 1) -> bytes:
     return http_request(b"/v1/completions", body.encode())
 
 
-async def open_http(stack, data: bytes):
-    """Ask for an answer and never read it; the receive buffer is as small as the kernel allows."""
+def large_request(num_tokens: int, *, stream: bool = False) -> bytes:
+    """Of an answer of megabytes; 1 KiB for each token."""
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": num_tokens,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": stream,
+    }
+    return http_request(b"/v1/chat/completions", json.dumps(body).encode())
+
+
+async def read_slowly(sock: socket.socket) -> bytes:
+    """Read 1 MiB/s at most, until the answer ends or the connection is closed."""
+    received = bytearray()
+    while data := await asyncio.get_running_loop().sock_recv(sock, 32768):
+        received += data
+        if received.endswith(b"0\r\n\r\n") or len(received) >= _length_of(received):
+            break
+        await asyncio.sleep(0.03)
+    return bytes(received)
+
+
+def _length_of(answer: bytearray) -> float:
+    head, separator, _ = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    return len(head) + len(separator) + int(length[1]) if separator and length else math.inf
+
+
+async def open_http(stack, data: bytes, *, buffer_bytes: int = 1024):
+    """Ask for an answer and do not read it; the receive buffer is as small as the kernel allows."""
     sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, ("127.0.0.1", stack.server.http_port))
@@ -160,14 +193,81 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut(start_stack) ->
     ) as stack:
         stack.decode.step_s = 0.0
         shrink_send_buffers(stack)
-        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-        body = json.dumps({**chat, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 20})
-        sock = await open_http(stack, http_request(b"/v1/chat/completions", body.encode()))
+        sock = await open_http(stack, large_request(num_tokens))
         length = {"model": "tiny", "outcome": "length"}
         await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
         connections = stack.server._http._server.server_state.connections
         await until(lambda: not connections)
         sock.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_reads_slowly_gets_a_large_answer(start_stack, stream) -> None:
+    """It takes several times as long as a client may read nothing."""
+    num_tokens = 3000
+
+    async def at_once(running) -> None:
+        running.emit(*running.worker.answer, at=0, finish=FinishReason.LENGTH)
+
+    async with start_stack(
+        prefill=0,
+        http=HttpServer,
+        client_stall_timeout_s=0.5,
+        info=LONG,
+        answer=[5] * num_tokens,
+    ) as stack:
+        stack.decode.behave = at_once
+        shrink_send_buffers(stack)
+        sock = await open_http(stack, large_request(num_tokens, stream=stream), buffer_bytes=65536)
+        received = await read_slowly(sock)
+        sock.close()
+        assert len(received) > 1 << 20
+        body = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", received)
+        assert body.count(b'"bytes"') == 21 * num_tokens
+        assert received.endswith(b"0\r\n\r\n" if stream else b"}")
+
+
+async def test_a_router_that_stops_goes_on_sending_until_the_drain_timeout(
+    start_stack, monkeypatch
+) -> None:
+    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 1.0)
+    num_tokens = 3000
+    async with start_stack(prefill=0, http=HttpServer, info=LONG, answer=[5] * num_tokens) as stack:
+        stack.decode.step_s = 0.0
+        shrink_send_buffers(stack)
+        sock = await open_http(stack, large_request(num_tokens), buffer_bytes=65536)
+        length = {"model": "tiny", "outcome": "length"}
+        await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
+        stopping = asyncio.create_task(stack.server.stop(60))
+        received = await read_slowly(sock)
+        sock.close()
+        assert received.endswith(b"}")
+        await asyncio.wait_for(stopping, 20)
+
+
+async def test_a_grpc_client_that_pauses_while_the_router_stops_loses_nothing(
+    start_stack, monkeypatch
+) -> None:
+    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 0.5)
+    num_tokens = 3000
+    async with start_stack(
+        prefill=0, channel_options=SMALL_WINDOWS, info=LONG, answer=[5] * num_tokens
+    ) as stack:
+        stack.decode.step_s = 0.0
+        params = core.SamplingParams(
+            logprobs=20,
+            max_tokens=num_tokens,
+            output_kind=core.REQUEST_OUTPUT_KIND_FINAL_ONLY,
+        )
+        call = stack.stub.Generate(pb2.GenerateRequest(text="hello", sampling_params=params))
+        length = {"model": "tiny", "outcome": "length"}
+        await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
+        stopping = asyncio.create_task(stack.server.stop(60))
+        await asyncio.sleep(1.5)
+        output = (await call.read()).output
+        assert len(output.outputs[0].token_ids) == num_tokens
+        assert await call.read() is grpc.aio.EOF
+        await asyncio.wait_for(stopping, 20)
 
 
 async def test_a_client_over_tls_that_stops_reading_is_cut(
