@@ -1,6 +1,7 @@
 """What decides the bits of an engine's logits, besides weights and tokens."""
 
 import hashlib
+import os
 import platform
 from types import ModuleType
 
@@ -58,7 +59,8 @@ def _machine(device: torch.device) -> tuple[object, ...]:
         name = torch.cuda.get_device_name(device)
         return device.type, torch.version.cuda, name, torch.cuda.get_device_capability(device)
     isa = torch.backends.cpu.get_cpu_capability()
-    return device.type, platform.machine(), isa, *_processor()
+    # It chooses MKL's code as well (see `pdserve_kernels`).
+    return device.type, platform.machine(), isa, os.environ.get("MKL_CBWR"), *_processor()
 
 
 def _processor() -> tuple[str, ...]:

@@ -1,6 +1,9 @@
 """A row's bits depend on nothing but the row: what exact determinism on a CPU rests on."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -57,6 +60,36 @@ def test_linear(dtype, in_features, out_features):
         pytest.skip("this CPU or torch build cannot pack weights")
     x = torch.randn(NUM_ROWS, in_features).to(dtype)
     assert_rows_stay(lambda rows: reference.linear(rows, packed), x)
+
+
+# Prints whether products are row-independent, and whether the kernels say so.
+PRODUCTS = """
+import torch
+from pdserve_kernels import reference
+is_told = reference.is_row_independent(torch.float32)
+same = True
+for head_dim in (64, 96, 128, 256):
+    query, key_t = torch.randn(1, 64, head_dim), torch.randn(1, 64, head_dim).transpose(1, 2)
+    together = torch.bmm(query, key_t)
+    for rows in range(4, 64, 4):
+        same = same and torch.equal(torch.bmm(query[:, :rows], key_t), together[:, :rows])
+print(same, is_told)
+"""
+
+
+@pytest.mark.parametrize("mode", [None, "AUTO"])
+def test_products_that_depend_on_the_number_of_rows_are_not_called_independent(mode):
+    """On Intel's processors MKL's are, unless it is strict."""
+    env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    if mode is not None:
+        env["MKL_CBWR"] = mode
+    run = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], env=env, capture_output=True, text=True, timeout=60
+    )
+    same, is_told = run.stdout.split()
+    if not reference.is_row_independent(torch.float32):
+        pytest.skip("this CPU or torch build cannot pack weights")
+    assert same == is_told, run.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

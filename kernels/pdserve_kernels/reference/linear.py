@@ -1,5 +1,6 @@
 """Dense layers, with weights packed once for oneDNN, which is fast and treats all rows alike."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -94,9 +95,28 @@ def _can_pack(weight: torch.Tensor) -> bool:
 def is_row_independent(dtype: torch.dtype) -> bool:
     """Whether on a CPU the kernels of this set give a row of `dtype` the same bits in any batch.
 
-    For one number of threads, and as measured by tests/kernels/test_row_independence.py.
+    For one number of threads, and as measured by tests/kernels/test_row_independence.py. In fp32 it
+    also takes an MKL that does so here (see `pdserve_kernels`), which is tried.
     """
-    return _can_pack(torch.empty(0, dtype=dtype))
+    if not _can_pack(torch.empty(0, dtype=dtype)):
+        return False
+    return dtype != torch.float32 or _has_row_independent_products()
+
+
+@functools.cache
+def _has_row_independent_products() -> bool:
+    """Whether scores of a few queries are the same bits as among many, at common head dimensions;
+    takes a millisecond.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for head_dim in (64, 96, 128, 256):
+        query = torch.randn(1, 64, head_dim, generator=generator)
+        key_t = torch.randn(1, 64, head_dim, generator=generator).transpose(1, 2)
+        together = torch.bmm(query, key_t)
+        for num_rows in (4, 8, 32):
+            if not torch.equal(torch.bmm(query[:, :num_rows], key_t), together[:, :num_rows]):
+                return False
+    return True
 
 
 def is_thread_independent(dtype: torch.dtype, block_size: int, head_dim: int) -> bool:
