@@ -78,7 +78,8 @@ def test_stages_explain_98_percent_of_what_the_client_waits(
 ) -> None:
     for each in measured:
         assert each.metrics.path == "disaggregated"
-    assert statistics.median(getattr(each, whole) for each in measured) > STEP_S * 1e9
+    # Steps are slow indeed; of several at a time a first token may come in the midst of D's step.
+    assert statistics.median(getattr(each, whole) for each in measured) > STEP_S / 2 * 1e9
     shares = [unexplained(each, whole, rest) for each in measured]
     print(f"unexplained: {', '.join(f'{share:.2%}' for share in shares)}")
     assert statistics.median(shares) <= TOLERANCE, measured
