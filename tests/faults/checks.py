@@ -252,7 +252,7 @@ def wait_until_handing_off(
     come since: after a fault a link may still be the old one, or wait for its next try. Raises
     ClusterError.
     """
-    cluster.wait_for(lambda: _find_unproven(cluster), timeout_s=timeout_s)
+    cluster.wait_for(lambda: find_unproven(cluster), timeout_s=timeout_s)
     good: set[tuple[str, str]] = set()
 
     def find_missing() -> str:
@@ -271,7 +271,8 @@ def _num_pairs(cluster: Cluster) -> int:
     return len(cluster.of_role("prefill")) * len(cluster.of_role("decode"))
 
 
-def _find_unproven(cluster: Cluster) -> str:
+def find_unproven(cluster: Cluster) -> str:
+    """Return which router has not proven all pairs, or that it does not answer; "" if all have."""
     for router in cluster.routers:
         try:
             num_proven = cluster.metrics(router).get(PROVEN)

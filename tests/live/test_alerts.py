@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from checks import find_unproven
 from cluster import Member
 from monitoring import rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
@@ -296,6 +297,8 @@ def test_alerts_fire_and_arrive(case: Case, world: World) -> None:
         "none of the alerts fires",
         timeout_s=QUIET_TIMEOUT_S,
     )
+    # After the case before, proofs may be waiting for their next try.
+    world.cluster.wait_for(lambda: find_unproven(world.cluster), timeout_s=QUIET_TIMEOUT_S)
     start = time.time()
     with world.restored(), case.cause(world):
         for labels in case.alerts:
