@@ -83,13 +83,12 @@ def test_products_that_depend_on_the_number_of_rows_are_not_called_independent(m
     env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     if mode is not None:
         env["MKL_CBWR"] = mode
+    command = [sys.executable, "-c", PRODUCTS]
     run = subprocess.run(
-        [sys.executable, "-c", PRODUCTS], env=env, capture_output=True, text=True, timeout=60
+        command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60
     )
     same, is_told = run.stdout.split()
-    if not reference.is_row_independent(torch.float32):
-        pytest.skip("this CPU or torch build cannot pack weights")
-    assert same == is_told, run.stderr
+    assert same == "True" or is_told == "False"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
