@@ -14,7 +14,8 @@ from pdserve_client.bench import add_bench_flags, add_router_flags, run_bench
 from pdserve_client.client import Client, Prompt
 from pdserve_client.config import StackConfig, api_key, tls_of
 from pdserve_client.ctl import add_ctl_flags, run_ctl
-from pdserve_client.stack import Stack, StackError
+from pdserve_client.restarts import MAX_RESTARTS, WINDOW_S
+from pdserve_client.stack import POLL_S, Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
 from pdserve_common.engine_types import SamplingParams
@@ -47,8 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser(
         "up",
         help="keep a whole stack serving on this machine until Ctrl-C",
-        description="Keep a whole stack serving on this machine until Ctrl-C, or until one of its "
-        "processes ends: none is restarted.",
+        description="Keep a whole stack serving on this machine until Ctrl-C. What ends after it "
+        f"was ready is started again, up to {MAX_RESTARTS} times in {WINDOW_S / 60:g} minutes; "
+        "what cannot start, or ends more often, ends all.",
     )
     add_config_flags(up, StackConfig)
     up.set_defaults(command=_up)
@@ -94,25 +96,64 @@ def _stack_config(args: argparse.Namespace) -> StackConfig:
 
 def _up(args: argparse.Namespace) -> int:
     config = _stack_config(args)
-    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    stop_request = _StopRequest()
     stack = Stack(config)
     if stack.placement is not None:
         print(f"cores    {stack.placement}", flush=True)
+
+    def check() -> None:
+        stop_request.check()
+        if not config.restart:
+            stack.check_alive()
+        for line in stack.restart_ended():
+            print(f"{_clear_line()}pdserve: {line}", file=sys.stderr, flush=True)
+
     try:
         stack.start()
-        _wait_until_ready(stack)
+        _wait_until_ready(stack, check)
         _print_addresses(stack)
         while True:
-            time.sleep(0.5)
-            stack.check_alive()
+            time.sleep(POLL_S)
+            check()
     except KeyboardInterrupt:
         print(
-            f"\nstopping: running requests may take up to {config.drain_timeout_s:g} s to finish",
+            f"\nstopping: running requests may take up to {config.drain_timeout_s:g} s to finish; "
+            "Ctrl-C again ends them",
             file=sys.stderr,
         )
         return 0
     finally:
+        _stop(stack)
+
+
+def _stop(stack: Stack) -> None:
+    """Nothing is left behind, even if we are not to wait."""
+    try:
         stack.stop()
+    except KeyboardInterrupt:
+        stack.kill()
+
+
+class _StopRequest:
+    """SIGINT and SIGTERM. The first waits to be asked for: raised in the midst of a service's start
+    it could leave a process behind that nobody knows. The next ones raise KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        """Must run on the main thread."""
+        self._has_come = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._handle)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has come."""
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._has_come:
+            raise KeyboardInterrupt
+        self._has_come = True
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -144,21 +185,23 @@ def _stream(client: Client, args: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_until_ready(stack: Stack) -> None:
-    """Say what is waited for: one line that changes on a terminal, one line a change elsewhere."""
+def _wait_until_ready(stack: Stack, check: Callable[[], None] | None = None) -> None:
+    """Say what is waited for: one line that changes on a terminal, one line a change elsewhere.
+    `check` is `Stack.wait_until_ready`'s.
+    """
     start = time.monotonic()
     shown = ""
     is_terminal = sys.stderr.isatty()
-    for waiting in stack.wait_until_ready():
+    for waiting in stack.wait_until_ready(check):
         text = "; ".join(f"{name}: {message[:60]}" for name, message in waiting.items())
         if is_terminal:
             elapsed = time.monotonic() - start
-            print(f"\r\x1b[K[{elapsed:5.1f} s] {text}"[:160], end="", file=sys.stderr, flush=True)
+            line = f"{_clear_line()}[{elapsed:5.1f} s] {text}"[:160]
+            print(line, end="", file=sys.stderr, flush=True)
         elif text != shown and text:
             print(f"waiting for {text}", file=sys.stderr, flush=True)
         shown = text
-    if is_terminal:
-        print("\r\x1b[K", end="", file=sys.stderr)
+    print(_clear_line(), end="", file=sys.stderr)
     elapsed = time.monotonic() - start
     print(f"ready after {elapsed:.1f} s: {len(stack.processes)} processes", file=sys.stderr)
 
@@ -175,8 +218,9 @@ def _print_addresses(stack: Stack) -> None:
     print("Ctrl-C stops", flush=True)
 
 
-def _raise_keyboard_interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _clear_line() -> str:
+    """What removes the line that says what is waited for."""
+    return "\r\x1b[K" if sys.stderr.isatty() else ""
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ class StackConfig(TlsConfig):
     api_keys_file: str | None = opt(
         None, "File with one API key a line; requests without one of them are refused."
     )
+    restart: bool = opt(
+        True,
+        "Start a service of `up` again that ends after it was ready; no: `up` ends with it, for "
+        "those who supervise `up` themselves.",
+    )
     ready_timeout_s: float = opt(300.0, "How long loading may take.")
     drain_timeout_s: float = opt(30.0, "How long running requests may take after Ctrl-C.")
     log_dir: str = opt(".run", "Folder for one log file per process.")

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_client import die_with_parent
 from pdserve_client.config import StackConfig
+from pdserve_client.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_common.config import ENV_PREFIX
 from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
 from pdserve_common.rpc import join_address, open_blocking_channel
 from pdserve_common.tls import Tls, TlsConfig
 
 POLL_S = 0.1
+# Of a service's log: what is shown when it is given up, and how much is read for that.
+NUM_LAST_MESSAGES = 8
+MAX_TAIL_BYTES = 64 * 1024
 # Below the range that outgoing connections take their ports from: one that is free now will not be
 # taken by a connection before its service binds it.
 FREE_PORTS = range(15000, 32000)
@@ -50,9 +54,11 @@ class ServiceProcess:
     flags: list[str]
     log_path: Path
     process: "subprocess.Popen[bytes] | None" = field(default=None)
+    was_ready: bool = field(default=False)
+    restarts: Restarts = field(default_factory=Restarts)
 
-    def start(self) -> None:
-        with self.log_path.open("wb") as log:
+    def start(self, *, keeps_log: bool = False) -> None:
+        with self.log_path.open("ab" if keeps_log else "wb") as log:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())),
@@ -71,16 +77,23 @@ class ServiceProcess:
 
     def last_message(self) -> str:
         """Return the newest line of its log, for people."""
-        lines = (
-            self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        )
-        for line in reversed(lines):
-            # Not all that a process writes is an entry of its log.
-            with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):
-                return str(json.loads(line)["msg"])
-            if line.strip():
-                return line.strip()
-        return "starting"
+        return next(iter(self.last_messages(1)), "starting")
+
+    def last_messages(self, count: int = NUM_LAST_MESSAGES) -> list[str]:
+        """Return the newest lines of its log, the oldest first, for people."""
+        if not self.log_path.exists():
+            return []
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - MAX_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [_message(line) for line in lines if line.strip()][-count:]
+
+
+def _message(line: str) -> str:
+    # Not all that a process writes is an entry of its log.
+    with contextlib.suppress(json.JSONDecodeError, TypeError, KeyError):
+        return str(json.loads(line)["msg"])
+    return line.strip()
 
 
 class Stack:
@@ -134,13 +147,17 @@ class Stack:
         for process in self.processes:
             process.start()
 
-    def wait_until_ready(self) -> Iterator[dict[str, str]]:
-        """Yield the state of every process that is not ready, until all are. Raises StackError."""
+    def wait_until_ready(self, check: Callable[[], None] | None = None) -> Iterator[dict[str, str]]:
+        """Yield the state of every process that is not ready, until all are. `check` looks at
+        processes that have ended, in place of `check_alive`. Raises StackError.
+        """
         deadline = time.monotonic() + self.config.ready_timeout_s
         waiting = list(self.processes)
         while waiting:
-            self.check_alive()
-            waiting = [process for process in waiting if not self._is_serving(process)]
+            (check or self.check_alive)()
+            for process in waiting:
+                process.was_ready = self._is_serving(process)
+            waiting = [process for process in waiting if not process.was_ready]
             yield {process.name: process.last_message() for process in waiting}
             if time.monotonic() > deadline:
                 names = ", ".join(process.name for process in waiting)
@@ -154,12 +171,22 @@ class Stack:
     def check_alive(self) -> None:
         """Raise StackError if a process has ended."""
         for process in self.processes:
-            status = process.exit_status()
-            if status is not None:
-                raise StackError(
-                    f"{process.name} ended with status {status}: {process.last_message()} "
-                    f"(log: {process.log_path})"
-                )
+            if process.exit_status() is not None:
+                raise StackError(_how_it_ended(process, "", "see its last lines"))
+
+    def restart_ended(self) -> Iterator[str]:
+        """Start again what has ended, on the same ports, after a pause; do not wait for it. Yield a
+        line for each that has ended. Raises StackError for one that was never ready, and one that
+        ends too often.
+        """
+        for process in self.processes:
+            if process.exit_status() is None:
+                continue
+            if not process.restarts.is_planned:
+                yield _plan_restart(process)
+            elif process.restarts.is_due:
+                process.start(keeps_log=True)
+                process.restarts.started()
 
     def stop(self) -> None:
         """Router first, so that open streams end, then decode and prefill services; kill what
@@ -178,6 +205,14 @@ class Stack:
                 except subprocess.TimeoutExpired:
                     process.process.kill()
                     process.process.wait()
+
+    def kill(self) -> None:
+        """End all processes at once, with what they are at."""
+        running = [process.process for process in self.processes if process.process is not None]
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
 
     def __enter__(self) -> "Stack":
         self.start()
@@ -263,6 +298,37 @@ class Stack:
             _flags(flags),
             log_dir / "router.log",
         )
+
+
+def _plan_restart(process: ServiceProcess) -> str:
+    """Return what is said of it. Raises StackError if it is not to be started again."""
+    if not process.was_ready:
+        hint = "correct what its last lines say and start again"
+        raise StackError(_how_it_ended(process, " before it was ready", hint))
+    pause_s = process.restarts.plan()
+    num_ends, minutes = process.restarts.num_in_window, f"{WINDOW_S / 60:g} minutes"
+    if pause_s is None:
+        hint = "correct what its last lines say, or leave restarts to others with --no-restart"
+        raise StackError(_how_it_ended(process, f", {num_ends} times in {minutes}", hint))
+    return (
+        f"{process.name} ended with {_status_text(process)}, starting it again in {pause_s:g} s: "
+        f"restart {num_ends} of {MAX_RESTARTS} in {minutes} (log: {process.log_path})"
+    )
+
+
+def _how_it_ended(process: ServiceProcess, when: str, hint: str) -> str:
+    messages = "".join(f"\n    {message}" for message in process.last_messages())
+    return (
+        f"{process.name} ended with {_status_text(process)}{when}: {hint} "
+        f"(log: {process.log_path}):{messages}"
+    )
+
+
+def _status_text(process: ServiceProcess) -> str:
+    status = process.exit_status() or 0
+    if status == -signal.SIGKILL:
+        return "SIGKILL (by the kernel mostly for want of memory)"
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
 def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:

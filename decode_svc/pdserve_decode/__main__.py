@@ -23,6 +23,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
         config,
         role="decode",
         engine_id=context.engine_id,
+        host=config.host,
         registry=context.registry,
         log_level=config.log_level,
     )

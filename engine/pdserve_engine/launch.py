@@ -8,6 +8,7 @@ from pdserve_common.cores import confine_process
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.kv_transfer.net_devices import keep_to_host
 from pdserve_engine.subprocess_client.client import SubprocessEngineClient
 
 if TYPE_CHECKING:
@@ -22,14 +23,18 @@ async def launch_engine(
     role: Role,
     engine_id: str,
     registry: CollectorRegistry,
+    host: str = "127.0.0.1",
     log_level: str = "info",
 ) -> WorkerEngine:
-    """Load an engine and return its client; its metrics appear in `registry`.
+    """Load an engine and return its client; its metrics appear in `registry`. KV travels over the
+    network device of `host` only, unless that means all, or the environment says otherwise.
 
     Raises ValueError, OSError or a PdserveError if it cannot be loaded.
     """
     if config.cores:
         confine_process(config.cores)  # before OpenMP counts them, and for an engine process too
+    if config.kv_connector == "nixl":
+        keep_to_host(host, require_transport=config.require_transport)
     if config.has_engine_process:
         return await SubprocessEngineClient.load(
             config, role=role, engine_id=engine_id, registry=registry, log_level=log_level

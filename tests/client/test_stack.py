@@ -1,4 +1,4 @@
-"""What a stack gives its services: cores, threads, an environment."""
+"""What a stack gives its services: cores, threads, an environment, new starts."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 
 from pdserve_client import stack as stacks
 from pdserve_client.config import StackConfig
+from pdserve_client.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_client.stack import ServiceProcess, Stack, StackError
 from pdserve_common.cores import share_cores
 
@@ -168,3 +169,92 @@ def test_the_last_line_of_a_log_is_shown_whatever_it_is(
 def test_a_stack_listens_on_an_ipv6_address(make_stack: MakeStack) -> None:
     stack = make_stack(host="::1")
     assert stack.grpc_address == f"[::1]:{stack.grpc_port}"
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pauses_double_until_a_service_is_given_up() -> None:
+    restarts = Restarts(clock := Clock())
+    pauses = []
+    while (pause_s := restarts.plan()) is not None:
+        assert restarts.is_planned
+        assert not restarts.is_due
+        clock.now += pause_s
+        assert restarts.is_due
+        restarts.started()
+        assert not restarts.is_planned
+        pauses.append(pause_s)
+    assert pauses == [FIRST_PAUSE_S * 2**i for i in range(MAX_RESTARTS)]
+
+
+def test_ends_before_the_window_do_not_count() -> None:
+    restarts = Restarts(clock := Clock())
+    for _ in range(3 * MAX_RESTARTS):
+        assert restarts.plan() == FIRST_PAUSE_S
+        restarts.started()
+        clock.now += WINDOW_S + 1
+
+
+@pytest.fixture
+def dying_service(
+    make_stack: MakeStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Stack, ServiceProcess]:
+    """A stack of one service that says something and ends with status 3, and that service."""
+    (tmp_path / "dying.py").write_text("import sys; print('so it is'); sys.exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    service = ServiceProcess("a", "dying", 0, 0, [], tmp_path / "a.log", restarts=Restarts(Clock()))
+    stack = make_stack()
+    stack.processes = [service]
+    return stack, service
+
+
+def end(service: ServiceProcess) -> None:
+    assert service.process is not None
+    assert service.process.wait(60) == 3
+
+
+def test_a_service_that_was_never_ready_is_not_started_again(
+    dying_service: tuple[Stack, ServiceProcess],
+) -> None:
+    stack, service = dying_service
+    service.start()
+    end(service)
+    with pytest.raises(
+        StackError,
+        match=r"a ended with status 3 before it was ready: correct(?s:.*)\n    so it is$",
+    ):
+        list(stack.restart_ended())
+
+
+def test_a_service_is_started_again_until_it_ends_too_often(
+    dying_service: tuple[Stack, ServiceProcess],
+) -> None:
+    stack, service = dying_service
+    clock = Clock()
+    service.restarts = Restarts(clock)
+    service.start()
+    service.was_ready = True
+    for i in range(MAX_RESTARTS):
+        end(service)
+        before = service.process
+        (line,) = stack.restart_ended()
+        assert "a ended with status 3, starting it again in" in line
+        assert f"restart {i + 1} of {MAX_RESTARTS} in 10 minutes (log: {service.log_path})" in line
+        assert list(stack.restart_ended()) == []
+        assert service.process is before
+        clock.now += 2.0**i
+        assert list(stack.restart_ended()) == []
+        assert service.process is not before
+    end(service)
+    with pytest.raises(StackError, match=r"status 3, 6 times in 10 minutes:(?s:.*)--no-restart"):
+        list(stack.restart_ended())
+    # What the earlier ones said is not lost.
+    assert service.log_path.read_text() == "so it is\n" * (MAX_RESTARTS + 1)

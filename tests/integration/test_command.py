@@ -1,5 +1,9 @@
 """The `pdserve` command as a person uses it: what it prints, and how it fails."""
 
+import contextlib
+import ipaddress
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +21,8 @@ from pdserve_client.stack import Stack
 
 pytestmark = pytest.mark.slow
 
+# Of what has to happen, however busy the machine is.
+DEADLINE_S = 120.0
 PDSERVE = [sys.executable, "-m", "pdserve_client"]
 
 
@@ -54,42 +60,246 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
     assert "ready after" in result.stderr
 
 
-def test_up_serves_until_it_is_asked_to_stop(model: str, tmp_path: Path) -> None:
-    flags = ["--grpc-port=0", "--http-port=0", "--metrics-port=0", "--worker-port=0"]
-    process = subprocess.Popen(
-        [*PDSERVE, "up", "--model", model, *flags], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        lines = []
+class Up:
+    """`pdserve up` as a process, on ports of its own choice, and what it prints."""
+
+    def __init__(self, model: str, folder: Path, *flags: str) -> None:
+        ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics", "worker")]
+        self._model = Path(model).name
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [*PDSERVE, "up", "--model", model, *ports, *flags],
+                cwd=folder,
+                env={
+                    name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"
+                },
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        lines: list[str] = []
         while "Ctrl-C" not in (lines[-1] if lines else ""):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "pdserve up ended early"
+            lines.append(self.process.stdout.readline())
+            assert lines[-1], f"pdserve up ended early: {self.errors()}"
         (http,) = [line.split()[1] for line in lines if line.startswith("HTTP")]
-        with urllib.request.urlopen(http.removesuffix("/v1") + "/health", timeout=30) as response:
-            assert response.status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+        self.url = http.removesuffix("/v1")
+
+    def services(self) -> dict[str, psutil.Process]:
+        """Return its children by name; before they become services they have none."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = child.cmdline()
+                if is_service(child):
+                    ids = [flag for flag in arguments if flag.startswith("--engine-id=")]
+                    found[ids[0].split("=")[1] if ids else "router"] = child
+        return found
+
+    def errors(self) -> str:
+        return self._errors.read_text()
+
+    def wait_for_error(self, text: str) -> None:
+        until(self, lambda: text in self.errors())
+
+    def generate(self) -> bool:
+        """Say whether a request was answered."""
+        body = json.dumps({"model": self._model, "prompt": "hi", "max_tokens": 2}).encode()
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
 
 
-def test_a_killed_up_leaves_no_process_behind(model: str, tmp_path: Path) -> None:
-    flags = ["--grpc-port=0", "--http-port=0", "--metrics-port=0", "--worker-port=0"]
-    process = subprocess.Popen(
-        [*PDSERVE, "up", "--model", model, *flags], cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
-    children: list[psutil.Process] = []
-    deadline = time.monotonic() + 60
-    # Before they become services they ask for the signal.
-    while len(children) < 3 or not all(map(is_service, children)):
+@pytest.fixture
+def up(model: str, tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    """up(*flags) -> a running `pdserve up`; what it has started ends with the test."""
+    started: list[Up] = []
+
+    def start(*flags: str) -> Up:
+        started.append(Up(model, tmp_path, *flags))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+def test_up_serves_until_it_is_asked_to_stop(up: Callable[..., Up]) -> None:
+    running = up()
+    running.wait_until_ready()
+    with urllib.request.urlopen(f"{running.url}/health", timeout=30) as response:
+        assert response.status == 200
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 0
+
+
+def test_up_starts_services_again_that_end(up: Callable[..., Up]) -> None:
+    """On the same ports, with the same flags, while the others go on."""
+    running = up("--decode=2")
+    running.wait_until_ready()
+    for name in ("decode-1", "prefill-0", "router"):
+        services = kill_one_and_see_it_again(running, name)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0
+    assert not psutil.wait_procs(services.values(), timeout=0)[1]
+
+
+def kill_one_and_see_it_again(running: Up, name: str) -> dict[str, psutil.Process]:
+    """Return all services, the new one among them."""
+    before = running.services()
+    flags = before[name].cmdline()
+    before[name].kill()
+    running.wait_for_error(f"pdserve: {name} ended with SIGKILL")
+    if name != "router":
+        assert running.generate()
+    until(running, lambda: running.services().get(name) not in (None, before[name]))
+    after = running.services()
+    new = after[name]
+    assert new.cmdline() == flags
+    assert {**after, name: before[name]} == before
+    until(running, lambda: ports_of(flags) <= listening_ports(new))
+    until(running, running.generate)
+    return after
+
+
+def until(running: Up, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert running.process.poll() is None, running.errors()
+        assert time.monotonic() < deadline, running.errors()
+        time.sleep(0.05)
+
+
+def ports_of(flags: Sequence[str]) -> set[int]:
+    pairs = (flag.partition("=") for flag in flags)
+    return {
+        int(value)
+        for name, _, value in pairs
+        if name.endswith(("--port", "-port")) and value.isdigit()
+    }
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    return {c.laddr.port for c in process.net_connections() if c.status == "LISTEN"}
+
+
+@pytest.mark.parametrize("engine_process", ["inproc", "subprocess"])
+def test_on_loopback_nobody_listens_anywhere_else(
+    up: Callable[..., Up], engine_process: str
+) -> None:
+    # Ready when KV has travelled.
+    running = up("--require-disaggregation", f"--engine-process={engine_process}")
+    running.wait_until_ready()
+    assert running.generate()
+    for name, addresses in listening_addresses(running).items():
+        assert addresses, name
+        assert all(address.is_loopback for address in addresses), (name, addresses)
+
+
+def test_on_an_address_workers_listen_on_its_device_only(up: Callable[..., Up]) -> None:
+    host, device = an_address_of_this_machine()
+    running = up("--require-disaggregation", f"--host={host}")
+    running.wait_until_ready()
+    assert running.generate()
+    for name, addresses in listening_addresses(running).items():
+        assert addresses, name
+        assert addresses <= device, name
+
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def an_address_of_this_machine() -> tuple[str, set[IpAddress]]:
+    """Return one that is not loopback, and all of its device. Skips the test without one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        found = [a.address for a in addresses if a.family == socket.AF_INET]
+        if name != "lo" and found and psutil.net_if_stats()[name].isup:
+            return found[0], {ipaddress.ip_address(address) for address in found}
+    pytest.skip("this machine has no address but loopback's")
+
+
+def listening_addresses(running: Up) -> dict[str, set[IpAddress]]:
+    """Return where each service listens, its engine process included."""
+    return {
+        name: {
+            mapped_or_itself(connection.laddr.ip)
+            for process in (service, *service.children(recursive=True))
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+        }
+        for name, service in running.services().items()
+    }
+
+
+def mapped_or_itself(text: str) -> IpAddress:
+    """Return an address without the IPv6 form that gRPC gives to IPv4's."""
+    address = ipaddress.ip_address(text)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_up_stops_between_an_end_and_the_new_start(
+    up: Callable[..., Up], signum: signal.Signals
+) -> None:
+    running = up("--prefill=0")
+    running.wait_until_ready()
+    services = running.services()
+    services["decode-0"].kill()
+    running.wait_for_error("starting it again in")
+    running.process.send_signal(signum)
+    assert running.process.wait(60) == 0
+    assert not psutil.wait_procs(services.values(), timeout=0)[1]
+
+
+def test_up_ends_with_its_service_if_others_restart_it(up: Callable[..., Up]) -> None:
+    running = up("--prefill=0", "--no-restart")
+    running.wait_until_ready()
+    services = running.services()
+    services["decode-0"].kill()
+    assert running.process.wait(60) == 1
+    assert "pdserve: decode-0 ended with SIGKILL" in running.errors()
+    assert not psutil.wait_procs(services.values(), timeout=0)[1]
+
+
+def test_up_ends_if_a_service_cannot_start(up: Callable[..., Up]) -> None:
+    running = up("--kv-cache-memory-mib=0")
+    assert running.process.wait(120) == 1
+    errors = running.errors()
+    assert "before it was ready: correct what its last lines say and start again" in errors
+    assert "kv_cache_memory_mib" in errors.split("start again")[1]
+    assert "starting it again" not in errors
+
+
+def test_a_second_signal_ends_what_a_drain_waits_for(up: Callable[..., Up]) -> None:
+    running = up("--drain-timeout-s=600")
+    running.wait_until_ready()
+    services = running.services()
+    services["router"].suspend()  # which keeps it from draining
+    running.process.send_signal(signal.SIGINT)
+    running.wait_for_error("stopping")
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(60) == 0
+    assert not psutil.wait_procs(services.values(), timeout=0)[1]
+
+
+def test_a_killed_up_leaves_no_process_behind(up: Callable[..., Up]) -> None:
+    running = up()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(children := running.services()) < 3:
         assert time.monotonic() < deadline, children
         time.sleep(0.05)
-        children = psutil.Process(process.pid).children()
-    process.kill()
-    process.wait()
-    _, alive = psutil.wait_procs(children, timeout=60)
+    running.process.kill()
+    running.process.wait()
+    _, alive = psutil.wait_procs(children.values(), timeout=60)
     assert not alive
 
 
