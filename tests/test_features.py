@@ -12,7 +12,7 @@ ROWS = [
         ("C", range(1, 4)),
         ("D", range(1, 8)),
         ("E", range(1, 6)),
-        ("F", range(1, 7)),
+        ("F", range(1, 8)),
         ("G", (*range(1, 9), *range(10, 13), 14)),
     )
     for number in numbers
