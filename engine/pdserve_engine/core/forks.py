@@ -18,6 +18,9 @@ class Forks:
     def __len__(self) -> int:
         return sum(map(len, self._by_source.values()))
 
+    def num_of(self, source: Request) -> int:
+        return len(self._by_source.get(source.request_id, ()))
+
     def add(self, source: Request, fork: Request) -> None:
         self._by_source.setdefault(source.request_id, []).append(fork)
 

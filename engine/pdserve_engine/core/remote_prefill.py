@@ -1,7 +1,8 @@
 """D's side of the handoff in the scheduler: requests whose KV another worker computes, from the
 router's ticket until they can run.
 
-A ticket holds nothing. When P asks, the request gets its blocks, if there is room, and P may start.
+A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a seat in
+sight, and P may start.
 Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
 nobody starves; preempted requests come before all of them.
 """
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.core.request import Request
+from pdserve_engine.core.seats import Outlook, Seats
 from pdserve_engine.kv_transfer.base import KVConnector
 
 # A request that has waited this long for blocks is not overtaken by later ones.
@@ -46,6 +48,7 @@ class _Room(NamedTuple):
     num_held: int
     # Free blocks that a grant has to leave.
     num_spare: int
+    outlook: Outlook
 
 
 class RemotePrefills:
@@ -55,6 +58,7 @@ class RemotePrefills:
         self,
         connector: KVConnector | None,
         kv_cache_manager: KVCacheManager,
+        seats: Seats,
         landed: Callable[[], Iterable[Request]],
         num_spare_blocks: Callable[[], int],
     ) -> None:
@@ -63,6 +67,7 @@ class RemotePrefills:
         """
         self._connector = connector
         self._kv = kv_cache_manager
+        self._seats = seats
         self._landed = landed
         self._num_spare_blocks = num_spare_blocks
         # And when P claimed blocks last; before that, or if it has run ahead in vain: when it came.
@@ -96,6 +101,11 @@ class RemotePrefills:
         self.drop_claim(request)
         return True
 
+    def land(self, request: Request) -> None:
+        """All of its KV is here: forget it."""
+        self._seats.land(request)
+        self.remove(request)
+
     def claim(self, request: Request, since: float) -> None:
         """P wants to start the request, and has asked at `since` (time.monotonic, not after now);
         it gets its blocks when grant_claims finds room.
@@ -107,12 +117,14 @@ class RemotePrefills:
             bisect.insort(self._claims, _Claim(request, since), key=lambda other: other.since)
 
     def drop_claim(self, request: Request) -> None:
-        """P's claim, if there is one, does not count any more."""
+        """P's claim, if there is one, does not count any more, whether granted or not."""
+        self._seats.withdraw(request)
         self._claims = deque(claim for claim in self._claims if claim.request is not request)
 
-    def grant_claims(self, waiting_since: float) -> None:
+    def grant_claims(self, waiting_since: float, num_ahead: int) -> None:
         """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
-        that has waited since `waiting_since` if that is overdue.
+        that has waited since `waiting_since` if that is overdue. `num_ahead` local ones have the
+        next seats.
         """
         is_overdue = time.monotonic() - waiting_since > OVERDUE_S
         room: _Room | None = None
@@ -120,7 +132,7 @@ class RemotePrefills:
         for claim in list(self._claims):
             if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < claim.since):
                 return
-            room = room or self._find_room()
+            room = room or self._find_room(num_ahead)
             if self._reserve(claim.request, room):
                 self._claims.remove(claim)
                 room = None
@@ -142,6 +154,7 @@ class RemotePrefills:
         request = self._connector.reclaim() if self._connector is not None else None
         if request is None:
             return False
+        self._seats.withdraw(request)
         self._free(request)
         claim = _Claim(request, self._requests[request], is_deferred=True)
         bisect.insort_left(self._claims, claim, key=lambda other: other.since)
@@ -159,6 +172,8 @@ class RemotePrefills:
         and tell P. False if there is no room; True also if P has withdrawn its claim.
         """
         assert self._connector is not None
+        if not self._seats.may_grant(request, room.outlook):
+            return False
         num_tokens = request.num_tokens
         blocks, num_hit_tokens = self._kv.get_computed_blocks(request, num_tokens)
         if not self._fits(request, blocks, room):
@@ -169,16 +184,17 @@ class RemotePrefills:
         request.num_slots = self._kv.blocks_for(num_tokens) * self._kv.block_size
         block_ids = self._kv.get_block_ids(request.request_id)
         if self._connector.grant(request, block_ids, num_hit_tokens):
+            self._seats.promise(request)
             self._kv.record_lookup(request, num_hit_tokens)
             request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
         else:
             self._free(request)
         return True
 
-    def _find_room(self) -> _Room:
+    def _find_room(self, num_ahead: int) -> _Room:
         pulls = itertools.chain(self.with_blocks(), self._landed())
         num_held = sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls)
-        return _Room(num_held, self._num_spare_blocks())
+        return _Room(num_held, self._num_spare_blocks(), self._seats.look_ahead(num_ahead))
 
     def _fits(self, request: Request, blocks: ComputedBlocks, room: _Room) -> bool:
         """Besides what admitted requests still need, and without filling the pool with requests

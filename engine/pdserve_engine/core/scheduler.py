@@ -50,6 +50,7 @@ from pdserve_engine.core.remote_prefill import RemotePrefills
 from pdserve_engine.core.request import HeldResult, Request, RequestStatus
 from pdserve_engine.core.request_queue import make_request_queue
 from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.stop import check_stop
 from pdserve_engine.core.suspects import Suspects
@@ -113,16 +114,17 @@ class Scheduler:
         self.remote_decodes = RemoteDecodes(
             lambda: make_request_queue(config.scheduling_policy), config.max_num_batched_tokens
         )
-        self.remote_prefills = RemotePrefills(
-            connector, self.kv, self._landed_pulls, self._num_spare_blocks
-        )
         self.kv_ready: deque[Request] = deque()
+        self.forks = Forks(kv_cache_manager)
+        self.seats = Seats(config, self.running, self.kv_ready, self.forks)
+        self.remote_prefills = RemotePrefills(
+            connector, self.kv, self.seats, self._landed_pulls, self._num_spare_blocks
+        )
         self.num_preemptions = 0
         # Of the waiting requests, those that were running.
         self._num_preempted = 0
         # Set when a step could not be planned without a preemption while others were in flight.
         self.needs_drain = False
-        self.forks = Forks(kv_cache_manager)
         self.suspects = Suspects(self.remote_decodes)
         # Steps that were planned and whose results have not come in, oldest first.
         self._in_flight: deque[dict[Request, int]] = deque()
@@ -446,6 +448,8 @@ class Scheduler:
         skipped: list[Request] = []
         while len(self.waiting) and self._may_add(plan):
             request = self.waiting.peek_request()
+            if not (_has_begun(request) or self.seats.may_run()):
+                break
             admission = self._try_to_admit(request, plan)
             if admission is _Admission.NO_ROOM:
                 break
@@ -459,6 +463,10 @@ class Scheduler:
     def _waiting_since(self) -> float:
         """When the next waiting request came; infinity if there is none."""
         return self.waiting.peek_request().queued_time if len(self.waiting) else math.inf
+
+    def _num_ahead(self) -> int:
+        """Waiting requests, 0 or 1, that have the next seat."""
+        return int(len(self.waiting) > 0 and _has_begun(self.waiting.peek_request()))
 
     def _schedule_preempted(self, plan: StepPlan) -> None:
         """While nothing new is taken, those that had been running still finish."""
@@ -564,6 +572,8 @@ class Scheduler:
             request.num_in_flight_tokens += num_tokens
             if request.num_uncomputed_tokens == 0:
                 request.num_output_placeholders += 1
+        if plan.scheduled:
+            self.seats.on_step()
         self._in_flight.append(plan.scheduled)
         self._num_planned_steps += 1
         return output
@@ -705,6 +715,7 @@ class Scheduler:
             self._end_running(request, status)
 
     def _end_running(self, request: Request, status: RequestStatus) -> None:
+        self.seats.on_end(request)
         self._leave_batch(request)
         self._finish(request, status)
 
@@ -753,7 +764,7 @@ class Scheduler:
         self._hear_connector()
         # Preempted requests come first, or a stream of small claims would keep them out for ever.
         if self.pause_state is PauseState.UNPAUSED and not self._num_preempted:
-            self.remote_prefills.grant_claims(self._waiting_since())
+            self.remote_prefills.grant_claims(self._waiting_since(), self._num_ahead())
         if self.pause_state is not PauseState.UNPAUSED:
             self._give_grants_back(self.connector)
         for request in self._next_remote_decodes():
@@ -848,7 +859,7 @@ class Scheduler:
         request.num_output_placeholders = len(request.pulled_token_ids)
         if request.is_output_complete:
             return
-        self.remote_prefills.remove(request)
+        self.remote_prefills.land(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_tokens
         self.kv_ready.append(request)
@@ -920,6 +931,11 @@ def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus 
 
 def _is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.PREEMPTED
+
+
+def _has_begun(request: Request) -> bool:
+    """Was it running once, here or at another worker?"""
+    return request.is_redrive or _is_preempted(request)
 
 
 def _is_prompt_computed(request: Request) -> bool:

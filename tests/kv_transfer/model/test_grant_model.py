@@ -28,6 +28,9 @@ AGAIN = GrantModel(
 # Enough for somebody to starve.
 ONE_D = replace(AGAIN, requests=AGAIN.requests[:3])
 
+# Room for all, seats for one of two.
+SEATS = replace(ONCE, requests=ONCE.requests[:4], d_blocks=(20, 20), d_seats=(2, 1))
+
 
 @pytest.mark.slow
 def test_all_requests_are_served() -> None:
@@ -70,3 +73,20 @@ def test_without_revocation_running_requests_give_way_and_all_are_served() -> No
     holds(replace(ONE_D, revokes=False), more_than=2_000)
     once = replace(ONCE, requests=ONCE.requests[:4], d_blocks=ONE_D.d_blocks)
     holds(replace(once, revokes=False), more_than=5_000)
+
+
+def test_a_grant_with_a_seat_has_nobody_wait_behind_its_first_token() -> None:
+    holds(replace(SEATS, wants_seat_at_once=True), more_than=1_000)
+
+
+def test_unless_a_seat_is_in_sight_a_grant_has_a_client_wait_behind_its_first_token() -> None:
+    found = fails(replace(SEATS, wants_seat_at_once=True, seats_first=False))
+    assert "waits behind its first token" in found.what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_in_sight", [0, 1])
+def test_with_few_seats_and_few_blocks_all_are_served(num_in_sight: int) -> None:
+    holds(replace(ONCE, d_seats=(1, 1), num_in_sight=num_in_sight), more_than=5_000)
+    for d_seats in ((1, 1), (2, 1)):
+        holds(replace(AGAIN, d_seats=d_seats, num_in_sight=num_in_sight), more_than=1_000)
