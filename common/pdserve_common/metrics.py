@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 
 from pdserve_common.engine_types import FinishReason
+from pdserve_common.limits import LIMITS
 
 # Seconds. Stages of a request and transfers need sub-millisecond resolution, whole requests do not.
 STAGE_BUCKETS = (
@@ -116,6 +117,25 @@ class BuildMetrics:
             registry=registry,
         )
         info.labels(role=role, version=version, model=model, kernels=kernels).set(1)
+
+
+class LimitMetrics:
+    """Every process: what its ports refused or cut."""
+
+    def __init__(self, registry: CollectorRegistry, *servers: str) -> None:
+        """`servers` are those of LIMITS that this process has."""
+        self._hits = Counter(
+            "pdserve_connection_limits_total",
+            "Connections, calls and messages that a port refused or cut, by its server and why",
+            ["server", "limit"],
+            registry=registry,
+        )
+        for server in servers:
+            begin(self._hits, server=(server,), limit=LIMITS[server])
+
+    def count(self, server: str, limit: str) -> None:
+        """From any thread."""
+        self._hits.labels(server=server, limit=limit).inc()
 
 
 class RouterMetrics:

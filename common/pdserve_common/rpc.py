@@ -5,7 +5,7 @@ to statuses.
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,9 @@ LIVENESS_SERVICE = "liveness"
 HEALTH_TIMEOUT_S = 2.0
 # A prompt of 128 k tokens is 0.5 MB packed; tensors are not to ride in requests.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+# Of one connection; a client's library keeps the others back until one has ended.
+MAX_CONCURRENT_STREAMS = 1024
+HANDSHAKE_TIMEOUT_S = 10.0
 
 _STATUS = {
     ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
@@ -95,6 +98,12 @@ def server_options() -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # A connection that says nothing, not even which settings it has.
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        # It widens the windows of streams to 8 MiB, also of messages that nobody has asked for.
+        # Those that are asked for get windows of their own.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -113,17 +122,15 @@ class RpcServer:
         *,
         credentials: grpc.ServerCredentials | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        max_connection_age_s: float | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Bind the port, without serving yet; must run inside the event loop. Plain text without
-        `credentials`. After about `max_connection_age_s`, if set, a connection takes no new calls,
-        and its client opens another; calls that run may take as long as they do. Raises OSError if
-        the port is taken.
+        `credentials`. `options` come besides `server_options`, or instead of them. Raises OSError
+        if the port is taken.
         """
-        options = server_options()
-        if max_connection_age_s is not None:
-            options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)))
-        self.server = grpc.aio.server(interceptors=interceptors, options=options)
+        # Each once: of two, gRPC takes now the first, now the last.
+        all_options = {**dict(server_options()), **(options or {})}
+        self.server = grpc.aio.server(interceptors=interceptors, options=list(all_options.items()))
         # gRPC calls into them and does not hold them.
         self._credentials = credentials
         self.port: int = self._bind(join_address(host, port))

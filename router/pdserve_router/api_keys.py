@@ -132,9 +132,11 @@ def _authorization(metadata: Sequence[tuple[str, str | bytes]]) -> str:
 
 
 def _abort(message: str) -> grpc.RpcMethodHandler:
-    """A status without messages is an answer to every kind of call."""
+    """A status without messages is an answer to every kind of call. Were it one with a message,
+    that would be received first.
+    """
 
-    async def abort(request: object, context: grpc.aio.ServicerContext) -> None:
+    async def abort(requests: object, context: grpc.aio.ServicerContext) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
-    return grpc.unary_unary_rpc_method_handler(abort)
+    return grpc.stream_stream_rpc_method_handler(abort)

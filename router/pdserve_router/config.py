@@ -69,7 +69,10 @@ class RouterConfig(TlsConfig):
     default_deadline_s: float = opt(600.0, "Deadline of requests that bring none.")
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")
     client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for this long is cut.")
-    max_body_bytes: int = opt(8 * 1024 * 1024, "Larger HTTP bodies are refused with 413.")
+    max_body_bytes: int = opt(
+        8 * 1024 * 1024,
+        "Larger HTTP bodies (413) and gRPC messages (RESOURCE_EXHAUSTED) are refused.",
+    )
     api_keys_file: str | None = opt(
         None,
         "File with one API key a line, `key` or `name:key`, read again when it changes; requests "

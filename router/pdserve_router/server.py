@@ -4,10 +4,12 @@ import asyncio
 import gc
 import logging
 import signal
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.metrics import BuildMetrics, MetricsServer, RouterMetrics
+from pdserve_common.metrics import BuildMetrics, LimitMetrics, MetricsServer, RouterMetrics
+from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
@@ -31,6 +33,8 @@ _CLOSE_GRACE_S = 2.0
 # no requests: routers that were added would get none of theirs. Streams run to their end on the old
 # one. gRPC varies it by a tenth, so that clients do not all come back at once.
 MAX_CONNECTION_AGE_S = 300.0
+# Without a call; clients' libraries connect again for the next one.
+MAX_CONNECTION_IDLE_S = 60.0
 
 
 class RouterServer:
@@ -44,6 +48,7 @@ class RouterServer:
         metrics = RouterMetrics(registry)
         BuildMetrics(registry, role="router", version=VERSION, model=config.model_name)
         self.registry = registry
+        self._limits = LimitMetrics(registry, "grpc")
         self._tls = config.load_tls()
         self._api_keys = (
             ApiKeys(config.api_keys_file, metrics.requests_unauthorized)
@@ -81,8 +86,15 @@ class RouterServer:
             config.host,
             config.grpc_port,
             credentials=self._tls.server_credentials(verifies_clients=False) if self._tls else None,
-            interceptors=[GrpcApiKeyGuard(self._api_keys)] if self._api_keys else [],
-            max_connection_age_s=MAX_CONNECTION_AGE_S,
+            interceptors=[
+                *([GrpcApiKeyGuard(self._api_keys)] if self._api_keys else []),
+                ReceiveGuard(partial(self._limits.count, "grpc")),
+            ],
+            options={
+                "grpc.max_connection_age_ms": round(MAX_CONNECTION_AGE_S * 1000),
+                "grpc.max_connection_idle_ms": round(MAX_CONNECTION_IDLE_S * 1000),
+                "grpc.max_receive_message_length": config.max_body_bytes,
+            },
         )
         self._http: HttpServer | None = None
         self._metrics_server: MetricsServer | None = None

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
 from pdserve_common.engine_types import SchedulerStats
+from pdserve_common.limits import LIMITS
 from pdserve_common.worker.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -37,6 +38,7 @@ class Recorder(CollectorRegistry):
 def declared() -> dict[str, list[str]]:
     registry = Recorder()
     metrics.BuildMetrics(registry, role="router", version="0", model="m")
+    metrics.LimitMetrics(registry)
     metrics.RouterMetrics(registry)
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
@@ -98,3 +100,9 @@ def test_a_pools_blocks_are_each_in_one_state() -> None:
     states = ("used", "cached", "free")
     values = [registry.get_sample_value("pdserve_kv_blocks", {"state": state}) for state in states]
     assert values == [4, 2, 4]
+
+
+def test_every_limit_is_documented() -> None:
+    text = DOCS.read_text()
+    documented = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE))
+    assert {limit for limits in LIMITS.values() for limit in limits} <= documented

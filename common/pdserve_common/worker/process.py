@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn
 
 import grpc
@@ -18,7 +19,8 @@ from pdserve_common.config import warn_of_unknown_variables
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
-from pdserve_common.metrics import BuildMetrics, MetricsServer
+from pdserve_common.metrics import BuildMetrics, LimitMetrics, MetricsServer
+from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tls import Tls
 from pdserve_common.version import VERSION
@@ -114,7 +116,13 @@ async def _start(
     registry = CollectorRegistry()
     tls = config.load_tls()
     credentials = tls.server_credentials(verifies_clients=True) if tls else None
-    server = RpcServer(config.host, config.port, credentials=credentials)
+    limits = LimitMetrics(registry, "grpc")
+    server = RpcServer(
+        config.host,
+        config.port,
+        credentials=credentials,
+        interceptors=[ReceiveGuard(partial(limits.count, "grpc"))],
+    )
     metrics_server = MetricsServer(
         config.host, config.metrics_port, registry, probes=server.probes()
     )
