@@ -1,8 +1,10 @@
 """Brings what the chart repeats up to date: `python tools/update_chart.py`.
 
-The schemas of `config` in helm/values.schema.json follow the processes' dataclasses, the table of
-values in helm/README.md follows the comments of helm/values.yaml, which are helm-docs'. The rest of
-both files is written by hand.
+The schemas of `config` in helm/values.schema.json follow the processes' dataclasses, those of
+objectives the buckets of metrics, those of alerts helm/files/rules.yaml. The table of values in
+helm/README.md follows the comments of helm/values.yaml, which are helm-docs'. The rest of both
+files is written by hand. helm/alerts/pdserve.yaml, for a Prometheus without the operator, is
+helm/files/rules.yaml with the numbers of helm/values.yaml.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from pdserve_common.metrics import TOKEN_BUCKETS, TTFT_BUCKETS
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig
@@ -41,6 +44,10 @@ OWNED = {
 }
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _DOC = "# -- "
+RULES = CHART / "files" / "rules.yaml"
+_SWITCH = {"enabled": {"type": "boolean"}}
+_COUNT = {"minCount": {"type": "integer", "minimum": 0}}
+_MADE = "# Made from helm/files/rules.yaml by `make chart`: change that.\n"
 
 
 class Value(NamedTuple):
@@ -52,11 +59,12 @@ class Value(NamedTuple):
 
 
 def main() -> None:
-    """Rewrite both files."""
+    """Rewrite these files."""
     schema = CHART / "values.schema.json"
     schema.write_text(update_schema(schema.read_text()))
     readme = CHART / "README.md"
     readme.write_text(update_readme(readme.read_text()))
+    (CHART / "alerts" / "pdserve.yaml").write_text(plain_rules())
 
 
 def update_schema(text: str) -> str:
@@ -65,6 +73,16 @@ def update_schema(text: str) -> str:
     schema = json.loads(text)
     schema["definitions"]["routerConfig"] = fields_of(RouterConfig)
     schema["definitions"]["workerConfig"] = fields_of(PrefillConfig)
+    schema["definitions"]["objectives"] = _object(
+        {
+            "ttftSeconds": {"enum": list(TTFT_BUCKETS)},
+            "itlSeconds": {"enum": list(TOKEN_BUCKETS)},
+            "missedRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.05},
+        }
+    )
+    schema["definitions"]["alerts"] = _object(
+        {name: _object(_SWITCH | (_COUNT if has_count else {})) for name, has_count in alerts()}
+    )
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -77,6 +95,37 @@ def fields_of(cls: type[Any]) -> dict[str, Any]:
         if field.name not in OWNED
     }
     return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def alerts() -> list[tuple[str, bool]]:
+    """Return the names of all alerts, and whether they have a minimum count."""
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    return [(rule["alert"], "<<minCount>>" in rule["expr"]) for rule in rules]
+
+
+def plain_rules() -> str:
+    """Return the rules with the numbers of values.yaml, in the text: comments stay."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["prometheusRule"]
+    name, lines = "", [_MADE]
+    for line in RULES.read_text().splitlines(keepends=True):
+        name = line.split()[-1] if line.strip().startswith("- alert: ") else name
+        numbers = {**values["objectives"], **values["alerts"].get(name, {})}
+        for key, value in numbers.items():
+            number = str(float(value)) if key.endswith("Seconds") else json.dumps(value)
+            line = line.replace(f"<<{key}>>", number)
+        lines.append(line)
+    return "".join(lines)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has all of these, and nothing else."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": list(properties),
+    }
 
 
 def update_readme(text: str) -> str:

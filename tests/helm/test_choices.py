@@ -201,7 +201,7 @@ def test_dashboards_and_alerts_arrive_as_they_are(tmp_path: Path) -> None:
                 "name": "sample",
                 "rules": [
                     {
-                        "alert": "Sample",
+                        "alert": "PdserveTargetDown",
                         "expr": "up == 0",
                         "annotations": {"summary": "{{ $labels.pod }} is down"},
                     }
@@ -209,15 +209,14 @@ def test_dashboards_and_alerts_arrive_as_they_are(tmp_path: Path) -> None:
             }
         ]
     }
-    (chart / "alerts").mkdir(exist_ok=True)
-    (chart / "alerts" / "sample.yaml").write_text(yaml.safe_dump(rules))
+    (chart / "files" / "rules.yaml").write_text(yaml.safe_dump(rules))
     manifests = render({"prometheusRule": {"enabled": True}}, chart=chart)
     found = {m["metadata"]["name"]: m for m in manifests}
-    assert found["demo-pdserve-sample"]["kind"] in ("ConfigMap", "PrometheusRule")
+    assert found["demo-pdserve-sample"]["kind"] == "ConfigMap"
     (config_map,) = (m for m in of_kind(manifests, "ConfigMap") if "sample.json" in m["data"])
     assert config_map["data"]["sample.json"].strip() == dashboard
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert rules in [m["spec"] for m in of_kind(manifests, "PrometheusRule")]
+    assert [m["spec"] for m in of_kind(manifests, "PrometheusRule")] == [rules]
 
 
 @pytest.mark.parametrize("base", ["https://wiki.example.com/pdserve", "http://wiki/"])

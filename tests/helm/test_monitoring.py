@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helm_chart import CHART, ROOT
+import yaml
+from helm_chart import CHART, ROOT, of_kind, render
+from monitoring import ALERTS as ALERTS_FILE
 from monitoring import (
     DASHBOARDS,
     TARGET_LABELS,
@@ -22,6 +24,7 @@ from monitoring import (
     variable_queries,
 )
 
+import update_chart
 import update_dashboards
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -189,3 +192,43 @@ def test_the_operators_pages_quote_what_processes_say() -> None:
 
 def test_the_chart_ships_one_file_of_rules() -> None:
     assert [path.name for path in (CHART / "alerts").iterdir()] == ["pdserve.yaml"]
+
+
+def test_alerts_have_the_charts_numbers_and_no_others() -> None:
+    """One source: what Compose mounts, what the chart installs, and what its values say."""
+    assert ALERTS_FILE.read_text() == update_chart.plain_rules(), "run tools/update_chart.py"
+    assert "<<" not in str(rules())
+    assert rendered_rules({}) == rules()
+
+
+def test_every_number_of_an_alert_is_a_value() -> None:
+    """Each of them changes its own alert, or the rules of its objective, and nothing else."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["prometheusRule"]
+    for name, own in values["alerts"].items():
+        if "minCount" in own:
+            changed = changed_rules({"alerts": {name: {"minCount": 12345}}})
+            assert {rule_name(rule) for rule in changed} == {name}
+            assert all("12345" in rule["expr"] for rule in changed)
+    for objective, of in (("ttftSeconds", "ttft"), ("itlSeconds", "itl")):
+        changed = changed_rules({"objectives": {objective: 1}})
+        assert len(changed) == 6
+        assert all(of in rule_name(rule).lower() and "1.0" in str(rule) for rule in changed)
+    changed = changed_rules({"objectives": {"missedRatio": 0.02}})
+    assert len(changed) == 4
+    assert all("14.4 * 0.02" in r["expr"] or "6 * 0.02" in r["expr"] for r in changed)
+
+
+@pytest.mark.parametrize("name", sorted({rule_name(alert) for alert in ALERTS}))
+def test_an_alert_that_is_not_enabled_is_not_there(name: str) -> None:
+    left = rendered_rules({"alerts": {name: {"enabled": False}}})
+    assert left == [rule for rule in rules() if rule_name(rule) != name]
+
+
+def rendered_rules(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rules of the chart's only PrometheusRule with these values of its section."""
+    (manifest,) = of_kind(render({"prometheusRule": {"enabled": True, **values}}), "PrometheusRule")
+    return [rule for group in manifest["spec"]["groups"] for rule in group["rules"]]
+
+
+def changed_rules(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [rule for rule in rendered_rules(values) if rule not in rules()]

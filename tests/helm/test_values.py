@@ -90,6 +90,11 @@ def test_the_chart_is_of_this_version() -> None:
         ({"router": {"config": {"tls_cert_file": "/a"}}}, "tls_cert_file"),
         ({"model": {"source": "hub", "hub": {"repository": "--x/y"}}}, "repository"),
         ({"prometheusRule": {"runbookBaseUrl": "wiki/pdserve"}}, "runbookBaseUrl"),
+        ({"prometheusRule": {"alerts": {"PdserveNoSuch": {"enabled": True}}}}, "PdserveNoSuch"),
+        ({"prometheusRule": {"alerts": {"PdserveErrorRatio": {"minCount": None}}}}, "minCount"),
+        ({"prometheusRule": {"alerts": {"PdserveNoRouter": {"minCount": 3}}}}, "minCount"),
+        ({"prometheusRule": {"objectives": {"ttftSeconds": 2.7}}}, "ttftSeconds"),
+        ({"prometheusRule": {"objectives": {"missedRatio": 0.2}}}, "missedRatio"),
         ({"model": {"hub": {"resources": {"request": {}}}}}, "request"),
         ({"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusAddress is empty"),
         (

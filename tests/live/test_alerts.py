@@ -76,6 +76,13 @@ def lost_reads(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def one_lost_way(world: World) -> Iterator[None]:
+    """One decode worker reads from nobody any more; the other one does."""
+    with faulty_reads(world, "remote_disconnect", count=10_000, names=DECODE[:1]):
+        yield
+
+
+@contextlib.contextmanager
 def damaged_reads(world: World) -> Iterator[None]:
     with faulty_reads(world, "corrupt", count=2):
         yield
@@ -88,9 +95,16 @@ def slow_reads(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def faulty_reads(world: World, fault: str, *, count: int, delay_s: float = 0.0) -> Iterator[None]:
+def faulty_reads(
+    world: World,
+    fault: str,
+    *,
+    count: int,
+    delay_s: float = 0.0,
+    names: Sequence[str] = DECODE,
+) -> Iterator[None]:
     with world.load(clients=4, prompt_tokens=(50, 100)):
-        for name in DECODE:
+        for name in names:
             world.cluster.controls(name).inject(fault, count=count, delay_s=delay_s)
         yield
 
@@ -224,6 +238,7 @@ CASES = [
         lost_reads,
         (alert("PdserveTransferFailures"), alert("PdserveDowngrade", reason="no_proven_pair")),
     ),
+    Case(one_lost_way, (alert("PdservePairFailed"),)),
     # Both: what one still has to raise would be found in the next test.
     Case(damaged_reads, tuple(alert("PdserveCorruptBlocks", pod=name) for name in DECODE)),
     Case(slow_reads, (alert("PdserveTransferSlow"),)),

@@ -37,6 +37,14 @@ def slow(metric: str, le: str) -> Any:
         "as_promised": series("0+99x400"),
         "over_before": series("0+80x140 11300+100x20"),
         "over_since_5_minutes": series("0+100x145 14550+50x20"),
+        "one_slow_request": {
+            f'pdserve_{metric}_bucket{{model="m", le="{le}"}}': "0x400",
+            f'pdserve_{metric}_count{{model="m"}}': "0x145 1x200",
+        },
+        "a_slow_one_now_and_then": {
+            f'pdserve_{metric}_bucket{{model="m", le="{le}"}}': "0x400",
+            f'pdserve_{metric}_count{{model="m"}}': "0x29 1x29 2x29 3x29 4x29 5x29",
+        },
     }
 
 
@@ -48,6 +56,8 @@ SLOW_FIRES = {
     "over_before": {TICKET},
     # It is too soon to say that it matters.
     "over_since_5_minutes": set(),
+    "one_slow_request": set(),
+    "a_slow_one_now_and_then": set(),
 }
 
 
@@ -55,19 +65,35 @@ def workers(role: str, count: str) -> dict[str, str]:
     return {f'pdserve_workers{{role="{role}", state="ready", pod="r"}}': count}
 
 
-def waits(queue: str, grant: str, usage: str) -> dict[str, str]:
+# A release that could serve once, and one that is still being installed.
+SERVED = workers("decode", "1 0x400")
+LOADING = workers("decode", "0x400")
+
+
+def outcomes(**counts: str) -> dict[str, str]:
+    """Each one's samples."""
+    name = "pdserve_requests_total"
+    return {f'{name}{{model="m", outcome="{key}"}}': value for key, value in counts.items()}
+
+
+def waits(queue: str, grant: str, usage: str, count: str = "0+60x60") -> dict[str, str]:
     stage = "pdserve_request_stage_seconds"
     return {
         f'{stage}_sum{{stage="prefill_queue"}}': queue,
-        f'{stage}_count{{stage="prefill_queue"}}': "0+60x60",
+        f'{stage}_count{{stage="prefill_queue"}}': count,
         'pdserve_kv_cache_usage_ratio{component="decode", pod="d"}': usage,
     } | ({f'{stage}_sum{{stage="grant"}}': grant} if grant else {})
 
 
-def routed(local: str, prefill: str, reason: str = "no_prefill_worker") -> dict[str, str]:
+def routed(
+    local: str,
+    prefill: str,
+    reason: str = "no_prefill_worker",
+    disaggregated: str = "0+90x60",
+) -> dict[str, str]:
     name = "pdserve_requests_routed_total"
     return {
-        f'{name}{{path="disaggregated", reason=""}}': "0+90x60",
+        f'{name}{{path="disaggregated", reason=""}}': disaggregated,
         f'{name}{{path="local", reason="{reason}"}}': local,
         **workers("prefill", prefill),
     }
@@ -81,13 +107,34 @@ def transfers(lost: str, done: str) -> dict[str, str]:
     )
 
 
-def exposed(within_half_a_second: str) -> dict[str, str]:
-    name, labels = "pdserve_kv_transfer_exposed_seconds_bucket", 'pod="d", peer="p"'
+def exposed(within_half_a_second: str, count: str = "0+100x60") -> dict[str, str]:
+    name, labels = "pdserve_kv_transfer_exposed_seconds", 'pod="d", peer="p"'
     return {
-        f'{name}{{{labels}, le="0.5"}}': within_half_a_second,
-        f'{name}{{{labels}, le="1.0"}}': "0+100x60",
-        f'{name}{{{labels}, le="+Inf"}}': "0+100x60",
+        f'{name}_bucket{{{labels}, le="0.5"}}': within_half_a_second,
+        f'{name}_bucket{{{labels}, le="1.0"}}': count,
+        f'{name}_bucket{{{labels}, le="+Inf"}}': count,
+        f"{name}_count{{{labels}}}": count,
     }
+
+
+def queue(waiting_tokens: str, waiting: str, computed: str) -> dict[str, str]:
+    labels = 'component="prefill", pod="p"'
+    return {
+        f"pdserve_waiting_tokens{{{labels}}}": waiting_tokens,
+        f"pdserve_requests_waiting{{{labels}}}": waiting,
+        f"pdserve_engine_step_tokens_sum{{{labels}}}": computed,
+    }
+
+
+def starts(component: str) -> dict[str, str]:
+    labels = f'component="{component}", pod="d"'
+    return {f"process_start_time_seconds{{{labels}}}": "1x9 2x9 3x9 4x60"}
+
+
+def pairs(router: str = "r", **counts: str) -> dict[str, str]:
+    """Each state's samples."""
+    name = "pdserve_worker_pairs"
+    return {f'{name}{{state="{key}", pod="{router}"}}': value for key, value in counts.items()}
 
 
 CASES = [
@@ -97,29 +144,16 @@ CASES = [
         "PdserveErrorRatio",
         10,
         {
-            "failing": {
-                'pdserve_requests_total{model="m", outcome="error"}': "0+2x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+98x60",
-            },
-            "nearly_well": {
-                'pdserve_requests_total{model="m", outcome="error"}': "0+1x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+199x60",
-            },
-            "well_and_rejecting": {
-                'pdserve_requests_total{model="m", outcome="error"}': "0x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+9x60",
-                'pdserve_requests_total{model="m", outcome="rejected"}': "0+90x60",
-            },
-            "failing_and_rejecting": {
-                'pdserve_requests_total{model="m", outcome="error"}': "0+1x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+9x60",
-                'pdserve_requests_total{model="m", outcome="rejected"}': "0+900x60",
-                'pdserve_requests_total{model="m", outcome="refused"}': "0+900x60",
-            },
-            "one_client": {
-                'pdserve_requests_total{model="m", outcome="error"}': "0x6 1+1x3 4x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+18x60",
-            },
+            "failing": outcomes(error="0+2x60", stop="0+98x60") | SERVED,
+            "nearly_well": outcomes(error="0+1x60", stop="0+199x60") | SERVED,
+            "well_and_rejecting": outcomes(error="0x60", stop="0+9x60", rejected="0+90x60")
+            | SERVED,
+            "failing_and_rejecting": outcomes(
+                error="0+1x60", stop="0+9x60", rejected="0+900x60", refused="0+900x60"
+            )
+            | SERVED,
+            "one_client": outcomes(error="0x6 1+1x3 4x60", stop="0+18x60") | SERVED,
+            "loading": outcomes(error="0+2x60", stop="0+98x60") | LOADING,
         },
         {"failing": {PAGE}, "failing_and_rejecting": {PAGE}},
     ),
@@ -127,27 +161,13 @@ CASES = [
         "PdserveRequestsRefused",
         10,
         {
-            "all": {
-                'pdserve_requests_total{model="m", outcome="refused"}': "0+600x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0x60",
-            },
-            "many": {
-                'pdserve_requests_total{model="m", outcome="refused"}': "0+20x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+80x60",
-            },
-            "now_and_then": {
-                'pdserve_requests_total{model="m", outcome="refused"}': "0+5x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+95x60",
-            },
-            "one_client": {
-                'pdserve_requests_total{model="m", outcome="refused"}': "0x6 1+1x3 4x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0+1x60",
-            },
-            "wrong_in_themselves": {
-                'pdserve_requests_total{model="m", outcome="refused"}': "0x60",
-                'pdserve_requests_total{model="m", outcome="rejected"}': "0+600x60",
-                'pdserve_requests_total{model="m", outcome="stop"}': "0x60",
-            },
+            "all": outcomes(refused="0+600x60", stop="0x60") | SERVED,
+            "many": outcomes(refused="0+20x60", stop="0+80x60") | SERVED,
+            "now_and_then": outcomes(refused="0+5x60", stop="0+95x60") | SERVED,
+            "one_client": outcomes(refused="0x6 1+1x3 4x60", stop="0+1x60") | SERVED,
+            "wrong_in_themselves": outcomes(refused="0x60", rejected="0+600x60", stop="0x60")
+            | SERVED,
+            "loading": outcomes(refused="0+600x60", stop="0x60") | LOADING,
         },
         {"all": {PAGE}, "many": {PAGE}},
     ),
@@ -159,6 +179,8 @@ CASES = [
             "no_prefill": workers("prefill", "1x7 0x60") | workers("decode", "1x60"),
             "decode_alone": workers("prefill", "0x60") | workers("decode", "1x60"),
             "whole": workers("prefill", "1x60") | workers("decode", "1x60"),
+            "loading": workers("prefill", "0x60") | LOADING,
+            "decode_still_loading": workers("prefill", "0x3 1x60") | LOADING,
         },
         {"no_decode": {PAGE}, "no_prefill": {PAGE}},
     ),
@@ -166,29 +188,33 @@ CASES = [
         "PdserveNoRouter",
         80,
         {
-            "down": {'up{component="router", pod="r"}': "1x5 0x100"},
+            "down": {'up{component="router", pod="r"}': "1x5 0x100"} | SERVED,
             "one_of_two_down": {
                 'up{component="router", pod="r"}': "1x5 0x100",
                 'up{component="router", pod="s"}': "1x100",
-            },
+            }
+            | SERVED,
             "never_up": {'up{component="router", pod="r"}': "0x100"},
-            "gone": {'up{component="router", pod="r"}': "1x60"},
-            "gone_for_an_hour": {'up{component="router", pod="r"}': "1x15"},
+            "down_while_workers_load": {'up{component="router", pod="r"}': "1x5 0x100"} | LOADING,
+            "gone": {'up{component="router", pod="r"}': "1x60"} | SERVED,
+            "gone_for_an_hour": {'up{component="router", pod="r"}': "1x15"} | SERVED,
             "replaced": {
                 'up{component="router", pod="r"}': "1x60",
                 'up{component="router", pod="s"}': "_x60 1x40",
-            },
-            "of_others": {'up{component="database", pod="r"}': "1x5 0x100"},
+            }
+            | SERVED,
+            "of_others": {'up{component="database", pod="r"}': "1x5 0x100"} | SERVED,
         },
-        {"down": {PAGE}, "never_up": {PAGE}, "gone": {PAGE}},
+        {"down": {PAGE}, "gone": {PAGE}},
     ),
     Case(
         "PdserveTargetDown",
         10,
         {
-            "dead": {'up{component="prefill", pod="p"}': "1x5 0x60"},
-            "restarted": {'up{component="prefill", pod="p"}': "1x8 0 1x60"},
-            "of_others": {'up{component="database", pod="p"}': "0x60"},
+            "dead": {'up{component="prefill", pod="p"}': "1x5 0x60"} | SERVED,
+            "restarted": {'up{component="prefill", pod="p"}': "1x8 0 1x60"} | SERVED,
+            "of_others": {'up{component="database", pod="p"}': "0x60"} | SERVED,
+            "installing": {'up{component="prefill", pod="p"}': "0x60"} | LOADING,
         },
         {"dead": {TICKET}},
     ),
@@ -196,13 +222,11 @@ CASES = [
         "PdserveRestartLoop",
         50,
         {
-            "looping": {
-                'process_start_time_seconds{component="decode", pod="d"}': "1x9 2x9 3x9 4x60"
-            },
-            "replaced": {'process_start_time_seconds{component="decode", pod="d"}': "1x9 2x9 3x60"},
-            "of_others": {
-                'process_start_time_seconds{component="database", pod="d"}': "1x9 2x9 3x9 4x60"
-            },
+            "looping": starts("decode") | SERVED,
+            "replaced": {'process_start_time_seconds{component="decode", pod="d"}': "1x9 2x9 3x60"}
+            | SERVED,
+            "of_others": starts("database") | SERVED,
+            "installing": starts("decode") | LOADING,
         },
         {"looping": {PAGE}},
     ),
@@ -216,6 +240,7 @@ CASES = [
             "now_and_then": routed("0+4x60", "1x60"),
             "on_purpose": routed("0+90x60", "1x60", "cached_prompt"),
             "decode_alone": routed("0+10x60", "0x60"),
+            "one_request": routed("0x5 1x60", "1x60", "no_proven_pair", "0x60"),
         },
         {"lost": {TICKET}, "unproven": {TICKET}, "queueing": {TICKET}},
     ),
@@ -223,22 +248,11 @@ CASES = [
         "PdservePrefillQueue",
         10,
         {
-            "full": {
-                'pdserve_waiting_tokens{component="prefill", pod="p"}': "11000x60",
-                'pdserve_engine_step_tokens_sum{component="prefill", pod="p"}': "0+60000x60",
-            },
-            "hung": {
-                'pdserve_waiting_tokens{component="prefill", pod="p"}': "100x60",
-                'pdserve_engine_step_tokens_sum{component="prefill", pod="p"}': "5x60",
-            },
-            "fast": {
-                'pdserve_waiting_tokens{component="prefill", pod="p"}': "11000x60",
-                'pdserve_engine_step_tokens_sum{component="prefill", pod="p"}': "0+70000x60",
-            },
-            "idle": {
-                'pdserve_waiting_tokens{component="prefill", pod="p"}': "0x60",
-                'pdserve_engine_step_tokens_sum{component="prefill", pod="p"}': "5x60",
-            },
+            "full": queue("11000x60", "30x60", "0+60000x60"),
+            "hung": queue("100x60", "3x60", "5x60"),
+            "fast": queue("11000x60", "30x60", "0+70000x60"),
+            "idle": queue("0x60", "0x60", "5x60"),
+            "one_long_prompt": queue("90000x60", "1x60", "0+60000x60"),
         },
         {"full": {TICKET}, "hung": {TICKET}},
     ),
@@ -251,6 +265,8 @@ CASES = [
             "short_of_decode": waits("0+60x60", "0+50x60", "0.95x60"),
             "short_of_both": waits("0+60x60", "0+6x60", "0.8x60"),
             "balanced": waits("0+6x60", "0+3x60", "0.2x60"),
+            "one_request": waits("0x23 5x60", "0x60", "0.2x60", count="0x23 1x60"),
+            "one_request_for_decode": waits("0x23 5x60", "0x23 5x60", "0.2x60", "0x23 1x60"),
         },
         {
             "short_of_prefill": {TICKET},
@@ -275,14 +291,31 @@ CASES = [
             "losing": transfers("0+2x60", "0+98x60"),
             "losing_all": transfers("0+2x60", ""),
             "nearly_well": transfers("0+1x60", "0+200x60"),
+            "one_request": transfers("0x6 1x60", "0x60"),
         },
         {"losing": {TICKET}, "losing_all": {TICKET}},
     ),
     Case(
         "PdserveTransferSlow",
         20,
-        {"slow": exposed("0+98x60"), "fast": exposed("0+100x60")},
+        {
+            "slow": exposed("0+98x60"),
+            "fast": exposed("0+100x60"),
+            "a_slow_one_now_and_then": exposed("0x60", "0x5 1x4 2x4 3x4 4x4 5x60"),
+        },
         {"slow": {TICKET}},
+    ),
+    Case(
+        "PdservePairFailed",
+        10,
+        {
+            "beside_others": pairs(failed="1x60", proven="3x60"),
+            "at_one_router": pairs(failed="1x60", proven="3x60")
+            | pairs("s", failed="0x60", proven="4x60"),
+            "for_a_moment": pairs(failed="0x7 1x60", proven="4x60"),
+            "new_ones": pairs(failed="0x60", unproven="4x60", mismatched="4x60"),
+        },
+        {"beside_others": {TICKET}, "at_one_router": {TICKET}},
     ),
     Case(
         "PdserveSessionsExpiredOrFenced",
@@ -330,7 +363,6 @@ def test_the_rendered_rules_are_valid(tmp_path: Path) -> None:
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(manifest["spec"]))
     promtool("check", "rules", path)
-    assert manifest["spec"] == yaml.safe_load(ALERTS.read_text())
 
 
 def test_queries_of_panels_and_autoscaling_are_valid(tmp_path: Path) -> None:
