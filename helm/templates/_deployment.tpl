@@ -60,7 +60,7 @@ spec:
         {{- toYaml . | nindent 8 }}
       {{- end }}
       securityContext:
-        {{- include "pdserve.podSecurity" .user | nindent 8 }}
+        {{- include "pdserve.podSecurity" .user | trim | nindent 8 }}
       # Waiting for endpoints to follow, draining, and what comes after.
       terminationGracePeriodSeconds: {{ add .pod.preStopSeconds $drain .pod.terminationMarginSeconds }}
       {{- with include "pdserve.modelInitContainers" . }}

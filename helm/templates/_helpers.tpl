@@ -33,7 +33,11 @@ The values of one pool, as YAML: its own over those of both. Takes root and role
 use it: without require_transport a device that is lost would become slow TCP, and nothing would say so.
 */}}
 {{- define "pdserve.pool" -}}
-{{- $pool := mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy (get .root.Values .role)) -}}
+{{- $own := get .root.Values .role -}}
+{{- $pool := mustMergeOverwrite (deepCopy .root.Values.worker) (deepCopy $own) -}}
+{{- if and (hasKey $own "runAsUser") (kindIs "invalid" $own.runAsUser) -}}
+{{- $_ := unset $pool "runAsUser" -}}
+{{- end -}}
 {{- if $pool.rdma.resource -}}
 {{- $_ := mustMerge $pool (dict "config" (dict "require_transport" "rdma")) -}}
 {{- end -}}
@@ -89,10 +93,15 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* Takes the user, nothing for one that the platform chooses. */}}
 {{- define "pdserve.podSecurity" -}}
+{{- if kindIs "invalid" . }}
+runAsNonRoot: true
+{{- else }}
 runAsNonRoot: {{ ne (int .) 0 }}
-runAsUser: {{ . }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+runAsUser: {{ int . }}
+runAsGroup: {{ int . }}
+fsGroup: {{ int . }}
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}

@@ -40,7 +40,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "worker": {
         "config": {"require_transport": "rdma", "enable_chunked_prefill": False},
-        "gpu": {"count": 2},
+        "gpu": {"count": 1, "resource": "example.com/gpu"},
         "rdma": {"resource": "rdma/hca", "count": 2},
         "ipcLock": True,
         "runAsUser": 0,
@@ -89,6 +89,11 @@ MATRIX: dict[str, dict[str, Any]] = {
     "tls_from_a_secret": {
         **CPU_VALUES,
         "tls": {"source": "secret", "secretName": "certificates", "serverName": "llm.internal"},
+    },
+    "users_of_the_platform": {
+        "router": {"runAsUser": None},
+        "worker": {"runAsUser": None},
+        "tls": {"source": "secret", "secretName": "certificates"},
     },
     "decode_alone_scales": {
         "prefill": {"replicas": 0},

@@ -228,3 +228,30 @@ def test_alerts_link_to_their_runbooks_where_somebody_serves_them(base: str) -> 
             rule["annotations"] |= {"runbook_url": url}
     manifests = render({"prometheusRule": {"enabled": True, "runbookBaseUrl": base}})
     assert [m["spec"] for m in of_kind(manifests, "PrometheusRule")] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("values", "users"),
+    [
+        ({}, {"router": 10001, "prefill": 10001, "decode": 10001}),
+        ({"worker": {"runAsUser": 0}}, {"router": 10001, "prefill": 0, "decode": 0}),
+        ({"worker": {"runAsUser": None}}, {"router": 10001, "prefill": None, "decode": None}),
+        ({"router": {"runAsUser": None}}, {"router": None, "prefill": 10001, "decode": 10001}),
+        ({"prefill": {"runAsUser": None}}, {"router": 10001, "prefill": None, "decode": 10001}),
+        (
+            {"worker": {"runAsUser": 5}, "decode": {"runAsUser": None}, "router": {"runAsUser": 6}},
+            {"router": 6, "prefill": 5, "decode": None},
+        ),
+    ],
+)
+def test_a_user_that_is_null_is_the_platforms_and_never_root(
+    values: dict[str, Any], users: dict[str, int | None]
+) -> None:
+    manifests = render(values)
+    for component, user in users.items():
+        security = pod(manifests, component)["spec"]["securityContext"]
+        assert security.get("runAsUser") == user
+        assert ("runAsUser" in security) == (user is not None)
+        assert security["runAsNonRoot"] is (user != 0)
+    (test,) = of_kind(manifests, "Pod")
+    assert test["spec"]["securityContext"].get("runAsUser") == users["router"]

@@ -112,13 +112,37 @@ def test_ports_that_are_named_are_there(manifests: list[Manifest]) -> None:
     for service in of_kind(manifests, "Service"):
         targets = {port["targetPort"] for port in service["spec"]["ports"]}
         assert targets <= port_names(by_component[component_of(service)])
-    for policy in of_kind(manifests, "NetworkPolicy"):
-        own = port_names(by_component[component_of(policy)])
-        for rule in policy["spec"]["ingress"]:
-            assert {port["port"] for port in rule.get("ports", ())} <= own
     for monitor in of_kind(manifests, "PodMonitor"):
         ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
         assert all(ports <= port_names(pod) for pod in by_component.values())
+
+
+def test_policies_open_ports_by_number(manifests: list[Manifest]) -> None:
+    """All that the Pods have to those who come, to those who are asked, and DNS."""
+    numbers = {
+        component: {
+            port["containerPort"] for each in pod["spec"]["containers"] for port in each["ports"]
+        }
+        for component, pod in pods(manifests).items()
+    }
+    policies = {component_of(policy): policy for policy in of_kind(manifests, "NetworkPolicy")}
+    for component, policy in policies.items():
+        opened = {p["port"] for r in policy["spec"]["ingress"] for p in r.get("ports", ())}
+        assert opened == numbers[component]
+        dns = policy["spec"]["egress"][0]["ports"]
+        expected = {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
+        assert {(port["port"], port["protocol"]) for port in dns} == expected
+    if "router" in policies:
+        (to_workers,) = (r for r in policies["router"]["spec"]["egress"] if "podSelector" in str(r))
+        (port,) = to_workers["ports"]
+        grpc = {
+            p["containerPort"]
+            for role in ("prefill", "decode")
+            for each in pods(manifests)[role]["spec"]["containers"]
+            for p in each["ports"]
+            if p["name"] == "grpc"
+        }
+        assert grpc == {port["port"]}
 
 
 def test_only_pods_that_run_are_scraped(manifests: list[Manifest]) -> None:
@@ -229,7 +253,9 @@ def test_pods_have_no_rights_and_no_writable_root(manifests: list[Manifest]) -> 
         assert spec["enableServiceLinks"] is False
         security = spec["securityContext"]
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert security["runAsNonRoot"] is (security["runAsUser"] != 0)
+        assert security["runAsNonRoot"] is (security.get("runAsUser") != 0)
+        ids = {security.get(name) for name in ("runAsUser", "runAsGroup", "fsGroup")}
+        assert len(ids) == 1, "files of Secrets are their group's"
         for each in (*spec["containers"], *spec.get("initContainers", ())):
             own = each["securityContext"]
             assert own["readOnlyRootFilesystem"] is True
@@ -292,7 +318,7 @@ def test_routers_let_the_test_hook_in_whoever_the_clients_are(manifests: list[Ma
     labels = pod["metadata"]["labels"].items()
     for policy in of_kind(manifests, "NetworkPolicy"):
         if component_of(policy) == "router":
-            (rule,) = (r for r in policy["spec"]["ingress"] if {"port": "grpc"} in r["ports"])
+            (rule,) = (r for r in policy["spec"]["ingress"] if {"port": 50051} in r["ports"])
             own = [peer["podSelector"] for peer in rule.get("from", ()) if "podSelector" in peer]
             assert "from" not in rule or any(each["matchLabels"].items() <= labels for each in own)
 

@@ -90,6 +90,11 @@ def test_the_chart_is_of_this_version() -> None:
         ({"router": {"config": {"tls_cert_file": "/a"}}}, "tls_cert_file"),
         ({"model": {"source": "hub", "hub": {"repository": "--x/y"}}}, "repository"),
         ({"prometheusRule": {"runbookBaseUrl": "wiki/pdserve"}}, "runbookBaseUrl"),
+        (
+            {"worker": {"gpu": {"count": 2}}},
+            "prefill: gpu.count is 2, must be at most 1: an engine uses one GPU",
+        ),
+        ({"decode": {"gpu": {"count": 8}}}, "decode: gpu.count is 8, must be at most 1"),
         ({"prometheusRule": {"alerts": {"PdserveNoSuch": {"enabled": True}}}}, "PdserveNoSuch"),
         ({"prometheusRule": {"alerts": {"PdserveErrorRatio": {"minCount": None}}}}, "minCount"),
         ({"prometheusRule": {"alerts": {"PdserveNoRouter": {"minCount": 3}}}}, "minCount"),
