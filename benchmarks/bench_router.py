@@ -37,10 +37,12 @@ from pdserve.v1 import engine_core_service_pb2 as engine_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as engine_grpc
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
+from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import WorkerRole
 
 # ASCII: every token has a text of its own, so that the first event is the first token.
 FIRST_TOKEN_ID = 40
+HELLO = engine_pb2.AttachHello(router_id="b", max_protocol_version=PROTOCOL_VERSION)
 VOCAB_SIZE = 300
 
 
@@ -231,7 +233,7 @@ async def direct_ttft_ms(address: str, args: argparse.Namespace) -> list[float]:
     times = []
     async with grpc.aio.insecure_channel(address) as channel:
         call = engine_grpc.EngineCoreServiceStub(channel).Attach()
-        await call.write(engine_pb2.AttachRequest(hello=engine_pb2.AttachHello(router_id="b")))
+        await call.write(engine_pb2.AttachRequest(hello=HELLO))
         for number in range(args.solo_requests):
             request = core.EngineCoreRequest(
                 request_id=str(number), prompt_token_ids=[5] * args.prompt_tokens

@@ -476,3 +476,7 @@ class EngineInfo:
     has_prefix_caching: bool = True
     # Of the tokenizer beside the weights (`tokenizer_digest`); empty if there is none.
     tokenizer_digest: str = ""
+    # Of what makes another model: checkpoint, dtype, quantization, EOS, logits processors.
+    weights_digest: str = ""
+    # Milliseconds since 1970, by the worker's clock.
+    started_at_ms: int = 0

@@ -32,7 +32,7 @@ from pdserve_engine.kv_sizing import (
     num_blocks_that_fit,
 )
 from pdserve_engine.kv_transfer.base import KVConnector, KVIdentity
-from pdserve_engine.kv_transfer.compatibility import compatibility_hash
+from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
@@ -173,6 +173,10 @@ class _ModelSource:
             layout=self.spec.layout(),
             vocab_size=self.config.vocab_size,
         )
+
+    def weights_digest(self) -> str:
+        processors = tuple(self.logits_processors)
+        return model_digest(self._model_dir, self.config, logits_processors=processors)
 
     def load(self) -> Model:
         return load_model(self._model_dir, self.config, device=self.device)
@@ -383,4 +387,6 @@ def _describe(
         kernels=name_of(select(source.device)),
         has_prefix_caching=config.enable_prefix_caching,
         tokenizer_digest=tokenizer_digest(config.model),
+        weights_digest=source.weights_digest(),
+        started_at_ms=time.time_ns() // 1_000_000,
     )

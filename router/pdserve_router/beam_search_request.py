@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -104,6 +104,10 @@ class BeamSearchRequest(LiveRequest):
     @property
     def ending(self) -> Ending | None:
         return self._ending
+
+    @property
+    def begun_origins(self) -> Set[Origin]:
+        return self.origins if self._search.num_tokens else frozenset()
 
     @property
     def next_request(self) -> EngineCoreRequest:

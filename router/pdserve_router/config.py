@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.tls import TlsConfig
@@ -47,6 +48,11 @@ class RouterConfig(TlsConfig):
         "any",
         "Use a pair of workers only if its KV blocks were seen to travel this way, and no longer "
         "once they were seen to travel another.",
+    )
+    require_determinism: Literal["any", "exact"] = opt(
+        "any",
+        "exact: use only workers that are exact and whose arithmetic is the same to the bit, so "
+        "that an answer does not depend on which of them it meets.",
     )
     disaggregation_threshold_tokens: int = opt(
         0,

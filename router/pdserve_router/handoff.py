@@ -58,7 +58,9 @@ class Handoff(LiveRequest):
         index: int = 0,
         resume: Sequence[ResumedCompletion] = (),
         wake: asyncio.Event | None = None,
+        siblings: Sequence["Handoff"] | None = None,
     ) -> None:
+        """`siblings` are all completions of a request that has several, this one among them."""
         super().__init__(request, on_tokens=on_tokens, on_end=on_end)
         resumed = next((each for each in resume if each.index == index), None)
         self.state = RequestState(
@@ -75,6 +77,7 @@ class Handoff(LiveRequest):
         self.origins: set[Origin] = set()
         if resumed is not None and resumed.is_begun:
             self.origins.add(resumed.origin)
+        self._siblings = siblings if siblings is not None else (self,)
         self._metrics = metrics
         self._redrives = redrives
         self._attempt = Attempt(self._at_attempt(0), route, self)
@@ -89,6 +92,16 @@ class Handoff(LiveRequest):
     def route(self) -> Route:
         """Of the last attempt."""
         return self._attempt.route
+
+    @property
+    def has_begun(self) -> bool:
+        """True if some of its answer has come, and not all of it before it was resumed."""
+        return bool(self.state.token_ids) and self.state.resumed_end is None
+
+    @property
+    def begun_origins(self) -> set[Origin]:
+        begun = (each.origins for each in self._siblings if each.has_begun)
+        return {origin for origins in begun for origin in origins}
 
     @property
     def next_request(self) -> EngineCoreRequest:

@@ -16,7 +16,7 @@ _FORM = re.compile("([0-9a-f]{16})(?:-([0-9a-f]{16}))?")
 class Origin(NamedTuple):
     """What of a worker an answer depends on, as digests; an unknown one is empty."""
 
-    # Of the weights, and of what else makes another model.
+    # Of the weights, and of what else makes another model: how EngineInfo.weights_digest begins.
     weights: str = ""
     # Of what has to be alike for the same bits; empty if the worker is not exact.
     numerics: str = ""
@@ -24,9 +24,7 @@ class Origin(NamedTuple):
     @classmethod
     def of(cls, info: EngineInfo) -> "Origin":
         is_exact = info.determinism == "exact"
-        return cls(
-            _digest(info.kv_compatibility_hash), _digest(info.numerics_id) if is_exact else ""
-        )
+        return cls(info.weights_digest[:16], _digest(info.numerics_id) if is_exact else "")
 
     @classmethod
     def parse(cls, text: str) -> "Origin":

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import EngineInfo, KVTransferStats
@@ -23,8 +23,8 @@ ENOUGH_PARTNERS = 8
 # How long a first proof may keep the router from being ready.
 SETTLE_S = 10.0
 STATES = ("proven", "unproven", "failed", "mismatched")
-# Of EngineInfo; the last one covers what else the KV depends on. That they serve the same model is
-# known: workers are used only if it is this router's.
+# Of EngineInfo; the last one covers what else the KV depends on, the weights among it. That they
+# serve the same model is known: workers are used only if it is this router's.
 _SAME_FIELDS = (
     "dtype",
     "block_size",
@@ -93,7 +93,6 @@ class Pairs:
         self._pairs: dict[tuple[WorkerClient, WorkerClient], Pair] = {}
         # Asked for with each request, and changed only with `update`.
         self._usable: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
-        self._namesakes: frozenset[str] = frozenset()
         self._probes: set[asyncio.Task[KVTransferStats]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -112,7 +111,6 @@ class Pairs:
 
     def update(self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]) -> None:
         """Take the pool's workers as they are now; a restarted worker's pairs begin anew."""
-        self._find_namesakes((*prefill, *decode))
         self._pairs = {
             (p, d): self._current(p, d)
             for p in prefill
@@ -176,17 +174,6 @@ class Pairs:
                 partners[prefill].append(decode)
         return {prefill: tuple(decodes) for prefill, decodes in partners.items()}
 
-    def _find_namesakes(self, workers: Iterable[WorkerClient]) -> None:
-        """Workers know their links by engine_id: two of one name would be taken for each other."""
-        counts = Counter(worker.engine_id for worker in workers if worker.is_ready)
-        names = frozenset(name for name, count in counts.items() if count > 1)
-        for name in sorted(names - self._namesakes):
-            logger.error(
-                "several workers call themselves %s: no handoffs for them, set their --engine-id",
-                name,
-            )
-        self._namesakes = names
-
     def _current(self, prefill: WorkerClient, decode: WorkerClient) -> Pair:
         epochs = (prefill.epoch, decode.epoch)
         pair = self._pairs.get((prefill, decode))
@@ -199,9 +186,6 @@ class Pairs:
         pair.mismatch = mismatch
 
     def _mismatch(self, pair: Pair) -> str:
-        shared = {pair.prefill.engine_id, pair.decode.engine_id} & self._namesakes
-        if shared:
-            return f"several workers are named {', '.join(sorted(shared))}"
         assert pair.prefill.info is not None
         assert pair.decode.info is not None
         return _difference(pair.prefill.info, pair.decode.info) or pair.refused_transport

@@ -59,7 +59,8 @@ class ParentRequest(LiveRequest):
         self._wake = asyncio.Event()
         fork_route = Route(decode=route.decode, reason="fork")
         resumed = {each.index for each in resume if each.token_ids}
-        self._children = tuple(
+        self._children: list[Handoff] = []
+        self._children.extend(
             Handoff(
                 _child(request, params, index),
                 # What is resumed is no fork: it shares the prompt with none that stands elsewhere.
@@ -73,6 +74,7 @@ class ParentRequest(LiveRequest):
                 index=index,
                 resume=resume,
                 wake=self._wake,
+                siblings=self._children,
             )
             for index in range(params.best_of or params.n)
         )

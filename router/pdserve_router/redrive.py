@@ -6,7 +6,9 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from pdserve_common.engine_types import (
@@ -120,8 +122,10 @@ class Redrive(Protocol):
     recovery: Recovery
     # Its first attempt.
     request: EngineCoreRequest
-    # Of the workers that took part in its answer.
-    origins: set[Origin]
+
+    @property
+    def begun_origins(self) -> Collection[Origin]:
+        """Of the workers that its answer has come from so far; none if nothing has come."""
 
     @property
     def next_request(self) -> EngineCoreRequest:
@@ -332,9 +336,7 @@ class RedriveQueue:
             route = Route(decode=holder, reason="recovery")
         else:
             try:
-                route = self._route_around(
-                    recovery, request, busy | self._strangers(redrive, request)
-                )
+                route = self._route_around(redrive, request, busy)
             except (NoWorkerError, OverloadedError):
                 if busy:
                     return None
@@ -345,22 +347,18 @@ class RedriveQueue:
         return route if self._has_room(*_load_of(recovery, request, route)) else None
 
     def _route_around(
-        self, recovery: Recovery, request: EngineCoreRequest, barred: frozenset[WorkerClient]
+        self, redrive: Redrive, request: EngineCoreRequest, busy: frozenset[WorkerClient]
     ) -> Route:
         """Let the pool choose among those that have not failed the request, if there are any."""
+        recovery = redrive.recovery
+        route = partial(self.pool.route, request, origins=redrive.begun_origins)
         if (holder := recovery.good_holder) is not None:
             others = frozenset(self.pool.decode) - {holder}
             with contextlib.suppress(NoWorkerError, OverloadedError):
-                return self.pool.route(request, exclude=recovery.failed | others | barred)
+                return route(exclude=recovery.failed | others | busy)
         with contextlib.suppress(NoWorkerError, OverloadedError):
-            return self.pool.route(request, exclude=recovery.failed | barred)
-        return self.pool.route(request, exclude=recovery.not_yet | barred)
-
-    def _strangers(self, redrive: Redrive, request: EngineCoreRequest) -> frozenset[WorkerClient]:
-        """Return the workers that must not go on with an answer that has begun."""
-        if not request.resume_output_token_ids:
-            return frozenset()
-        return self.pool.strangers(redrive.origins)
+            return route(exclude=recovery.failed | busy)
+        return route(exclude=recovery.not_yet | busy)
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""

@@ -29,6 +29,7 @@ class RoutingRules:
     disaggregation: bool = True
     require_disaggregation: bool = False
     require_transport: str = "any"
+    require_determinism: str = "any"
     disaggregation_threshold_tokens: int = 0
     max_prefill_queue_tokens: int = 0
 
@@ -50,6 +51,11 @@ class Route:
     def workers(self) -> tuple[WorkerClient, ...]:
         """Prefill first, if there is one."""
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """Which starts of the workers' processes these are, as of now."""
+        return tuple(worker.epoch for worker in self.workers)
 
 
 class RouteChooser:

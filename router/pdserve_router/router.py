@@ -161,7 +161,11 @@ class Router:
         if sum(len(each.token_ids) for each in processed.resume) <= INLINE_RESUMED_TOKENS:
             live = self._make(processed, route, timeline)
         else:
+            epochs = route.epochs
             live = await asyncio.to_thread(self._make, processed, route, timeline)
+            if route.epochs != epochs:
+                # Perhaps with other weights.
+                raise NoWorkerError("a worker of the request was restarted", retry_after_ms=1000)
         if self._is_cut:
             raise DrainingError("the router shut down before the request was sent")
         self._live.add(live)
@@ -182,17 +186,10 @@ class Router:
 
     def _route(self, processed: ProcessedInput) -> Route:
         """Choose workers; an answer that has begun is for those of the same weights."""
-        begun = [
+        begun = {
             each.origin for each in processed.resume if each.token_ids and not each.is_finished
-        ]
-        barred = frozenset().union(*(self.pool.strangers([origin]) for origin in begun))
-        ready = [worker for worker in self.pool.decode if worker.is_ready]
-        if ready and barred.issuperset(ready):
-            raise NoWorkerError(
-                "the answer cannot be resumed here: no decode worker that is ready has the weights "
-                "that began it"
-            )
-        return self.pool.route(processed.request, exclude=barred)
+        }
+        return self.pool.route(processed.request, origins=begun)
 
     def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
         params = processed.request.sampling_params

@@ -12,7 +12,7 @@ import grpc
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
-from pdserve_common import wire
+from pdserve_common import attach_protocol, wire
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -244,7 +244,12 @@ class WorkerClient:
             self._backoff_s = 0.0 if is_old else self._timings.min_backoff_s
 
     def _hello(self) -> service_pb2.AttachHello:
-        hello = service_pb2.AttachHello(router_id=self._router_id, router_epoch=self._router_epoch)
+        hello = service_pb2.AttachHello(
+            router_id=self._router_id,
+            router_epoch=self._router_epoch,
+            min_protocol_version=attach_protocol.MIN_PROTOCOL_VERSION,
+            max_protocol_version=attach_protocol.PROTOCOL_VERSION,
+        )
         if self.state is WorkerState.REATTACHING:
             resume = service_pb2.AttachResume(
                 worker_epoch=self.epoch,
@@ -280,6 +285,12 @@ class WorkerClient:
         return frame_seq >= expected
 
     def _on_welcome(self, welcome: service_pb2.AttachWelcome) -> None:
+        version = welcome.protocol_version
+        if attach_protocol.agreed_version(version, version) is None:
+            raise LinkLostError(
+                f"it speaks version {version} of the Attach protocol (pdserve "
+                f"{welcome.info.version}), this router {attach_protocol.spoken()}"
+            )
         info = wire.engine_info_from_proto(welcome.info)
         if info.role is not self.role:
             raise LinkLostError(

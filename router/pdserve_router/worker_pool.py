@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NoReturn
 
 from pdserve_common.engine_types import (
     EngineCoreRequest,
@@ -19,13 +21,19 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.tls import Tls
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.discovery import Discovery
+from pdserve_router.duplicates import Duplicates
 from pdserve_router.origin import Origin
 from pdserve_router.pairs import SETTLE_S, Pairs
 from pdserve_router.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.served_model import ServedModel
+from pdserve_router.served_weights import ServedWeights
 from pdserve_router.worker_client import WorkerClient, WorkerState
 
 logger = logging.getLogger(__name__)
+
+# Values of a metric's label. The last two are ready and refused: other weights than those that
+# serve, and an engine_id that is in use.
+WORKER_STATES = (*(state.value for state in WorkerState), "mismatched", "duplicate")
 
 # A worker, or a prefill and a decode worker together.
 Failing = WorkerClient | tuple[WorkerClient, WorkerClient]
@@ -85,8 +93,12 @@ class WorkerPool:
             role: tuple(self._client(role, address) for address in source.static)
             for role, source in self._sources.items()
         }
-        # Other names of workers that are used already.
-        self._twins: frozenset[WorkerClient] = frozenset()
+        self._duplicates = Duplicates()
+        self._weights = ServedWeights(
+            disaggregation=rules.disaggregation,
+            require_exact=rules.require_determinism == "exact",
+            on_change=self._on_change,
+        )
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -113,9 +125,9 @@ class WorkerPool:
         at first the proofs of pairs are waited for, for up to 10 s, so that no request is local
         just because it came early. With `require_disaggregation` it takes a proven pair.
         """
-        if not any(worker.is_ready for worker in self.decode):
+        if not self._available(self.decode):
             return False
-        if self._pairs.usable():
+        if self._has_pair:
             return True
         return not self._rules.require_disaggregation and (
             self._was_ready or not self._is_settling()
@@ -142,41 +154,39 @@ class WorkerPool:
             *(worker.close() for worker in workers),
             return_exceptions=True,
         )
+        self._weights.close()
 
     def model_limits(self) -> ModelLimits:
         """Return what requests are checked against. Raises NoWorkerError if no decode worker is
         ready.
         """
-        if self.limits is None or not any(worker.is_ready for worker in self.decode):
-            states = ", ".join(f"{w.address} {w.state.value}" for w in self.decode)
+        if self.limits is None or not self._available(self.decode):
+            states = ", ".join(f"{w.address} {self._state_of(w)}" for w in self.decode)
             raise NoWorkerError(
                 f"no decode worker is ready ({states or 'none is listed'})", retry_after_ms=1000
             )
         return self.limits
 
     def route(
-        self, request: EngineCoreRequest, *, exclude: AbstractSet[WorkerClient] = frozenset()
+        self,
+        request: EngineCoreRequest,
+        *,
+        origins: Collection[Origin] = (),
+        exclude: AbstractSet[WorkerClient] = frozenset(),
     ) -> Route:
-        """Choose the workers of a request or of its next attempt, none of those in `exclude`.
+        """Choose the workers of a request or of its next attempt, none of those in `exclude`. They
+        are of the weights that serve, or of those of `origins`, which its answer has begun with.
         Raises NoWorkerError if no other decode worker is ready or, where disaggregation is
         required, no other pair; OverloadedError if there it would have to wait too long.
         """
-        self.model_limits()
+        decode = self._available(self.decode, origins)
+        if not decode:
+            self._raise_nobody(origins)
         return self._chooser.choose(
             request,
-            prefill=[w for w in self._distinct(self.prefill) if w.is_ready and w not in exclude],
-            decode=[w for w in self._distinct(self.decode) if w.is_ready and w not in exclude],
+            prefill=[w for w in self._available(self.prefill, origins) if w not in exclude],
+            decode=[w for w in decode if w not in exclude],
         )
-
-    def strangers(self, origins: Iterable[Origin]) -> frozenset[WorkerClient]:
-        """Return the workers of none of these weights: with an answer of that origin they would go
-        on as with another model's. Nobody is a stranger to an unknown one.
-        """
-        weights = {origin.weights for origin in origins} - {""}
-        if not weights:
-            return frozenset()
-        workers = (*self.prefill, *self.decode)
-        return frozenset(worker for worker in workers if worker.origin.weights not in weights)
 
     def note_answered(
         self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
@@ -221,6 +231,38 @@ class WorkerPool:
         if was_open:
             logger.info("worker %s works again", working.address)
             self._on_change()
+
+    def _available(
+        self, workers: Sequence[WorkerClient], origins: Collection[Origin] = ()
+    ) -> list[WorkerClient]:
+        """Return those that are ready for a new request, or to go on with such an answer."""
+        name = self._weights.name_for(origins)
+        return [
+            worker
+            for worker in self._distinct(workers)
+            if worker.is_ready and name and self._weights.name_of(worker.origin) == name
+        ]
+
+    def _raise_nobody(self, origins: Collection[Origin]) -> NoReturn:
+        if not any(origin.weights for origin in origins):
+            self.model_limits()
+        raise NoWorkerError(
+            "the answer cannot be resumed here: no decode worker that is ready has the weights "
+            "that began it"
+        )
+
+    @property
+    def _has_pair(self) -> bool:
+        decode = frozenset(self._available(self.decode))
+        usable = self._pairs.usable()
+        return any(not decode.isdisjoint(usable.get(p, ())) for p in self._available(self.prefill))
+
+    def _state_of(self, worker: WorkerClient) -> str:
+        """Return a value of the metric's label `state`; one that is ready may be refused."""
+        if worker in self._duplicates.newcomers:
+            return "duplicate"
+        is_refused = worker.is_ready and self._weights.name and not self._weights.serves(worker)
+        return "mismatched" if is_refused else worker.state.value
 
     def _settle(self) -> None:
         self._has_settled = True
@@ -275,46 +317,39 @@ class WorkerPool:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         await worker.close()
+        # Its engine_id is free.
+        self._on_change()
 
     def _on_change(self) -> None:
         self._refresh()
         self._notify()
 
     def _refresh(self) -> None:
+        is_serving = bool(self._weights.name)
         workers = (*self.decode, *self.prefill)
-        self._find_twins(workers)
-        self.limits = _limits([w.info for w in workers if w.is_ready and w.info is not None])
+        self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)
+        prefill, decode = self._distinct(self.prefill), self._distinct(self.decode)
         if self._rules.disaggregation:
-            self._pairs.update(self._distinct(self.prefill), self._distinct(self.decode))
+            self._pairs.update(prefill, decode)
+        self._weights.update(
+            prefill, decode, usable=self._pairs.usable(), has_settled=self._has_settled
+        )
+        available = [*self._available(self.decode), *self._available(self.prefill)]
+        self.limits = _limits([w.info for w in available if w.info is not None])
         self._chooser.keep(self.decode)
-        has_decode = any(worker.is_ready for worker in self.decode)
+        has_decode = bool(self._available(self.decode))
         self._was_ready = has_decode and (self._was_ready or self.is_ready)
         self._count()
 
-    def _distinct(self, workers: Sequence[WorkerClient]) -> Sequence[WorkerClient]:
-        return [worker for worker in workers if worker not in self._twins]
-
-    def _find_twins(self, workers: Sequence[WorkerClient]) -> None:
-        """Find what is ready under two names, such as its IPv4 and its IPv6 address: the one that
-        is listed first is used.
-        """
-        ready = [worker for worker in workers if worker.is_ready]
-        first = {(worker.engine_id, worker.epoch): worker for worker in reversed(ready)}
-        twins = {worker: first[worker.engine_id, worker.epoch] for worker in ready}
-        known, self._twins = self._twins, frozenset(w for w, other in twins.items() if w != other)
-        for worker in self._twins - known:
-            logger.warning(
-                "%s is another name of worker %s, which is used",
-                worker.address,
-                twins[worker].address,
-            )
+    def _distinct(self, workers: Sequence[WorkerClient]) -> list[WorkerClient]:
+        return [worker for worker in workers if worker not in self._duplicates.all]
 
     def _count(self) -> None:
         for role, workers in self._workers.items():
             name = role.name.lower()
-            for state in WorkerState:
-                count = sum(worker.state is state for worker in workers)
-                self._metrics.workers.labels(role=name, state=state.value).set(count)
+            counts = Counter(self._state_of(worker) for worker in workers)
+            for state in WORKER_STATES:
+                self._metrics.workers.labels(role=name, state=state).set(counts[state])
             num_failing = sum(worker.breaker.is_open for worker in workers)
             self._metrics.workers_failing.labels(role=name).set(num_failing)
 

@@ -13,6 +13,7 @@ from worker_driver import LONG, TIMEOUT_S, Worker, add, beat, slowed, until, unt
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pdserve_common.worker import attachment as attachment_module
 from pdserve_common.worker import service as service_module
 
@@ -86,7 +87,9 @@ class Router:
             f"127.0.0.1:{self.port}", options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self.call = Stub(channel).Attach(timeout=2 * TIMEOUT_S)
-        hello = service_pb2.AttachHello(router_id="r", router_epoch="0" * 32)
+        hello = service_pb2.AttachHello(
+            router_id="r", router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
+        )
         if resumes:
             hello.resume.worker_epoch = self._worker_epoch
             hello.resume.next_frame_seq = self.next_frame_seq
@@ -307,8 +310,45 @@ async def test_a_message_that_makes_no_sense_ends_everything_of_its_router(
     monkeypatch.setattr(attachment_module, "REATTACH_S", 1000.0)
     await router.add("a", LONG)
     await router.read_tokens(5)
-    hello = service_pb2.AttachHello(router_id="again")
+    hello = service_pb2.AttachHello(
+        router_id="again", router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
+    )
     await router.call.write(service_pb2.AttachRequest(hello=hello))
     assert await router.read_status() is grpc.StatusCode.INVALID_ARGUMENT
     await until_idle(worker)
     assert worker.engine.step_seq() < LONG, "it has not ended by itself"
+
+
+@pytest.mark.parametrize(
+    ("versions", "spoken"),
+    [
+        # As routers send that know of no versions.
+        ({}, "0 to 0"),
+        (
+            {"min_protocol_version": PROTOCOL_VERSION + 1, "max_protocol_version": 99},
+            f"{PROTOCOL_VERSION + 1} to 99",
+        ),
+        ({"max_protocol_version": MIN_PROTOCOL_VERSION - 1}, f"0 to {MIN_PROTOCOL_VERSION - 1}"),
+    ],
+)
+async def test_a_router_of_other_versions_is_refused_by_name(
+    worker: Worker, versions: dict[str, int], spoken: str
+) -> None:
+    call = worker.core.Attach(timeout=TIMEOUT_S)
+    hello = service_pb2.AttachHello(router_id="other", router_epoch="0" * 32, **versions)
+    await call.write(service_pb2.AttachRequest(hello=hello))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call.read()
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    details = str(error.value.details())
+    assert f"speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, router other {spoken}" in details
+
+
+async def test_the_highest_version_that_both_know_is_spoken(worker: Worker) -> None:
+    call = worker.core.Attach(timeout=TIMEOUT_S)
+    hello = service_pb2.AttachHello(
+        router_id="newer", router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION + 1
+    )
+    await call.write(service_pb2.AttachRequest(hello=hello))
+    assert (await call.read()).welcome.protocol_version == PROTOCOL_VERSION
+    call.cancel()

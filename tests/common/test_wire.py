@@ -163,6 +163,8 @@ INFO = types.EngineInfo(
     kernels="cpu/avx2",
     has_prefix_caching=False,
     tokenizer_digest="t",
+    weights_digest="w",
+    started_at_ms=8,
 )
 
 

@@ -15,6 +15,7 @@ from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_common.worker import control_service, process
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
@@ -52,7 +53,9 @@ class Worker:
     @contextlib.asynccontextmanager
     async def attach(self, name: str) -> AsyncIterator[Any]:
         call = self.core.Attach(timeout=2 * TIMEOUT_S)
-        hello = service_pb2.AttachHello(router_id=name, router_epoch="0" * 32)
+        hello = service_pb2.AttachHello(
+            router_id=name, router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
+        )
         await call.write(service_pb2.AttachRequest(hello=hello))
         assert (await call.read()).WhichOneof("message") == "welcome"
         beating = asyncio.create_task(beat(call))

@@ -21,6 +21,7 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_client.client import Client
+from pdserve_common import attach_protocol
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.kv_types import PROTOCOL_VERSION
 
@@ -354,7 +355,11 @@ def attach(channel: grpc.Channel, name: str) -> tuple["queue.Queue[Any]", Any]:
     requests: queue.Queue[Any] = queue.Queue()
     requests.put(
         service_pb2.AttachRequest(
-            hello=service_pb2.AttachHello(router_id=name, router_epoch="0" * 32)
+            hello=service_pb2.AttachHello(
+                router_id=name,
+                router_epoch="0" * 32,
+                max_protocol_version=attach_protocol.PROTOCOL_VERSION,
+            )
         )
     )
     stub = service_grpc.EngineCoreServiceStub(channel)

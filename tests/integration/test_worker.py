@@ -21,6 +21,7 @@ from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE
 
 pytestmark = pytest.mark.slow
@@ -136,7 +137,9 @@ async def test_attach_needs_a_hello_first(stub: Any) -> None:
 
 async def attach(stub: Any, router_id: str) -> Any:
     call = stub.Attach(timeout=2 * ANSWER_S)
-    hello = service_pb2.AttachHello(router_id=router_id, router_epoch="0" * 32)
+    hello = service_pb2.AttachHello(
+        router_id=router_id, router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
+    )
     await call.write(service_pb2.AttachRequest(hello=hello))
     assert (await call.read()).WhichOneof("message") == "welcome"
     return call

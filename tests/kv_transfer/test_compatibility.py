@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
-from pdserve_engine.kv_transfer.compatibility import TOKENIZER_FILES, compatibility_hash
+from pdserve_engine.kv_transfer.compatibility import (
+    TOKENIZER_FILES,
+    compatibility_hash,
+    model_digest,
+)
 from pdserve_engine.kv_transfer.links import find_mismatch, make_hello
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.quantization import Quantization
@@ -69,6 +73,9 @@ class Setup(NamedTuple):
         return compatibility_hash(
             self.folder, self.config, self.layout, logits_processors=self.processors
         )
+
+    def model(self) -> str:
+        return model_digest(self.folder, self.config, logits_processors=self.processors)
 
 
 @pytest.fixture
@@ -155,3 +162,26 @@ def test_workers_that_say_differently_why_sessions_end_are_refused_for_their_ver
     mismatch = find_mismatch(identity, "local", older)
     assert mismatch is not None
     assert mismatch.startswith("protocol versions differ: ")
+
+
+MODEL_CHANGES = ("dtype", "eos_token_ids", "quantization", "config.json", "weights")
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name in OTHER_LAYOUTS])
+def test_where_kv_lies_makes_no_other_model(setup: Setup, name: str) -> None:
+    """Such workers cannot exchange KV, and compute the same tokens."""
+    before = setup.model()
+    assert CHANGES[name](setup).model() == before
+
+
+@pytest.mark.parametrize("name", [*MODEL_CHANGES, "logits_processors"])
+def test_what_changes_tokens_makes_another_model(setup: Setup, name: str) -> None:
+    before = setup.model()
+    assert setup.model() == before
+    assert CHANGES[name](setup).model() != before
+
+
+def test_how_it_is_computed_makes_no_other_model(setup: Setup) -> None:
+    """Another code or a shorter limit describes the same checkpoint differently."""
+    config = replace(CONFIG, max_model_len=CONFIG.max_model_len // 2, attention_windows=(8, None))
+    assert setup._replace(config=config).model() == setup.model()

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from crew import Crew
 from fake_model import make_model_dir
 from fake_worker import EOS, FakeWorker
 
@@ -122,6 +123,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
 StartStack = Callable[..., "contextlib.AbstractAsyncContextManager[Stack]"]
 
 
+def _sources(wanted: int | Sequence[str], fakes: Sequence[FakeWorker]) -> tuple[str, ...]:
+    return tuple(fake.address for fake in fakes) if isinstance(wanted, int) else tuple(wanted)
+
+
 class NoMetricsServer:
     """The real one takes half a second to close; test_server has it."""
 
@@ -177,14 +182,16 @@ class NoHttpServer:
 def start_stack(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> StartStack:
-    """async with start_stack(prefill=1, decode=1, answer="text", **config) as stack"""
+    """async with start_stack(prefill=1, decode=1, answer="text", **config) as stack; instead of
+    how many there are, `prefill` and `decode` may be where a router finds those of the test.
+    """
     monkeypatch.setattr("pdserve_router.server.MetricsServer", NoMetricsServer)
 
     @contextlib.asynccontextmanager
     async def start(
         *,
-        prefill: int = 1,
-        decode: int = 1,
+        prefill: int | Sequence[str] = 1,
+        decode: int | Sequence[str] = 1,
         answer: str | Sequence[int] = ANSWER_TEXT,
         wait: bool = True,
         http: bool | type[HttpServer] = False,
@@ -202,8 +209,10 @@ def start_stack(
             size = tokenizer.vocab_size
             return FakeWorker(role, vocab_size=size, answer=tokens, **fields)
 
-        prefills = [worker(WorkerRole.PREFILL, i) for i in range(prefill)]
-        decodes = [worker(WorkerRole.DECODE, i) for i in range(decode)]
+        def workers(role: WorkerRole, wanted: int | Sequence[str]) -> list[FakeWorker]:
+            return [worker(role, i) for i in range(wanted)] if isinstance(wanted, int) else []
+
+        prefills, decodes = workers(WorkerRole.PREFILL, prefill), workers(WorkerRole.DECODE, decode)
         async with contextlib.AsyncExitStack() as stack:
             for fake in (*prefills, *decodes):
                 await fake.start()
@@ -217,8 +226,8 @@ def start_stack(
             server = RouterServer(
                 RouterConfig(
                     model=str(model_dir),
-                    prefill=tuple(fake.address for fake in prefills),
-                    decode=tuple(fake.address for fake in decodes),
+                    prefill=_sources(prefill, prefills),
+                    decode=_sources(decode, decodes),
                     **{**defaults, **config},
                 ),
                 timings=TIMINGS,
@@ -249,3 +258,13 @@ async def stack(start_stack: StartStack) -> AsyncIterator[Stack]:
     async with start_stack() as stack:
         yield stack
         await stack.assert_idle()
+
+
+@pytest.fixture
+async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Crew]:
+    """Fake workers that join and leave: `start_stack(wait=False, **crew.sources)`."""
+    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
+    crew = Crew(tmp_path)
+    yield crew
+    for worker in crew.workers:
+        await worker.close()

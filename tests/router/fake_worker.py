@@ -12,6 +12,7 @@ import grpc
 from pdserve.v1 import engine_core_service_pb2 as pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as pb2_grpc
 from pdserve_common import wire
+from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -81,6 +82,7 @@ def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> Engi
         max_num_batched_tokens=8192,
         dtype="bfloat16",
         kv_compatibility_hash="same",
+        weights_digest="a" * 64,
         kv_transport="shm",
         determinism="exact",
         numerics_id="fake",
@@ -277,6 +279,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.is_draining = False
         self.is_paused = False
         self.num_routers = 1
+        self.protocol_version = PROTOCOL_VERSION
         # What it says of every prompt and of every pull.
         self.prefill_stats = PREFILL_STATS
         self.kv_stats = KV_STATS
@@ -343,7 +346,11 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         link, adopted = await self._link_for(hello)
         # gRPC takes one write at a time.
         lock = asyncio.Lock()
-        welcome = pb2.AttachWelcome(info=wire.engine_info_to_proto(self.info), adopted=adopted)
+        welcome = pb2.AttachWelcome(
+            info=wire.engine_info_to_proto(self.info),
+            adopted=adopted,
+            protocol_version=self.protocol_version,
+        )
         await context.write(pb2.AttachResponse(welcome=welcome))
         tasks = [
             asyncio.create_task(part)

@@ -15,11 +15,13 @@ OTHER_NUMERICS = Origin.of(replace(INFO, numerics_id="other"))
 CONSISTENT = Origin.of(replace(INFO, determinism="consistent"))
 
 
-def test_weights_are_the_compatibility_hash_and_numerics_only_those_of_exact_workers() -> None:
+def test_weights_are_the_workers_digest_and_numerics_only_those_of_exact_workers() -> None:
     assert EXACT.weights == OTHER_NUMERICS.weights == CONSISTENT.weights
     assert EXACT.numerics != OTHER_NUMERICS.numerics
     assert CONSISTENT.numerics == ""
-    assert Origin.of(replace(INFO, kv_compatibility_hash="other")).weights != EXACT.weights
+    assert Origin.of(replace(INFO, weights_digest="b" * 64)).weights == "b" * 16
+    # As of workers with other blocks, which cannot exchange KV and compute the same.
+    assert Origin.of(replace(INFO, kv_compatibility_hash="other")) == EXACT
     assert Origin.of(replace(INFO, engine_id="other", epoch="1" * 32)) == EXACT
 
 

@@ -271,7 +271,9 @@ class World:
 
     # In the place of WorkerPool.
 
-    def route(self, request: EngineCoreRequest, *, exclude: frozenset = frozenset()) -> Route:
+    def route(
+        self, request: EngineCoreRequest, *, origins: object = (), exclude: frozenset = frozenset()
+    ) -> Route:
         decodes, prefills = (
             [client for client in clients if client not in exclude]
             for clients in (self.decode, self.prefill)
@@ -283,9 +285,6 @@ class World:
         if is_local or not prefills or self._rng.random() < 0.3:
             return Route(decode=decode, reason="no_prefill_worker")
         return Route(prefill=self._rng.choice(prefills), decode=decode)
-
-    def strangers(self, origins: object) -> frozenset[WorkerClient]:
-        return frozenset()
 
     def report_failure(self, failing: object) -> None:
         pass

@@ -30,7 +30,7 @@ class NobodyPool:
 
     prefill = decode = ()
 
-    def route(self, request: EngineCoreRequest, *, exclude: object) -> Route:
+    def route(self, request: EngineCoreRequest, *, origins: object, exclude: object) -> Route:
         raise NoWorkerError("nobody is here")
 
 
@@ -40,7 +40,7 @@ class LostRequest:
 
     request: EngineCoreRequest
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
-    origins: set[Origin] = dataclasses.field(default_factory=set)
+    begun_origins: set[Origin] = dataclasses.field(default_factory=set)
     given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
@@ -94,7 +94,7 @@ class OnePairPool:
         self.prefill = (Worker(WorkerRole.PREFILL, step_tokens),)
         self.decode = (Worker(WorkerRole.DECODE, step_tokens),)
 
-    def route(self, request: EngineCoreRequest, *, exclude: object) -> Route:
+    def route(self, request: EngineCoreRequest, *, origins: object, exclude: object) -> Route:
         return Route(prefill=self.prefill[0], decode=self.decode[0])  # type: ignore[arg-type]
 
 

@@ -284,14 +284,14 @@ async def test_no_other_weights_go_on_with_an_answer(start_stack, answer) -> Non
     """As in the middle of an update: what they would say is the end of another answer."""
     async with start_stack(decode=2) as stack:
         (origin,) = origins_of(await generate(stack))
-        await change(stack, 1, kv_compatibility_hash="updated")
+        await change(stack, 1, weights_digest="b" * 64)
         resume = [{"index": 0, "token_ids": answer[:3], "origin": origin}]
         for _ in range(4):
             outputs = await generate(stack, resume=resume)
             assert tokens_of(outputs) == answer[3:]
             assert outputs[-1].metrics.determinism == "exact"
         assert not [leg for leg in stack.decodes[1].requests if leg.resume_output_token_ids]
-        await change(stack, 0, kv_compatibility_hash="updated")
+        await change(stack, 0, weights_digest="b" * 64)
         num_before = sum(len(worker.requests) for worker in stack.workers)
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be resumed here") as raised:
             await generate(stack, resume=resume)

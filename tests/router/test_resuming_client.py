@@ -174,7 +174,7 @@ async def test_another_models_router_is_passed_over(start_stack) -> None:
     """It refuses what its workers would go on with as another answer."""
     async with (
         start_stack() as stack,
-        start_stack(info={"kv_compatibility_hash": "updated"}) as other,
+        start_stack(info={"weights_digest": "b" * 64}) as other,
         cut_proxies(stack.server.grpc_port, 2) as (first, last),
     ):
         whole, _ = await ask(stack, SamplingParams())
@@ -195,7 +195,7 @@ async def test_another_models_router_is_passed_over(start_stack) -> None:
 async def test_without_a_router_of_its_model_an_answer_ends(start_stack) -> None:
     async with (
         start_stack() as stack,
-        start_stack(info={"kv_compatibility_hash": "updated"}) as other,
+        start_stack(info={"weights_digest": "b" * 64}) as other,
         cut_proxies(stack.server.grpc_port, 1) as (first,),
     ):
         client = AsyncClient([first.address, f"127.0.0.1:{other.server.grpc_port}"], max_resumes=1)

@@ -7,6 +7,7 @@ import pytest
 from fake_worker import MODEL, FakeWorker
 
 from conftest import TIMINGS, until
+from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -101,6 +102,21 @@ async def test_welcome_brings_the_engine_info(link) -> None:
     assert link.client.info == link.worker.info
     assert link.worker.hellos[0].router_id == "r"
     assert link.worker.hellos[0].router_epoch == "e"
+
+
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION + 1])
+async def test_a_worker_of_another_protocol_version_is_refused_by_name(caplog, version) -> None:
+    async with Link() as link:
+        link.worker.protocol_version = version
+        await until(lambda: len(link.worker.hellos) > 1)
+        assert set(link.states) == {WorkerState.DOWN}
+        hello = link.worker.hellos[0]
+        assert hello.min_protocol_version <= PROTOCOL_VERSION == hello.max_protocol_version
+        reason = f"it speaks version {version} of the Attach protocol (pdserve 0), this router 1 to"
+        assert caplog.text.count(reason) == 1
+        # It may be replaced by one that fits.
+        link.worker.protocol_version = PROTOCOL_VERSION
+        await link.ready()
 
 
 async def test_outputs_reach_their_request_in_order(link) -> None:

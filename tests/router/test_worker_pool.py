@@ -23,6 +23,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.circuit_breaker import CircuitBreaker
+from pdserve_router.origin import Origin
 from pdserve_router.route_chooser import Route, RoutingRules
 from pdserve_router.worker_client import WorkerState
 from pdserve_router.worker_pool import WorkerPool
@@ -282,6 +283,7 @@ async def test_choosing_among_many_pairs_looks_at_none_of_them() -> None:
     stage.make(*addresses)
     for client in (*stage.pool.prefill, *stage.pool.decode):
         client.info = engine_info(client.role, vocab_size=300, engine_id=client.address)
+        client.origin = Origin.of(client.info)
         client.state = WorkerState.READY
     stage.pool._pairs._is_closed = True  # there is nobody to prove anything
     stage.pool._on_change()

@@ -309,6 +309,8 @@ _INFO_FIELDS = (
     "kernels",
     "has_prefix_caching",
     "tokenizer_digest",
+    "weights_digest",
+    "started_at_ms",
 )
 
 

@@ -12,6 +12,7 @@ import grpc
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common import attach_protocol
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -30,6 +31,7 @@ from pdserve_common.errors import (
 )
 from pdserve_common.rpc import rpc_errors
 from pdserve_common.validation import validate_engine_core_request
+from pdserve_common.version import VERSION
 from pdserve_common.wire import (
     engine_core_output_to_proto,
     engine_core_outputs_to_proto,
@@ -123,6 +125,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     ) -> None:
         async with rpc_errors(context):
             hello = await _read_hello(requests)
+            version = _agreed_version(hello)
             router = (hello.router_id, hello.router_epoch)
             attachment, adopted = self._attachments.attach(router, _resume_of(hello))
             stream = _Stream(attachment, attachment.open_stream())
@@ -136,6 +139,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 info=engine_info_to_proto(self._engine.info),
                 client_index=attachment.client_index,
                 adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
+                protocol_version=version,
             )
             reader = asyncio.create_task(self._read(requests, stream))
             reader.add_done_callback(lambda _: attachment.outbox.wake())
@@ -294,6 +298,18 @@ async def _read_hello(
     if first.WhichOneof("message") != "hello":
         raise InvalidRequestError("the first message must be a hello", field="hello")
     return first.hello
+
+
+def _agreed_version(hello: service_pb2.AttachHello) -> int:
+    """Return the protocol version to speak. Raises FailedPreconditionError if there is none."""
+    lowest, highest = hello.min_protocol_version, hello.max_protocol_version
+    version = attach_protocol.agreed_version(lowest, highest)
+    if version is None:
+        raise FailedPreconditionError(
+            f"protocol versions of Attach differ: this worker (pdserve {VERSION}) speaks "
+            f"{attach_protocol.spoken()}, router {hello.router_id} {lowest} to {highest}"
+        )
+    return version
 
 
 def _resume_of(hello: service_pb2.AttachHello) -> Resume | None:

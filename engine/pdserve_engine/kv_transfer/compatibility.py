@@ -1,9 +1,9 @@
-"""One digest of everything that must be equal before D may use P's KV blocks."""
+"""Digests of what must be equal: before D may use P's KV blocks, and for one model's tokens."""
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pdserve_common.kv_types import KVLayout
@@ -35,6 +35,29 @@ def compatibility_hash(
         "layout": dataclasses.asdict(layout),
         "logits_processors": sorted(logits_processors),
     }
+    return _sha256(parts)
+
+
+def model_digest(
+    model_dir: str | Path, config: ModelConfig, *, logits_processors: Iterable[str] = ()
+) -> str:
+    """Return a SHA-256 over what makes another model of two workers: checkpoint and its config,
+    dtype, quantization, EOS tokens and the names of the logits processors.
+
+    What only says how it is computed or how its KV lies is left out: blocks, tiles, kernels, which
+    code runs it and how long contexts may be.
+    """
+    parts = {
+        "weights": weights_digest(model_dir),
+        "dtype": config.dtype_name,
+        "quantization": config.quantization and dataclasses.asdict(config.quantization),
+        "eos_token_ids": config.eos_token_ids,
+        "logits_processors": sorted(logits_processors),
+    }
+    return _sha256(parts)
+
+
+def _sha256(parts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

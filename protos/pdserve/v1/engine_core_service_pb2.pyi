@@ -18,14 +18,18 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class AttachHello(_message.Message):
-    __slots__ = ("router_id", "router_epoch", "resume")
+    __slots__ = ("router_id", "router_epoch", "resume", "min_protocol_version", "max_protocol_version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_epoch: str
     resume: AttachResume
-    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., resume: _Optional[_Union[AttachResume, _Mapping]] = ...) -> None: ...
+    min_protocol_version: int
+    max_protocol_version: int
+    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., resume: _Optional[_Union[AttachResume, _Mapping]] = ..., min_protocol_version: _Optional[int] = ..., max_protocol_version: _Optional[int] = ...) -> None: ...
 
 class RequestAttempt(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -78,14 +82,16 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
-    __slots__ = ("info", "client_index", "adopted")
+    __slots__ = ("info", "client_index", "adopted", "protocol_version")
     INFO_FIELD_NUMBER: _ClassVar[int]
     CLIENT_INDEX_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     info: EngineInfo
     client_index: int
     adopted: _containers.RepeatedCompositeFieldContainer[RequestAttempt]
-    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ..., adopted: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ..., adopted: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("welcome", "outputs", "heartbeat", "frame_seq")
@@ -112,7 +118,7 @@ class EngineCoreServiceGenerateResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest")
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest", "weights_digest", "started_at_ms")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +140,8 @@ class EngineInfo(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     HAS_PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_MS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: str
     role: WorkerRole
@@ -155,7 +163,9 @@ class EngineInfo(_message.Message):
     kernels: str
     has_prefix_caching: bool
     tokenizer_digest: str
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
+    weights_digest: str
+    started_at_ms: int
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ..., started_at_ms: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
