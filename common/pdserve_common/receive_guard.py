@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ OnLimit = Callable[[str], None]
 
 class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Receives the messages of calls that send one, of health and of reflection. Other calls that
-    send a stream (workers') read as they do without it.
+    send a stream (workers') receive as they do without it, but what cannot be parsed is refused.
 
     Handlers are called as ever. It is the last interceptor, as it changes the kind of calls.
     """
@@ -60,8 +60,10 @@ class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         is_free = handler_call_details.method.startswith(_FREE)
-        if handler is None or (handler.request_streaming and not is_free):
+        if handler is None:
             return handler
+        if handler.request_streaming and not is_free:
+            return _parse_stream(handler)
         messages = self._free_messages if is_free else self._messages
         if not handler.response_streaming:
             return _guard_unary(handler, messages)
@@ -183,6 +185,31 @@ def _guard_stream(
             with limit(context):
                 async for response in inner(await incoming(context), context):
                     yield response
+
+    return grpc.stream_stream_rpc_method_handler(
+        generate if inspect.isasyncgenfunction(inner) else write, None, handler.response_serializer
+    )
+
+
+def _parse_stream(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """A handler that gets InvalidRequestError of its messages."""
+    inner = handler.stream_stream
+    if inner is None:
+        return handler
+
+    async def parsed(received: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in received:
+            yield _parse(data, handler.request_deserializer)
+
+    async def write(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await inner(parsed(received), context)
+
+    async def generate(
+        received: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        async with aclosing(inner(parsed(received), context)) as responses:
+            async for response in responses:
+                yield response
 
     return grpc.stream_stream_rpc_method_handler(
         generate if inspect.isasyncgenfunction(inner) else write, None, handler.response_serializer

@@ -135,6 +135,30 @@ async def test_attach_needs_a_hello_first(stub: Any) -> None:
     assert "hello" in error.value.details()
 
 
+async def test_bytes_that_are_no_message_are_the_callers_fault(stack: Any) -> None:
+    ports = {worker.name: worker.port for worker in stack.workers}
+    calls = (
+        ("prefill-0", "/pdserve.v1.EngineCoreService/Attach"),
+        ("prefill-0", "/pdserve.v1.KvTransferService/KvLink"),
+    )
+    for name, path in calls:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[name]}") as channel:
+            call = channel.stream_stream(path)(iter([b"\xff"]), timeout=ANSWER_S)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, path
+        assert "cannot be parsed" in error.value.details()
+        assert '"level": "ERROR"' not in stack.log(name)
+
+
+async def test_tensors_are_refused(stack: Any, stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.PutTensor(iter([service_pb2.PutTensorRequest()]), timeout=ANSWER_S)
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert error.value.details() == "tensors are not served yet"
+    assert '"level": "ERROR"' not in stack.log("decode-0")
+
+
 async def attach(stub: Any, router_id: str) -> Any:
     call = stub.Attach(timeout=2 * ANSWER_S)
     hello = service_pb2.AttachHello(

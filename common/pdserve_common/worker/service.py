@@ -120,6 +120,14 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             finally:
                 self._engine.unregister_client(client_index)
 
+    async def PutTensor(
+        self,
+        requests: AsyncIterator[service_pb2.PutTensorRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> service_pb2.PutTensorResponse:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "tensors are not served yet")
+        raise AssertionError("abort raises")
+
     async def Attach(
         self, requests: AsyncIterator[service_pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> None:
