@@ -138,6 +138,9 @@ class LimitMetrics:
         self._hits.labels(server=server, limit=limit).inc()
 
 
+LARGE_REQUEST_OUTCOMES = ("done", "refused", "timeout", "crashed", "abandoned")
+
+
 class RouterMetrics:
     """The router: what clients see, and where the time went."""
 
@@ -259,6 +262,24 @@ class RouterMetrics:
             registry=registry,
         )
         begin(self.duplicate_tokens, match=("true", "false"))
+        self.large_requests = Counter(
+            "pdserve_large_requests_total",
+            "Requests prepared in a process of their own, by how that ended: done, refused, "
+            "timeout, crashed, abandoned",
+            ["outcome"],
+            registry=registry,
+        )
+        begin(self.large_requests, outcome=LARGE_REQUEST_OUTCOMES)
+        self.large_requests_waiting = Gauge(
+            "pdserve_large_requests_waiting",
+            "Large requests that wait for a process",
+            registry=registry,
+        )
+        self.large_request_bytes = Gauge(
+            "pdserve_large_request_bytes",
+            "Bytes of large requests that arrive, wait or are prepared",
+            registry=registry,
+        )
 
 
 class EngineMetrics:

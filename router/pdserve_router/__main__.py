@@ -12,6 +12,7 @@ import uvloop
 from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.logging import setup_logging
 from pdserve_router.config import RouterConfig
+from pdserve_router.no_torch import hide_torch
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ def main() -> None:
     config = parse_config(RouterConfig, prog="pdserve-router")
     setup_logging(config.log_level, config.router_id)
     warn_of_unknown_variables(RouterConfig)
-    _hide_torch()
+    hide_torch()
     from pdserve_router.server import serve
 
     try:
@@ -35,15 +36,6 @@ def main() -> None:
 
 def _stop_before_start(signum: int, frame: FrameType | None) -> NoReturn:
     os._exit(0)  # until the event loop takes over, nothing is there to be closed
-
-
-def _hide_torch() -> None:
-    """Have this process find no torch where it is installed, as where it is not: transformers,
-    here for its tokenizers, would import it for seconds and keep 180 MiB of it.
-    """
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    # It would advise to install it.
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 if __name__ == "__main__":

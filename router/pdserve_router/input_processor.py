@@ -22,12 +22,8 @@ from pdserve_common.validation import (
     validate_token_ids,
 )
 from pdserve_router.parent_request import is_ranked
-from pdserve_router.resume import (
-    MAX_RESUMED_TOKENS,
-    ResumedCompletion,
-    require_seed,
-    validate_resume,
-)
+from pdserve_router.request_limits import MAX_RESUMED_TOKENS
+from pdserve_router.resume import ResumedCompletion, require_seed, validate_resume
 from pdserve_router.tokenizer import Tokenizer
 from pdserve_router.worker_pool import ModelLimits
 
@@ -83,12 +79,13 @@ def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedInput:
-    """An EngineCoreRequest, when its tokenizing began and ended (monotonic ns), and where its
-    answer goes on.
+    """An EngineCoreRequest, when it arrived and when its tokenizing began and ended (monotonic ns,
+    of the whole machine), and where its answer goes on.
     """
 
     request: EngineCoreRequest
     resume: Sequence[ResumedCompletion] = ()
+    arrival_ns: int
     tokenize_start_ns: int
     tokenize_end_ns: int
 
@@ -131,7 +128,10 @@ class InputProcessor:
         )
         tokenize_start_ns = time.monotonic_ns()
         token_ids = await self.tokenize(
-            text=request.text, messages=request.messages, token_ids=request.token_ids
+            text=request.text,
+            messages=request.messages,
+            token_ids=request.token_ids,
+            max_model_len=limits.max_model_len,
         )
         tokenize_end_ns = time.monotonic_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
@@ -162,6 +162,7 @@ class InputProcessor:
         return ProcessedInput(
             request=engine_request,
             resume=request.resume,
+            arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,
         )
@@ -172,21 +173,25 @@ class InputProcessor:
         text: str | None = None,
         messages: Sequence[ChatMessage] | None = None,
         token_ids: Sequence[int] | None = None,
+        max_model_len: int,
     ) -> Sequence[int]:
-        """Return the tokens of whichever prompt is set."""
+        """Return the tokens of whichever prompt is set. Raises InvalidRequestError for none, for
+        several, and for text of which far more tokens come than the model takes.
+        """
         if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
             raise InvalidRequestError(
                 "prompt needs exactly one of text, chat messages and token ids", field="prompt"
             )
         if text is not None:
-            return await self._tokenizer.encode(text)
+            return await self._tokenizer.encode(text, max_tokens=max_model_len)
         if messages is not None:
             if not messages:
                 raise InvalidRequestError("messages is empty, needs at least 1", field="messages")
             for message in messages:
                 _check_role(message.role)
             return await self._tokenizer.encode_chat(
-                [{"role": message.role, "content": message.content} for message in messages]
+                [{"role": message.role, "content": message.content} for message in messages],
+                max_tokens=max_model_len,
             )
         return token_ids or ()
 
@@ -200,6 +205,10 @@ class InputProcessor:
                 field="token_ids",
             )
         validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
+        return await self.text_of(token_ids)
+
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that were checked already, special tokens included."""
         return await self._tokenizer.decode_any(token_ids)
 
     async def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

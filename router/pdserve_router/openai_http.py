@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 from pydantic_core import to_json
@@ -16,16 +16,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pdserve_common.engine_types import FinishReason, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, FinishReason
 from pdserve_common.errors import (
     ClientTooSlowError,
-    InvalidRequestError,
     PdserveError,
     RequestAbortedError,
     error_from_engine,
 )
 from pdserve_common.validation import validate_request_id
-from pdserve_router.input_processor import GenerationRequest, trace_context
+from pdserve_router.edge_processes import EdgeProcesses
+from pdserve_router.held_bytes import Held
+from pdserve_router.input_processor import ProcessedInput, trace_context
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
 from pdserve_router.openai_format import (
@@ -38,11 +39,13 @@ from pdserve_router.openai_format import (
     http_status,
     plain_error_object,
 )
-from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from pdserve_router.openai_request import AnswerOptions, Body, HttpCall, prepare
+from pdserve_router.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.output_processor import RequestOutput
-from pdserve_router.parent_request import is_ranked
+from pdserve_router.request_limits import INLINE_BYTES, is_small
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
+from pdserve_router.worker_pool import ModelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +62,17 @@ _SLICE_BYTES = 64 * 1024
 # Of an answer that is sent as a whole: some 70 MiB of JSON.
 MAX_ANSWER_LOGPROB_ENTRIES = 2**20
 
-Body = CompletionBody | ChatCompletionBody
-
 _END_MESSAGE = {"type": "http.response.body", "body": b""}
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
 def build_app(
-    router: Router, *, client_stall_timeout_s: float, max_body_bytes: int, cut: CutConnection
+    router: Router,
+    *,
+    client_stall_timeout_s: float,
+    max_body_bytes: int,
+    cut: CutConnection,
+    edge: EdgeProcesses,
 ) -> Starlette:
     """Return the ASGI application."""
 
@@ -77,6 +83,7 @@ def build_app(
             client_stall_timeout_s=client_stall_timeout_s,
             max_body_bytes=max_body_bytes,
             cut=cut,
+            edge=edge,
         )
 
     info = InfoEndpoints(router)
@@ -138,8 +145,10 @@ class GenerationEndpoint:
         client_stall_timeout_s: float,
         max_body_bytes: int,
         cut: CutConnection,
+        edge: EdgeProcesses,
     ) -> None:
         self._router = router
+        self._edge = edge
         self._body = body
         self._is_chat = body is ChatCompletionBody
         self._client_stall_timeout_s = client_stall_timeout_s
@@ -147,74 +156,115 @@ class GenerationEndpoint:
         self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, request = await self._read(Request(scope, receive))
-        form = self._form(body, request)
-        with self._router.answering(), await self._router.submit(request) as live:
-            async with _abort_on_disconnect(live, receive) as disconnected:
-                # An error before the first token still becomes a status.
-                first = await anext(live)
-                _raise_error(first)
-                prompt = await self._echoed(first, request) if body.echoes_prompt else None
-                try:
-                    with StallGuard(self._client_stall_timeout_s) as guard:
-                        if body.stream:
-                            await _stream(first, live, form, send, guard, prompt)
-                        else:
-                            answer = await write_off_loop(
-                                first, partial(_answer, first, form, prompt)
-                            )
-                            await _send_whole(answer, send, guard)
-                except ClientTooSlowError as error:
-                    live.cut(FinishReason.ABORT, error.to_engine_error())
-                    self._cut(scope)
-                    await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+        with ExitStack() as answering:
+            live, options = await self._take(scope, receive, answering)
+            with live:
+                await self._answer(live, options, scope, receive, send)
 
-    async def _read(self, http: Request) -> tuple[Body, GenerationRequest]:
+    async def _take(
+        self, scope: Scope, receive: Receive, answering: ExitStack
+    ) -> tuple[LiveRequest, AnswerOptions]:
+        """Read a body and send off what it asks for; from when it is read, it is being answered."""
+        call = self._call(Request(scope))
+        client = _address(scope)
+        with self._edge.hold(client) as held:
+            raw = await _read_in_time(Request(scope, receive), self._most_bytes(), held)
+            answering.enter_context(self._router.answering())
+            preparation = _Preparation(self._edge, raw, call, client)
+            live = await self._router.submit(preparation)
+        assert preparation.options is not None, "a request that was taken is prepared"
+        return live, preparation.options
+
+    def _call(self, http: Request) -> HttpCall:
         arrival_ns = time.monotonic_ns()
         request_id = http.headers.get("x-request-id") or secrets.token_hex(12)
         validate_request_id(request_id)
-        body = parse_body(self._body, await _read_in_time(http, self._max_body_bytes))
-        if not body.model:
-            raise InvalidRequestError("model is empty", field="model")
-        request = GenerationRequest(
+        return HttpCall(
+            body=self._body,
             request_id=request_id,
-            model=body.model,
-            sampling_params=body.sampling_params(),
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
             arrival_ns=arrival_ns,
-            max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
             trace_headers=trace_context(http.headers),
-            **body.prompt_input(),
+            max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
         )
-        if body.stream:
-            _check_streamable(request.sampling_params)
-        return body, request
 
-    def _form(self, body: Body, request: GenerationRequest) -> AnswerFormat:
+    def _most_bytes(self) -> int:
+        most = self._router.max_request_bytes
+        return self._max_body_bytes if most is None else min(most, self._max_body_bytes)
+
+    async def _answer(
+        self,
+        live: LiveRequest,
+        options: AnswerOptions,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        form = self._form(options, live.request)
+        async with _abort_on_disconnect(live, receive) as disconnected:
+            # An error before the first token still becomes a status.
+            first = await anext(live)
+            _raise_error(first)
+            prompt = _echoed(first, options, live.request) if options.echoes_prompt else None
+            try:
+                with StallGuard(self._client_stall_timeout_s) as guard:
+                    if options.is_stream:
+                        await _stream(first, live, form, send, guard, prompt)
+                    else:
+                        answer = await write_off_loop(first, partial(_answer, first, form, prompt))
+                        await _send_whole(answer, send, guard)
+            except ClientTooSlowError as error:
+                live.cut(FinishReason.ABORT, error.to_engine_error())
+                self._cut(scope)
+                await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
+
+    def _form(self, options: AnswerOptions, request: EngineCoreRequest) -> AnswerFormat:
+        assert request.sampling_params is not None
         return AnswerFormat(
-            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.request_id}",
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.external_req_id}",
             model=self._router.model_name,
             created=int(time.time()),
             is_chat=self._is_chat,
             num_choices=request.sampling_params.n,
-            include_usage=body.include_usage,
+            include_usage=options.include_usage,
             tokenizer=self._router.tokenizer,
             skip_special_tokens=request.sampling_params.skip_special_tokens,
-            shows_prompt_logprobs=body.prompt_logprobs is not None,
-            is_prompt_only=body.is_prompt_only,
+            shows_prompt_logprobs=options.shows_prompt_logprobs,
+            is_prompt_only=options.is_prompt_only,
         )
 
-    async def _echoed(self, first: RequestOutput, request: GenerationRequest) -> EchoedPrompt:
-        text = request.text
-        if text is None:
-            text = await self._router.tokenizer.decode_any(first.prompt_token_ids)
-        wants_logprobs = request.sampling_params.logprobs is not None
-        return EchoedPrompt(
-            text=text,
-            token_ids=first.prompt_token_ids,
-            logprobs=first.prompt_logprobs if wants_logprobs else None,
+
+class _Preparation:
+    """Makes tokens of a body; knows afterwards how that wants its answer."""
+
+    def __init__(self, edge: EdgeProcesses, raw: bytes, call: HttpCall, client: str) -> None:
+        self._edge = edge
+        self._raw = raw
+        self._call = call
+        self._client = client
+        self.options: AnswerOptions | None = None
+
+    async def __call__(self, limits: ModelLimits) -> ProcessedInput:
+        processed, self.options = await self._edge.run(
+            prepare,
+            self._raw,
+            self._call,
+            limits,
+            client=self._client,
+            is_small=is_small(self._raw, b"{"),
         )
+        return processed
+
+
+def _echoed(
+    first: RequestOutput, options: AnswerOptions, request: EngineCoreRequest
+) -> EchoedPrompt:
+    assert request.sampling_params is not None
+    wants_logprobs = request.sampling_params.logprobs is not None
+    return EchoedPrompt(
+        text=options.prompt_text,
+        token_ids=first.prompt_token_ids,
+        logprobs=first.prompt_logprobs if wants_logprobs else None,
+    )
 
 
 async def _stream(
@@ -266,15 +316,6 @@ def _answer(output: RequestOutput, form: AnswerFormat, prompt: EchoedPrompt | No
     return Response(body, media_type="application/json", headers=headers)
 
 
-def _check_streamable(params: SamplingParams) -> None:
-    if params.use_beam_search or is_ranked(params):
-        reason = "use_beam_search" if params.use_beam_search else "best_of above n"
-        raise InvalidRequestError(
-            f"stream is true, must be false with {reason}: the answer is not known before its end",
-            field="stream",
-        )
-
-
 def _raise_error(output: RequestOutput) -> None:
     if output.error is not None:
         raise error_from_engine(output.error)
@@ -299,9 +340,9 @@ async def _abort_on_disconnect(live: LiveRequest, receive: Receive) -> AsyncIter
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _read_in_time(http: Request, limit: int) -> bytes:
+async def _read_in_time(http: Request, limit: int, held: Held) -> bytes:
     try:
-        return await asyncio.wait_for(_read_body(http, limit), _BODY_TIMEOUT_S)
+        return await asyncio.wait_for(_read_body(http, limit, held), _BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
         raise HTTPException(
             408,
@@ -310,22 +351,35 @@ async def _read_in_time(http: Request, limit: int) -> bytes:
         ) from None
 
 
-async def _read_body(http: Request, limit: int) -> bytes:
-    """Read the body. Raises BodyTooLargeError as soon as it is known to be too large."""
+async def _read_body(http: Request, limit: int, held: Held) -> bytes:
+    """Read the body. Raises BodyTooLargeError as soon as it is known to be too large, and
+    OverloadedError as soon as there is no room for it.
+    """
     declared = http.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
-        raise BodyTooLargeError(f"body has {declared} bytes, at most {limit}")
+    if declared.isdigit():
+        _check_size(int(declared), limit, held)
     chunks = []
     num_bytes = 0
     try:
         async for chunk in http.stream():
             num_bytes += len(chunk)
-            if num_bytes > limit:
-                raise BodyTooLargeError(f"body has more than {limit} bytes")
+            _check_size(num_bytes, limit, held)
             chunks.append(chunk)
     except ClientDisconnect as error:
         raise RequestAbortedError("the client disconnected while sending its body") from error
     return b"".join(chunks)
+
+
+def _check_size(num_bytes: int, limit: int, held: Held) -> None:
+    if num_bytes > limit:
+        raise BodyTooLargeError(f"body has {num_bytes} bytes or more, at most {limit}")
+    if num_bytes > INLINE_BYTES:
+        held.grow(num_bytes)
+
+
+def _address(scope: Scope) -> str:
+    """Of whoever sent it, without the port."""
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _start_message(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, object]:

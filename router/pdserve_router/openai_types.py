@@ -21,8 +21,14 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.validation import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.input_processor import ChatMessage
+from pdserve_router.request_limits import (
+    MAX_ANNOTATIONS,
+    MAX_CONTENT_PARTS,
+    MAX_ENTRIES,
+    check_num_entries,
+)
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
@@ -100,7 +106,7 @@ class GenerationBody(BaseModel):
     stop: str | Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: dict[str, float] | None = None
     user: str | None = None  # for abuse reports, which we make none of
     safety_identifier: str | None = None  # likewise
     # Not OpenAI's; named as in vLLM.
@@ -319,6 +325,10 @@ class ChatCompletionBody(GenerationBody):
             ChatMessage(role=message.role, content=_content(message.content, index))
             for index, message in enumerate(self.messages)
         ]
+        for index, message in enumerate(self.messages):
+            check_num_entries(
+                f"messages[{index}].annotations", message.annotations, MAX_ANNOTATIONS
+            )
         return {"messages": messages}
 
 
@@ -335,6 +345,8 @@ def parse_body(cls: type[Body], raw: bytes) -> Body:
         raise InvalidRequestError("body must be a JSON object")
     if len(values) > _MAX_FIELDS:
         raise InvalidRequestError(f"body has {len(values)} fields, at most {_MAX_FIELDS}")
+    for name in MAX_ENTRIES.keys() & values.keys():
+        check_num_entries(name, values[name], MAX_ENTRIES[name])
     for name in _UNSERVED.keys() & values.keys():
         _check_unserved(name, values.pop(name))
     try:
@@ -405,6 +417,7 @@ def _content(content: object, index: int) -> str:
         return content
     if not isinstance(content, Sequence):
         raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
+    check_num_entries(field, content, MAX_CONTENT_PARTS)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None

@@ -7,9 +7,7 @@ from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_token_ids
 from pdserve_router.origin import UNKNOWN, Origin
-
-# Of all completions together: a second's work for the detokenizer.
-MAX_RESUMED_TOKENS = 1 << 18
+from pdserve_router.request_limits import MAX_RESUMED_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -13,10 +13,11 @@ from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin
 from pdserve_router.attempt import HandoffOutcome
 from pdserve_router.beam_search_request import BeamSearchRequest
 from pdserve_router.handoff import Handoff
-from pdserve_router.input_processor import GenerationRequest, InputProcessor, ProcessedInput
+from pdserve_router.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.parent_request import ParentRequest
 from pdserve_router.redrive import REDRIVE_REASONS, RedriveQueue
+from pdserve_router.request_limits import max_request_bytes
 from pdserve_router.request_metrics import (
     RequestMetrics,
     Timeline,
@@ -25,7 +26,7 @@ from pdserve_router.request_metrics import (
 )
 from pdserve_router.route_chooser import LocalReason, Route, RoutePath
 from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_pool import WorkerPool
+from pdserve_router.worker_pool import ModelLimits, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ OVERLOADED_RETRY_AFTER_MS = 1000
 _REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING)
 # Their text is needed again, which takes about 3 us each; that of more is made in a thread.
 INLINE_RESUMED_TOKENS = 2048
+
+# Makes tokens of a request, within what the model can take.
+Prepare = Callable[[ModelLimits], Awaitable[ProcessedInput]]
 
 
 class Router:
@@ -83,6 +87,17 @@ class Router:
         return self.pool.is_ready and not self.is_draining
 
     @property
+    def max_request_bytes(self) -> int | None:
+        """How many bytes a request can use; None if nobody knows."""
+        if (limits := self.pool.limits) is None:
+            return None
+        return max_request_bytes(
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            max_token_bytes=self.tokenizer.max_token_bytes,
+        )
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._live)
 
@@ -102,11 +117,10 @@ class Router:
             self._num_answering -= 1
             self._note_idle()
 
-    async def submit(self, request: GenerationRequest) -> LiveRequest:
-        """Check, tokenize and dispatch. Raises a PdserveError if the request cannot be taken; once
-        taken it ends with exactly one finished output.
+    async def submit(self, prepare: Prepare) -> LiveRequest:
+        """Have a request parsed, checked and tokenized, and dispatch it. Raises a PdserveError if
+        it cannot be taken; once taken it ends with exactly one finished output.
         """
-        request_id_var.set(request.request_id)
         try:
             self._admit()
         except PdserveError as error:
@@ -115,8 +129,9 @@ class Router:
         self._num_arriving += 1
         self._is_idle.clear()
         try:
-            processed = await self.input_processor.process(request, self.pool.model_limits())
-            return await self._dispatch(request, processed)
+            processed = await prepare(self.pool.model_limits())
+            request_id_var.set(processed.request.external_req_id)
+            return await self._dispatch(processed)
         except PdserveError as error:
             self._count_not_taken(error)
             raise
@@ -151,10 +166,10 @@ class Router:
                 retry_after_ms=OVERLOADED_RETRY_AFTER_MS,
             )
 
-    async def _dispatch(self, request: GenerationRequest, processed: ProcessedInput) -> LiveRequest:
+    async def _dispatch(self, processed: ProcessedInput) -> LiveRequest:
         route = self._route(processed)
         timeline = Timeline(
-            arrival_ns=request.arrival_ns,
+            arrival_ns=processed.arrival_ns,
             tokenize_start_ns=processed.tokenize_start_ns,
             tokenize_end_ns=processed.tokenize_end_ns,
         )

@@ -16,6 +16,7 @@ from pdserve_common.version import VERSION
 from pdserve_router.api_keys import ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.config import RouterConfig
+from pdserve_router.edge_processes import EdgeProcesses, EdgeSettings
 from pdserve_router.http_server import HttpServer
 from pdserve_router.input_processor import InputProcessor
 from pdserve_router.openai_http import build_app
@@ -67,15 +68,19 @@ class RouterServer:
             tls=self._tls if config.tls_ca_file else None,
         )
         self._tokenizer = Tokenizer(config.model)
+        input_processor = InputProcessor(
+            self._tokenizer,
+            model_name=config.model_name,
+            default_deadline_s=config.default_deadline_s,
+            max_deadline_s=config.max_deadline_s,
+        )
+        self.edge_processes = EdgeProcesses(
+            input_processor, EdgeSettings.from_config(config), metrics
+        )
         self.router = Router(
             pool=self.pool,
             tokenizer=self._tokenizer,
-            input_processor=InputProcessor(
-                self._tokenizer,
-                model_name=config.model_name,
-                default_deadline_s=config.default_deadline_s,
-                max_deadline_s=config.max_deadline_s,
-            ),
+            input_processor=input_processor,
             metrics=metrics,
             model_name=config.model_name,
             max_num_queued_requests=config.max_num_queued_requests,
@@ -109,7 +114,9 @@ class RouterServer:
             config.host, config.metrics_port, self.registry, probes=self._rpc.probes()
         )
         service = InferenceService(
-            self.router, client_stall_timeout_s=config.client_stall_timeout_s
+            self.router,
+            client_stall_timeout_s=config.client_stall_timeout_s,
+            edge=self.edge_processes,
         )
         service.add_to(self._rpc.server)
         await self._rpc.start([SERVICE_NAME])
@@ -119,6 +126,7 @@ class RouterServer:
             client_stall_timeout_s=config.client_stall_timeout_s,
             max_body_bytes=config.max_body_bytes,
             cut=self._http.cut,
+            edge=self.edge_processes,
         )
         self._http.start(HttpApiKeyGuard(app, self._api_keys) if self._api_keys else app)
         self.http_port = self._http.port
@@ -147,6 +155,7 @@ class RouterServer:
         if self._http is not None:
             closing.append(asyncio.create_task(self._http.close(grace_s=_CLOSE_GRACE_S)))
         await asyncio.gather(*closing)
+        await self.edge_processes.close()
         await self.pool.close()
         await asyncio.gather(*self._health_tasks)
         if self._metrics_server is not None:
@@ -176,6 +185,8 @@ async def serve(config: RouterConfig) -> None:
     server = RouterServer(config)
     try:
         await server.start()
+        # In the background: small requests do without.
+        server.edge_processes.start()
         # The tokenizer's library brings hundreds of thousands of objects that stay: 0.2 s of a full
         # collection, which large answers bring about.
         gc.collect()

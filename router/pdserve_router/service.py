@@ -3,62 +3,106 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_common import wire
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import rpc_errors, status_of
-from pdserve_common.validation import MAX_REQUEST_ID_CHARS
-from pdserve_router.input_processor import ChatMessage, GenerationRequest, trace_context
+from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
+from pdserve_router.edge_processes import EdgeProcesses, Job
+from pdserve_router.input_processor import (
+    ChatMessage,
+    GenerationRequest,
+    InputProcessor,
+    ProcessedInput,
+    trace_context,
+)
 from pdserve_router.live_request import LiveRequest
 from pdserve_router.offload import write_off_loop
 from pdserve_router.origin import Origin
 from pdserve_router.output_processor import CompletionOutput, RequestOutput
+from pdserve_router.request_limits import (
+    INLINE_BYTES,
+    MAX_DETOKENIZE_BYTES,
+    MAX_MESSAGES,
+    MAX_PARAMS,
+    check_lengths,
+    check_wire_counts,
+    is_small,
+)
 from pdserve_router.resume import ResumedCompletion
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
+from pdserve_router.worker_pool import ModelLimits
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 TokenText = Callable[[int], str]
+R = TypeVar("R")
+M = TypeVar("M", pb2.GenerateRequest, pb2.TokenizeRequest, pb2.DetokenizeRequest)
 
 # How long a cut client has to take its status, which waits behind the data it does not read.
 _ABORT_TIMEOUT_S = 0.5
 
 
-class InferenceService(pb2_grpc.InferenceServiceServicer):
-    """Serves InferenceService from a Router."""
+class InferenceService:
+    """Serves InferenceService from a Router. Messages come as bytes: what is made of them depends
+    on how many there are.
+    """
 
-    def __init__(self, router: Router, *, client_stall_timeout_s: float) -> None:
+    def __init__(
+        self, router: Router, *, client_stall_timeout_s: float, edge: EdgeProcesses
+    ) -> None:
         self._router = router
         self._client_stall_timeout_s = client_stall_timeout_s
+        self._edge = edge
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
+        serialize = pb2.GenerateResponse.SerializeToString
+        list_models = pb2.ListModelsResponse.SerializeToString
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=serialize
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize),
+            "Detokenize": grpc.unary_unary_rpc_method_handler(self.Detokenize),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.ListModels, response_serializer=list_models
+            ),
+        }
+        server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
-    async def Generate(
-        self, request: pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         async with rpc_errors(context):
-            generation = _generation_request(request, context)
-            # Without detokenization tokens stay numbers, also those of logprobs.
-            has_text = generation.sampling_params.detokenize
-            token_text = self._router.tokenizer.token_text if has_text else None
             # Also when the call is cancelled: leaving ends the request on every worker.
-            with self._router.answering(), await self._router.submit(generation) as live:
+            with self._router.answering(), await self._take(raw, context) as live:
+                params = live.request.sampling_params
+                assert params is not None
+                # Without detokenization tokens stay numbers, also those of logprobs.
+                token_text = self._router.tokenizer.token_text if params.detokenize else None
                 try:
                     await self._stream(live, context, token_text)
                 except ClientTooSlowError as error:
                     # Not an error, which would be the service's: the client has left, in effect.
                     live.cut(FinishReason.ABORT, error.to_engine_error())
                     await _cut(context, error)
+
+    async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
+        most = self._router.max_request_bytes
+        call = _call(context)
+
+        async def prepare(limits: ModelLimits) -> ProcessedInput:
+            return await self._run(prepare_generate, raw, most, context, call, limits)
+
+        return await self._router.submit(prepare)
 
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
@@ -70,31 +114,38 @@ class InferenceService(pb2_grpc.InferenceServiceServicer):
                 message = await write_off_loop(output, partial(_response, output, token_text))
                 await guard.write(context.write(message))
 
-    async def Tokenize(
-        self, request: pb2.TokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.TokenizeResponse:
+    async def Tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
         async with rpc_errors(context):
-            self._router.input_processor.check_model(request.model)
             limits = self._router.pool.model_limits()
-            kind = request.WhichOneof("prompt")
-            token_ids = await self._router.input_processor.tokenize(
-                text=request.text if kind == "text" else None,
-                messages=_messages(request.chat) if kind == "chat" else None,
-            )
-            return pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+            most = self._router.max_request_bytes
+            return await self._run(prepare_tokenize, raw, most, context, limits)
         raise AssertionError("unreachable: rpc_errors aborts")
 
-    async def Detokenize(
-        self, request: pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> pb2.DetokenizeResponse:
+    async def Detokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
         async with rpc_errors(context):
-            self._router.input_processor.check_model(request.model)
-            text = await self._router.input_processor.detokenize(request.token_ids)
-            return pb2.DetokenizeResponse(text=text)
+            return await self._run(prepare_detokenize, raw, MAX_DETOKENIZE_BYTES, context)
         raise AssertionError("unreachable: rpc_errors aborts")
+
+    async def _run(
+        self,
+        job: Job[R],
+        raw: bytes,
+        most: int | None,
+        context: grpc.aio.ServicerContext,
+        *args: object,
+    ) -> R:
+        if most is not None and len(raw) > most:
+            raise InvalidRequestError(f"the message has {len(raw)} bytes, at most {most}")
+        client = _address(context.peer())
+        # Each message within begins with it.
+        small = is_small(raw, b"\n")
+        with self._edge.hold(client) as held:
+            if not small:
+                held.grow(len(raw))
+            return await self._edge.run(job, raw, *args, client=client, is_small=small)
 
     async def ListModels(
-        self, request: pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+        self, raw: bytes, context: grpc.aio.ServicerContext
     ) -> pb2.ListModelsResponse:
         limits = self._router.pool.limits
         if limits is None:
@@ -111,13 +162,83 @@ async def _cut(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
         return
 
 
-def _generation_request(
-    request: pb2.GenerateRequest, context: grpc.aio.ServicerContext
-) -> GenerationRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcCall:
+    """What is known of a request besides its message."""
+
+    arrival_ns: int
+    # time.monotonic(), of the whole machine.
+    deadline: float | None
+    trace_headers: Mapping[str, str]
+
+
+def _call(context: grpc.aio.ServicerContext) -> GrpcCall:
     arrival_ns = time.monotonic_ns()
+    remaining_s = context.time_remaining()
+    return GrpcCall(
+        arrival_ns=arrival_ns,
+        deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
+        trace_headers=trace_context(_text_metadata(context)),
+    )
+
+
+def _address(peer: str) -> str:
+    """Of whoever sent it, without the port."""
+    return peer.rpartition(":")[0]
+
+
+async def prepare_generate(
+    processor: InputProcessor, raw: bytes, call: GrpcCall, limits: ModelLimits
+) -> ProcessedInput:
+    """Parse, check and tokenize. Raises InvalidRequestError naming the field."""
+    request = _parse(pb2.GenerateRequest, raw)
+    params = request.sampling_params
+    check_lengths(
+        [
+            ("messages", len(request.chat.messages), MAX_MESSAGES),
+            ("resume", len(request.resume), MAX_N),
+            ("bad_words_token_ids", len(params.bad_words_token_ids), 2 * MAX_BAD_WORDS),
+            *((name, len(getattr(params, name)), limit) for name, limit in MAX_PARAMS.items()),
+        ]
+    )
+    return await processor.process(_generation_request(request, call), limits)
+
+
+async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -> bytes:
+    """Return a TokenizeResponse."""
+    request = _parse(pb2.TokenizeRequest, raw)
+    processor.check_model(request.model)
+    check_lengths([("messages", len(request.chat.messages), MAX_MESSAGES)])
+    kind = request.WhichOneof("prompt")
+    token_ids = await processor.tokenize(
+        text=request.text if kind == "text" else None,
+        messages=_messages(request.chat) if kind == "chat" else None,
+        max_model_len=limits.max_model_len,
+    )
+    response = pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+    return response.SerializeToString()
+
+
+async def prepare_detokenize(processor: InputProcessor, raw: bytes) -> bytes:
+    """Return a DetokenizeResponse."""
+    request = _parse(pb2.DetokenizeRequest, raw)
+    processor.check_model(request.model)
+    text = await processor.detokenize(request.token_ids)
+    return pb2.DetokenizeResponse(text=text).SerializeToString()
+
+
+def _parse(cls: type[M], raw: bytes) -> M:
+    if len(raw) > INLINE_BYTES:
+        check_wire_counts(raw, cls.DESCRIPTOR)
+    try:
+        return cls.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is no {cls.DESCRIPTOR.full_name}") from error
+
+
+def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> GenerationRequest:
     if request.lora_name:
         raise InvalidRequestError("lora_name is set: not served yet", field="lora_name")
-    remaining_s = context.time_remaining()
     kind = request.WhichOneof("prompt")
     return GenerationRequest(
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
@@ -128,9 +249,9 @@ def _generation_request(
         sampling_params=wire.sampling_params_from_proto(request.sampling_params),
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
-        arrival_ns=arrival_ns,
-        deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
-        trace_headers=trace_context(_text_metadata(context)),
+        arrival_ns=call.arrival_ns,
+        deadline=call.deadline,
+        trace_headers=call.trace_headers,
         resume=tuple(map(_resumed_completion, request.resume)),
     )
 

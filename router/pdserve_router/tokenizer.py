@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 from jinja2 import TemplateError
@@ -19,6 +19,9 @@ from pdserve_common.errors import InvalidRequestError
 INLINE_CHARS = 4096
 # What the template adds to a message, in time if not in text.
 CHARS_PER_MESSAGE = 32
+# Dense text has fewer, and all text has, on the whole: of longer text the beginning is looked at
+# first.
+CHARS_PER_TOKEN = (4, 16)
 # Tokens whose bytes are kept; a vocabulary's frequent ones are far fewer.
 TOKEN_CACHE_SIZE = 2**16
 
@@ -43,6 +46,8 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+        # None: a token may stand for text of any length.
+        self.max_token_bytes = _max_token_bytes(self.backend)
         self._added_tokens = {i: token.content for i, token in added.items()}
         self._decode_piece = _piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
@@ -55,20 +60,27 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text prompt, with the model's special tokens around it."""
-        if len(text) <= INLINE_CHARS:
-            return self._encode(text)
-        return await self._in_thread(self._encode, text)
-
-    async def encode_chat(self, messages: list[dict[str, str]]) -> Sequence[int]:
-        """Return the tokens of a conversation. Raises InvalidRequestError if the chat template
-        refuses it.
+    async def encode(self, text: str, *, max_tokens: int) -> Sequence[int]:
+        """Return the tokens of a text prompt, with the model's special tokens around it. Raises
+        InvalidRequestError for text that is known to have more than `max_tokens` before all of it
+        is tokenized.
         """
+        encode = functools.partial(self._encode, max_tokens=max_tokens)
+        if len(text) <= INLINE_CHARS:
+            return encode(text)
+        return await self._in_thread(encode, text)
+
+    async def encode_chat(
+        self, messages: list[dict[str, str]], *, max_tokens: int
+    ) -> Sequence[int]:
+        """Return the tokens of a conversation, like `encode`. Raises InvalidRequestError also if
+        the chat template refuses it.
+        """
+        encode = functools.partial(self._encode_chat, max_tokens=max_tokens)
         size = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in messages)
         if size <= INLINE_CHARS:
-            return self._encode_chat(messages)
-        return await self._in_thread(self._encode_chat, messages)
+            return encode(messages)
+        return await self._in_thread(encode, messages)
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, without special tokens around it."""
@@ -104,12 +116,40 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(list(words), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        self._check_length(text, max_tokens)
         # Of a batch, since only that releases the GIL.
         encodings = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
-    def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Tokens take 200 bytes each and a microsecond: text that has far too many is refused by
+        its length, or else by its beginning.
+        """
+        if self.max_token_bytes is not None:
+            limit = max_tokens * self.max_token_bytes
+            # No character has more than 4 bytes.
+            num_bytes = len(text) if not limit // 4 < len(text) <= limit else _num_bytes(text)
+            if num_bytes > limit:
+                raise InvalidRequestError(
+                    f"prompt has {num_bytes} bytes of text or more, at most {limit}: "
+                    f"{max_tokens} tokens (max_model_len) have at most {self.max_token_bytes} each",
+                    field="prompt",
+                )
+        for chars_per_token in CHARS_PER_TOKEN:
+            head = text[: max_tokens * chars_per_token]
+            if len(head) == len(text):
+                return
+            (encoding,) = self.backend.encode_batch_fast([head], add_special_tokens=False)
+            # What follows may change tokens at the end of the head, but not half of them.
+            if len(encoding) > 2 * max_tokens:
+                raise InvalidRequestError(
+                    f"prompt has more than {max_tokens} tokens (max_model_len): the first "
+                    f"{len(head)} of its {len(text)} characters have {len(encoding)}",
+                    field="prompt",
+                )
+
+    def _encode_chat(self, messages: list[dict[str, str]], *, max_tokens: int) -> list[int]:
         if not self._pretrained.chat_template:
             raise InvalidRequestError(
                 "messages are set, the model has no chat template", field="messages"
@@ -124,7 +164,58 @@ class Tokenizer:
             ) from error
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+
+# What neither drops text nor makes much less of it.
+_KEEPING_NORMALIZERS = {"NFC", "NFD", "Prepend", "Lowercase"}
+_KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+# NFC makes 3 bytes of the 9 of a Korean syllable that is taken apart, the most that there is.
+_NORMALIZED_BYTES = 3
+
+
+def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
+    """Return of how many bytes of text one token can come; None if there is no bound, because text
+    is dropped or unknown text becomes one token whatever its length.
+    """
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE):
+        return None
+    pre_tokenizers = _parts(backend.pre_tokenizer, "pretokenizers")
+    is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
+    if not (is_byte_level or model.byte_fallback):
+        return None
+    for part in pre_tokenizers:
+        if part["type"] not in _KEEPING_PRE_TOKENIZERS or part.get("behavior") == "Removed":
+            return None
+    normalizers = _parts(backend.normalizer, "normalizers")
+    if not all(_keeps_text(part) for part in normalizers):
+        return None
+    vocab = backend.get_vocab(with_added_tokens=False)
+    added = (token.content for token in backend.get_added_tokens_decoder().values())
+    longest = max(map(len if is_byte_level else _num_bytes, vocab))
+    longest = max(longest, max(map(_num_bytes, added), default=0))
+    return longest * _NORMALIZED_BYTES if normalizers else longest
+
+
+def _keeps_text(normalizer: dict[str, Any]) -> bool:
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return pattern is not None and _num_bytes(pattern) <= _num_bytes(normalizer["content"])
+    return normalizer["type"] in _KEEPING_NORMALIZERS
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def _parts(step: Any, name: str) -> list[dict[str, Any]]:
+    """Return a step of the tokenizer as its parts; the library tells them in JSON only."""
+    if step is None:
+        return []
+    description = json.loads(step.__getstate__())
+    parts: list[dict[str, Any]] = description.get(name, [description])
+    return parts
 
 
 def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
@@ -133,9 +224,7 @@ def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
     """
     if backend.decoder is None:
         return str.encode
-    # The decoder's description, in JSON; the library has no other way to ask for it.
-    description = json.loads(backend.decoder.__getstate__())
-    parts = description.get("decoders", [description])
+    parts = _parts(backend.decoder, "decoders")
     if any(part["type"] == "ByteLevel" for part in parts):
         return functools.partial(_byte_level_bytes, table=_byte_level_table())
     return _sentencepiece_bytes
