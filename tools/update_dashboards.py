@@ -977,8 +977,9 @@ def router() -> Dashboard:
                 bad=1,
                 queries={"{{role}}": f"max by (role) (pdserve_workers_failing{{{RELEASE}}})"},
                 description=(
-                    "They get no requests but a trial now and then, because several in a row "
-                    "failed. Look at their logs; replace the Pod."
+                    "They get no requests, because several in a row failed, until a generation "
+                    "of the router's own succeeds. Never the last one of a role. Look at their "
+                    "logs; replace the Pod."
                 ),
             ),
             Panel(

@@ -59,6 +59,30 @@ class ErrorCode(enum.IntEnum):
     FAILED_PRECONDITION = 12
 
 
+class ErrorFault(enum.IntEnum):
+    """Who an error is put down to."""
+
+    # Whoever the code says; no EngineError has it.
+    UNSPECIFIED = 0
+    # The request, or its client: it would fail anywhere.
+    REQUEST = 1
+    # The process that tells of it.
+    WORKER = 2
+    # The process that works with the one that tells of it, or the way between the two.
+    PEER = 3
+
+
+_FAULTS: Mapping[ErrorCode, ErrorFault] = {
+    ErrorCode.INVALID_ARGUMENT: ErrorFault.REQUEST,
+    ErrorCode.DEADLINE_EXCEEDED: ErrorFault.REQUEST,
+    ErrorCode.CANCELLED: ErrorFault.REQUEST,
+    ErrorCode.CLIENT_TOO_SLOW: ErrorFault.REQUEST,
+    ErrorCode.FAILED_PRECONDITION: ErrorFault.REQUEST,
+    ErrorCode.KV_TRANSFER_FAILED: ErrorFault.PEER,
+    ErrorCode.KV_EXPIRED: ErrorFault.PEER,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineError:
     """The typed error of a finished request (finish_reason ERROR)."""
@@ -67,6 +91,12 @@ class EngineError:
     message: str
     is_retryable: bool = False
     retry_after_ms: int | None = None
+    # Unless it is given that of the code.
+    fault: ErrorFault = ErrorFault.UNSPECIFIED
+
+    def __post_init__(self) -> None:
+        if self.fault is ErrorFault.UNSPECIFIED:
+            object.__setattr__(self, "fault", _FAULTS.get(self.code, ErrorFault.WORKER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ a status.
 
 from typing import ClassVar
 
-from pdserve_common.engine_types import EngineError, ErrorCode
+from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault
 
 
 class PdserveError(Exception):
@@ -12,6 +12,8 @@ class PdserveError(Exception):
 
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     is_retryable: ClassVar[bool] = False
+    # UNSPECIFIED: as usual with the code (`EngineError`).
+    fault: ErrorFault = ErrorFault.UNSPECIFIED
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -24,6 +26,7 @@ class PdserveError(Exception):
             message=self.message,
             is_retryable=self.is_retryable,
             retry_after_ms=self.retry_after_ms,
+            fault=self.fault,
         )
 
 
@@ -39,6 +42,12 @@ class InvalidRequestError(PdserveError):
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that is not served here. Not retryable."""
+
+
+class RequestFailedError(PdserveError):
+    """The model or a plugin failed on this request, and on no other of its step. Not retryable."""
+
+    fault = ErrorFault.REQUEST
 
 
 class OverloadedError(PdserveError):
@@ -134,4 +143,5 @@ def error_from_engine(error: EngineError) -> PdserveError:
     cls = _BY_CODE.get(error.code, PdserveError)
     exception = cls(error.message)
     exception.retry_after_ms = error.retry_after_ms
+    exception.fault = error.fault
     return exception

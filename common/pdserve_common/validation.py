@@ -176,6 +176,34 @@ def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
     validate_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
 
 
+def validate_choice(params: SamplingParams, *, eos_token_id: int | None, vocab_size: int) -> None:
+    """Raise InvalidRequestError if the first step would have no token to choose: all that are
+    allowed are bad words of one token, or end the answer before min_tokens. What longer bad words
+    and logits processors ban is seen only when it happens.
+
+    `params` are as a worker gets them, with all ids in the vocabulary.
+    """
+    bad = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
+    ends = {*params.stop_token_ids} if params.min_tokens else set()
+    if params.min_tokens and eos_token_id is not None:
+        ends.add(eos_token_id)
+    allowed = params.allowed_token_ids or range(vocab_size)
+    if any(token_id not in bad and token_id not in ends for token_id in allowed):
+        return
+    reasons = []
+    if ends:
+        reasons.append(f"min_tokens ({params.min_tokens}) bans {len(ends)}, which would end it")
+    if bad:
+        reasons.append(f"bad_words bans {len(bad)}")
+    choice = "allowed_token_ids" if params.allowed_token_ids else "the vocabulary"
+    field = "bad_words" if bad else "stop_token_ids"
+    raise InvalidRequestError(
+        f"of the {len(allowed)} tokens in {choice} none is left to choose, must be at least 1: "
+        f"{', '.join(reasons)}",
+        field="allowed_token_ids" if params.allowed_token_ids else field,
+    )
+
+
 def _validate_logits_processors(names: Sequence[str], registered: Sequence[str]) -> None:
     if len(names) > MAX_LOGITS_PROCESSORS:
         raise InvalidRequestError(
@@ -336,6 +364,9 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
             )
     if request.eos_token_id is not None:
         validate_token_ids("eos_token_id", (request.eos_token_id,), info.vocab_size)
+    validate_choice(
+        request.sampling_params, eos_token_id=request.eos_token_id, vocab_size=info.vocab_size
+    )
     if request.kv_transfer_params is not None:
         _validate_kv_transfer_params(request.kv_transfer_params, info)
     if request.deadline is not None:

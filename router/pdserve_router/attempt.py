@@ -9,7 +9,7 @@ from pdserve_common.engine_types import (
     ErrorCode,
     KVLost,
 )
-from pdserve_common.errors import NoWorkerError
+from pdserve_common.errors import EngineDeadError, NoWorkerError
 from pdserve_router.legs import has_failed, make_legs
 from pdserve_router.output_processor import RequestState
 from pdserve_router.route_chooser import Route
@@ -159,11 +159,8 @@ class Attempt:
         if error is None or _is_cancelled(output):
             # Nobody here has asked for it.
             why = output.finish_reason if error is None else error.message
-            error = EngineError(
-                code=ErrorCode.ENGINE_DEAD,
-                message=f"worker {worker.address} ended the request: {why!s}",
-                is_retryable=True,
-            )
+            message = f"worker {worker.address} ended the request: {why!s}"
+            error = EngineDeadError(message).to_engine_error()
         self._owner.on_failed(worker, error)
 
 

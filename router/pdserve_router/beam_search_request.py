@@ -11,16 +11,13 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
-    ErrorCode,
+    ErrorFault,
     FinishReason,
     LogprobsLists,
     PrefillStats,
     SamplingParams,
 )
-from pdserve_common.errors import (
-    InvalidRequestError,
-    NoWorkerError,
-)
+from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_LOGPROBS
@@ -242,7 +239,7 @@ class BeamSearchRequest(LiveRequest):
 
     def _on_failed(self, error: EngineError) -> None:
         self._redrives.blame(self._route, self._worker, error)
-        if error.is_retryable:
+        if error.is_retryable and error.fault is not ErrorFault.REQUEST:
             self._lose(error)
         else:
             self._log(logging.WARNING, "%s: %s; it fails", self._worker.address, error.message)
@@ -253,12 +250,10 @@ class BeamSearchRequest(LiveRequest):
             return output.error
         if index in self._tops:
             return None
-        return EngineError(
-            code=ErrorCode.ENGINE_DEAD,
-            message=f"worker {self._worker.address} ended a beam's step without logprobs: "
-            f"{output.finish_reason!s}",
-            is_retryable=True,
-        )
+        return EngineDeadError(
+            f"worker {self._worker.address} ended a beam's step without logprobs: "
+            f"{output.finish_reason!s}"
+        ).to_engine_error()
 
     def _advance(self) -> None:
         self._redrives.on_token(self)

@@ -12,13 +12,13 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
-    ErrorCode,
+    ErrorFault,
     FinishReason,
     KVLost,
     KVTransferStats,
     PrefillStats,
 )
-from pdserve_common.errors import PdserveError
+from pdserve_common.errors import KVTransferError, PdserveError
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.attempt import Attempt, HandoffOutcome
@@ -151,11 +151,10 @@ class Handoff(LiveRequest):
         num_before = len(self.state.token_ids)
         try:
             stop_string = self.state.accept(output)
-        except PdserveError as error:
-            self._log(logging.ERROR, "%s: %s; it fails", worker.address, error.message)
-            self._redrives.pool.report_failure(worker)
-            outcome = _failure_of(worker, self.route)
-            self._end(FinishReason.ERROR, error=error.to_engine_error(), outcome=outcome)
+        except PdserveError as problem:
+            error = problem.to_engine_error()
+            self._redrives.blame(self.route, worker, error)
+            self._fail(worker, error, level=logging.ERROR)
             return False
         num_new = len(self.state.token_ids) - num_before
         if num_new:
@@ -176,18 +175,15 @@ class Handoff(LiveRequest):
         if not self.recovery.errors:
             self._redrives.blame(self.route, worker, error)
         # What follows from an earlier loss of the attempt changes nothing.
-        if not error.is_retryable and self not in self._redrives:
-            self._log(logging.WARNING, "%s: %s; it fails", worker.address, error.message)
-            outcome = _failure_of(worker, self.route)
-            self._end(FinishReason.ERROR, error=error, outcome=outcome)
-            return
-        self._lose(worker, error, reason=error.code.name.lower())
+        is_final = not error.is_retryable and self not in self._redrives
+        if is_final or error.fault is ErrorFault.REQUEST:
+            self._fail(worker, error)
+        else:
+            self._lose(worker, error, reason=error.code.name.lower())
 
     def on_kv_lost(self, lost: KVLost) -> None:
         """D holds what it has until it is told how to go on (rule K6)."""
-        error = EngineError(
-            code=ErrorCode.KV_TRANSFER_FAILED, message=lost.message, is_retryable=True
-        )
+        error = KVTransferError(lost.message).to_engine_error()
         if not self.recovery.errors:
             self._redrives.blame(self.route, self.route.decode, error)
         self.recovery.num_confirmed_tokens = lost.num_confirmed_tokens
@@ -238,6 +234,13 @@ class Handoff(LiveRequest):
             # D had everything from the P that was lost.
             self._redrives.discard(self)
             self.recovery.forget()
+
+    def _fail(
+        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
+    ) -> None:
+        self._log(level, "%s: %s; it fails", worker.address, error.message)
+        outcome = _failure_of(worker, self.route)
+        self._end(FinishReason.ERROR, error=error, outcome=outcome)
 
     def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
         if self.ending is not None:

@@ -14,6 +14,7 @@ from pdserve_common.validation import (
     MAX_BAD_WORD_TOKENS,
     MAX_PROMPT_LOGPROB_ENTRIES,
     MAX_TRACE_HEADER_CHARS,
+    validate_choice,
     validate_priority,
     validate_prompt,
     validate_prompt_logprobs,
@@ -144,15 +145,18 @@ class InputProcessor:
         )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         _check_message(params, len(token_ids), limit=request.max_logprob_entries)
+        params = dataclasses.replace(
+            params, bad_words_token_ids=await self._bad_words_token_ids(params.bad_words)
+        )
+        eos_token_id = limits.eos_token_ids[0] if limits.eos_token_ids else None
+        validate_choice(params, eos_token_id=eos_token_id, vocab_size=limits.vocab_size)
         arrival_time = request.arrival_ns / 1e9
         engine_request = EngineCoreRequest(
             request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
             external_req_id=request.request_id,
             prompt_token_ids=tuple(token_ids),
-            sampling_params=dataclasses.replace(
-                params, bad_words_token_ids=await self._bad_words_token_ids(params.bad_words)
-            ),
-            eos_token_id=limits.eos_token_ids[0] if limits.eos_token_ids else None,
+            sampling_params=params,
+            eos_token_id=eos_token_id,
             arrival_time=arrival_time,
             cache_salt=request.cache_salt,
             priority=request.priority,

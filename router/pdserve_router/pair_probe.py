@@ -1,4 +1,6 @@
-"""A tiny generation over one pair of workers, which proves that their handoff works."""
+"""Tiny generations of the router's own: over a pair of workers, which proves that their handoff
+works, and on one worker.
+"""
 
 import asyncio
 import itertools
@@ -11,6 +13,7 @@ from pdserve_common.engine_types import (
     EngineInfo,
     KVTransferStats,
     SamplingParams,
+    WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.validation import PRIORITY_LIMIT
@@ -23,7 +26,7 @@ _NUM_BLOCKS = 2
 
 
 class ProbeFailedError(Exception):
-    """The pair cannot be used; the message says why."""
+    """The workers cannot be used; the message says why."""
 
 
 async def probe(
@@ -47,15 +50,49 @@ async def probe(
         decode.abort(request.request_id)
 
 
-def _request(info: EngineInfo, timeout_s: float) -> EngineCoreRequest:
+async def probe_alone(worker: WorkerClient, *, timeout_s: float) -> None:
+    """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff.
+    Raises ProbeFailedError.
+    """
+    assert worker.info is not None
+    num_tokens = 1 if worker.role is WorkerRole.PREFILL else _NUM_TOKENS
+    request = _request(worker.info, timeout_s, num_tokens=num_tokens)
+    result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    token_ids: list[int] = []
+
+    def on_output(output: EngineCoreOutput) -> None:
+        token_ids.extend(output.new_token_ids)
+        if not output.finished or result.done():
+            return
+        if has_failed(output):
+            result.set_exception(ProbeFailedError(f"it failed: {_why(output)}"))
+        elif len(token_ids) != num_tokens:
+            result.set_exception(ProbeFailedError(f"{len(token_ids)} of {num_tokens} tokens came"))
+        else:
+            result.set_result(None)
+
+    try:
+        worker.add_request(request, on_output)
+        await asyncio.wait_for(result, timeout_s)
+    except NoWorkerError as error:
+        raise ProbeFailedError(error.message) from None
+    except asyncio.TimeoutError:
+        raise ProbeFailedError(f"no answer within {timeout_s:g} s") from None
+    finally:
+        worker.abort(request.request_id)
+
+
+def _request(
+    info: EngineInfo, timeout_s: float, *, num_tokens: int = _NUM_TOKENS
+) -> EngineCoreRequest:
     others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
     ordinary = list(itertools.islice(others, info.block_size))
-    num_tokens = min(_NUM_BLOCKS * info.block_size, info.max_model_len - _NUM_TOKENS)
+    num_prompt_tokens = min(_NUM_BLOCKS * info.block_size, info.max_model_len - num_tokens)
     request_id = PROBE_PREFIX + secrets.token_hex(8)
     return EngineCoreRequest(
         request_id=request_id,
-        prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_tokens)),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True),
+        prompt_token_ids=tuple(ordinary[i % len(ordinary)] for i in range(num_prompt_tokens)),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
         # Blocks that D has cached would not be pulled.
         cache_salt=request_id,
         # Before all others: it is short, and behind a long queue it would fail, and have decode

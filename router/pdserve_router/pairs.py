@@ -124,8 +124,10 @@ class Pairs:
         self.advance()
 
     def report_failure(self, prefill: WorkerClient, decode: WorkerClient) -> None:
-        """A handoff between the two failed."""
-        if pair := self._pairs.get((prefill, decode)):
+        """A handoff between the two failed. If one of them is going or gone that is known, and says
+        nothing of the way between them.
+        """
+        if (pair := self._pairs.get((prefill, decode))) and pair.is_present:
             was_open = pair.breaker.is_open
             pair.breaker.report_failure()
             if pair.breaker.is_open and not was_open:
@@ -141,9 +143,7 @@ class Pairs:
         pair = self._pairs.get((prefill, decode))
         if pair is None:
             return
-        # A request from before the failures does not end the trial that is due.
-        if not pair.breaker.is_open:
-            pair.breaker.report_success()
+        pair.breaker.report_success()
         # Of what D had cached nothing travels.
         if stats.num_blocks and not pair.mismatch and not self._has_right_transport(pair, stats):
             self._on_change()
@@ -222,7 +222,6 @@ class Pairs:
 
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
-        pair.breaker.on_use()
         task = asyncio.create_task(
             probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S), name=f"probe {pair}"
         )

@@ -15,6 +15,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
+    ErrorFault,
     WorkerRole,
 )
 from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
@@ -36,6 +37,13 @@ REUSE_DELAY_S = 0.5
 TICK_S = 0.05
 
 KV_ERRORS = (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
+# What the worker's link, state and load say already.
+_STATE_ERRORS = (
+    ErrorCode.ENGINE_DEAD,
+    ErrorCode.DRAINING,
+    ErrorCode.OVERLOADED,
+    ErrorCode.NO_WORKER,
+)
 # Why requests are sent again; values of a metric's label.
 REDRIVE_REASONS = ("kv_lost", *(code.name.lower() for code in RETRYABLE_CODES))
 # Reasons of routes without a prefill worker that is wanted but not to be had.
@@ -184,11 +192,13 @@ class RedriveQueue:
         return redrive.recovery.num_redrives >= self._max_redrives
 
     def blame(self, route: Route, worker: WorkerClient, error: EngineError) -> None:
-        """Tell the pool who is at fault for a request's failure, if anybody is."""
-        if error.code in KV_ERRORS:
+        """Tell the pool who is at fault for a request's failure. Never for what the request or its
+        client has caused: it would fail anywhere, and must cost others nothing.
+        """
+        if error.fault is ErrorFault.PEER:
             if route.prefill is not None:
                 self.pool.report_failure((route.prefill, route.decode))
-        elif error.code is ErrorCode.INTERNAL:
+        elif error.fault is ErrorFault.WORKER and error.code not in _STATE_ERRORS:
             self.pool.report_failure(worker)
 
     def lose(

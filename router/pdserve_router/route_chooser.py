@@ -85,11 +85,8 @@ class RouteChooser:
         decode: Sequence[WorkerClient],
     ) -> Route:
         """Choose among ready workers; see WorkerPool.route."""
-        prefill = [worker for worker in prefill if worker.breaker.retry_in_s == 0]
-        route = self._choose(request, prefill, _working(decode))
-        for worker in route.workers:
-            worker.breaker.on_use()
-        return route
+        prefill = [worker for worker in prefill if not worker.breaker.is_open]
+        return self._choose(request, prefill, _working(decode))
 
     def note_answered(
         self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
@@ -204,7 +201,7 @@ _REASONS: dict[LocalReason, str] = {
 
 def _working(decode: Sequence[WorkerClient]) -> list[WorkerClient]:
     """Raises NoWorkerError if none is left, or all that are keep failing."""
-    working = [worker for worker in decode if worker.breaker.retry_in_s == 0]
+    working = [worker for worker in decode if not worker.breaker.is_open]
     if not working:
         wait_s = min((worker.breaker.retry_in_s for worker in decode), default=0.0)
         why = f"{len(decode)} keep failing, the next trial is in {wait_s:.1f} s" if decode else ""

@@ -25,7 +25,12 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
-from pdserve_common.errors import InvalidRequestError, NoWorkerError
+from pdserve_common.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NoWorkerError,
+    RequestAbortedError,
+)
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_router.attach_client import (
@@ -346,10 +351,9 @@ class WorkerClient:
         for request_id in outputs.finished_requests:
             self._end_with(
                 request_id,
-                EngineError(
-                    code=ErrorCode.CANCELLED,
-                    message=f"worker {self.address} ended the request without an output",
-                ),
+                RequestAbortedError(
+                    f"worker {self.address} ended the request without an output"
+                ).to_engine_error(),
             )
         if outputs.engine_dead is not None:
             raise LinkLostError(f"its engine died: {outputs.engine_dead.message}")
@@ -439,12 +443,8 @@ class WorkerClient:
             self._end_as_lost(request_id, reason)
 
     def _end_as_lost(self, request_id: str, reason: str) -> None:
-        error = EngineError(
-            code=ErrorCode.ENGINE_DEAD,
-            message=f"worker {self.address} was lost: {reason}",
-            is_retryable=True,
-        )
-        self._end_with(request_id, error)
+        error = EngineDeadError(f"worker {self.address} was lost: {reason}")
+        self._end_with(request_id, error.to_engine_error())
 
     def _end_with(self, request_id: str, error: EngineError) -> None:
         listener = self._listeners.get(request_id)

@@ -28,6 +28,7 @@ from pdserve_router.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.served_model import ServedModel
 from pdserve_router.served_weights import ServedWeights
 from pdserve_router.worker_client import WorkerClient, WorkerState
+from pdserve_router.worker_trials import WorkerTrials
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class WorkerPool:
         self._pairs = Pairs(
             require_transport=rules.require_transport, metrics=metrics, on_change=self._on_change
         )
+        self._trials = WorkerTrials(self._on_change)
         self._chooser = RouteChooser(rules, self._pairs)
         self._sources = {
             role: Discovery(
@@ -145,6 +147,7 @@ class WorkerPool:
             self._settle_timer.cancel()
         await asyncio.gather(*(source.close() for source in self._sources.values()))
         await self._pairs.close()
+        await self._trials.close()
         for task in self._leaving.values():
             task.cancel()
         workers = (*self.decode, *self.prefill, *self._leaving)
@@ -207,30 +210,44 @@ class WorkerPool:
         self._pairs.report_transfer(prefill, decode, stats)
 
     def report_failure(self, failing: Failing) -> None:
-        """A request failed because of a worker, or of a pair (prefill, decode). Three in a row keep
-        requests away from it for a while, longer each time (`CircuitBreaker`).
-
-        What counts for a worker: INTERNAL, and tokens that are missing or contradict others. For a
-        pair: `kv_lost`, KV_TRANSFER_FAILED, KV_EXPIRED. What does not: ENGINE_DEAD, DRAINING and
-        OVERLOADED, which the worker's link, state and load say already, and all that is the
-        request's or the client's doing.
+        """A request failed because of a worker, or of a pair (prefill, decode); see
+        `RedriveQueue.blame`. Three in a row keep requests away from it until a generation of the
+        router's own succeeds, unless it is the last of its role that is left.
         """
         if isinstance(failing, tuple):
             self._pairs.report_failure(*failing)
             return
         was_open = failing.breaker.is_open
-        failing.breaker.report_failure()
+        failing.breaker.report_failure(may_open=not self._is_last(failing))
         if failing.breaker.is_open and not was_open:
             logger.warning("worker %s keeps failing: it gets no requests", failing.address)
             self._on_change()
 
     def report_success(self, working: WorkerClient) -> None:
         """A worker did its part of a request."""
-        was_open = working.breaker.is_open
         working.breaker.report_success()
-        if was_open:
-            logger.info("worker %s works again", working.address)
-            self._on_change()
+
+    def _is_last(self, worker: WorkerClient) -> bool:
+        """True if no other worker of its role and weights is ready and not left out."""
+        return not any(w is not worker and not w.breaker.is_open for w in self._peers(worker))
+
+    def _spare_last(self) -> None:
+        """Use workers again if all of a role and of their weights that are ready keep failing, as
+        the others have gone: that is better than nobody.
+        """
+        for worker in (*self._distinct(self.decode), *self._distinct(self.prefill)):
+            if worker.is_ready and worker.breaker.is_open and self._is_last(worker):
+                logger.warning("worker %s keeps failing, but no other is left", worker.address)
+                worker.breaker.close()
+
+    def _peers(self, worker: WorkerClient) -> list[WorkerClient]:
+        """Return the workers that are ready and could take its place, itself among them."""
+        name = self._weights.name_of(worker.origin)
+        return [
+            other
+            for other in self._distinct(self._workers[worker.role])
+            if other.is_ready and self._weights.name_of(other.origin) == name
+        ]
 
     def _available(
         self, workers: Sequence[WorkerClient], origins: Collection[Origin] = ()
@@ -253,9 +270,10 @@ class WorkerPool:
 
     @property
     def _has_pair(self) -> bool:
-        decode = frozenset(self._available(self.decode))
+        decode = frozenset(w for w in self._available(self.decode) if not w.breaker.is_open)
+        prefill = [w for w in self._available(self.prefill) if not w.breaker.is_open]
         usable = self._pairs.usable()
-        return any(not decode.isdisjoint(usable.get(p, ())) for p in self._available(self.prefill))
+        return any(not decode.isdisjoint(usable.get(p, ())) for p in prefill)
 
     def _state_of(self, worker: WorkerClient) -> str:
         """Return a value of the metric's label `state`; one that is ready may be refused."""
@@ -328,6 +346,7 @@ class WorkerPool:
         is_serving = bool(self._weights.name)
         workers = (*self.decode, *self.prefill)
         self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)
+        self._spare_last()
         prefill, decode = self._distinct(self.prefill), self._distinct(self.decode)
         if self._rules.disaggregation:
             self._pairs.update(prefill, decode)
@@ -336,6 +355,7 @@ class WorkerPool:
         )
         available = [*self._available(self.decode), *self._available(self.prefill)]
         self.limits = _limits([w.info for w in available if w.info is not None])
+        self._trials.update(workers)
         self._chooser.keep(self.decode)
         has_decode = bool(self._available(self.decode))
         self._was_ready = has_decode and (self._was_ready or self.is_ready)

@@ -2,6 +2,7 @@ import dataclasses
 import math
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
 from pdserve_common.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
+    validate_choice,
     validate_engine_core_request,
     validate_prompt_logprobs,
     validate_sampling_params,
@@ -284,3 +286,51 @@ def test_a_resumed_request_has_something_left_to_generate(
             dataclasses.replace(REQUEST, **fields),  # type: ignore[arg-type]
             INFO,
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        (
+            {"allowed_token_ids": (0,), "min_tokens": 2},
+            "allowed_token_ids",
+            "of the 1 tokens in allowed_token_ids none is left to choose, must be at least 1: "
+            "min_tokens (2) bans 1, which would end it",
+        ),
+        (
+            {
+                "allowed_token_ids": (5, 6, 7),
+                "bad_words_token_ids": ((5,), (6,), (8, 9)),
+                "stop_token_ids": (7,),
+                "min_tokens": 1,
+            },
+            "allowed_token_ids",
+            "of the 3 tokens in allowed_token_ids none is left to choose, must be at least 1: "
+            "min_tokens (1) bans 2, which would end it, bad_words bans 2",
+        ),
+        (
+            {"bad_words_token_ids": tuple((i,) for i in range(100))},
+            "bad_words",
+            "of the 100 tokens in the vocabulary none is left to choose, must be at least 1: "
+            "bad_words bans 100",
+        ),
+    ],
+)
+def test_parameters_that_leave_no_token_are_refused(
+    fields: dict[str, Any], field: str, reason: str
+) -> None:
+    request = dataclasses.replace(REQUEST, eos_token_id=0, sampling_params=SamplingParams(**fields))
+    with pytest.raises(InvalidRequestError) as caught:
+        validate_engine_core_request(request, dataclasses.replace(INFO))
+    assert (caught.value.message, caught.value.field) == (reason, field)
+
+
+def test_a_bias_is_no_ban_and_min_tokens_bans_no_longer_than_it_says() -> None:
+    for params in (
+        SamplingParams(allowed_token_ids=(5,), logit_bias={5: -100.0}),
+        SamplingParams(allowed_token_ids=(0,)),
+        SamplingParams(allowed_token_ids=(0, 5), min_tokens=3),
+        SamplingParams(allowed_token_ids=(5,), bad_words_token_ids=((5, 5),)),
+        SamplingParams(ignore_eos=True, allowed_token_ids=(0,)),
+    ):
+        validate_choice(params, eos_token_id=0, vocab_size=100)

@@ -90,7 +90,11 @@ LOGPROBS = types.LogprobsLists(
     sampled_token_ranks=(1, 9),
 )
 ERROR = types.EngineError(
-    code=types.ErrorCode.OVERLOADED, message="full", is_retryable=True, retry_after_ms=0
+    code=types.ErrorCode.OVERLOADED,
+    message="full",
+    is_retryable=True,
+    retry_after_ms=0,
+    fault=types.ErrorFault.PEER,
 )
 OUTPUT = types.EngineCoreOutput(
     request_id="r",
@@ -354,3 +358,14 @@ def test_empty_kv_link_messages_are_refused() -> None:
         wire.kv_link_request_from_proto(kv_pb2.KvLinkRequest())
     with pytest.raises(InvalidRequestError):
         wire.kv_link_response_from_proto(kv_pb2.KvLinkResponse())
+
+
+@pytest.mark.parametrize("code", types.ErrorCode)
+def test_every_error_is_somebodys_fault_also_of_a_sender_that_does_not_say(
+    code: types.ErrorCode,
+) -> None:
+    error = types.EngineError(code=code, message="m")
+    message = wire.engine_error_to_proto(error)
+    assert message.fault in (1, 2, 3)
+    message.ClearField("fault")
+    assert wire.engine_error_from_proto(message) == error

@@ -65,7 +65,7 @@ class ScriptedExecutor:
         self.blocks: dict[str, list[int]] = {}
         self.steps: list[SchedulerOutput] = []
         self.num_nans: dict[str, int] = {}
-        self.errors: dict[str, str] = {}
+        self.errors: dict[str, EngineError] = {}
         # Tokens to return instead of the usual ones, per request.
         self.script: dict[str, list[int]] = {}
         # Runs before a step is computed; may raise.

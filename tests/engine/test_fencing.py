@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from scripted_engine import ON_P, Engine, ScriptedConnector
 
+from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core import scheduler
 from pdserve_engine.core.control import EngineControl
 from pdserve_engine.core.request import Request
@@ -120,7 +121,8 @@ def decode_alone(engine: Engine) -> None:
 
 
 def fail_request(engine: Engine) -> None:
-    engine.executor.errors["a"] = "cannot be sampled"
+    error = RequestFailedError("cannot be sampled")
+    engine.executor.errors["a"] = error.to_engine_error()
     engine.step()
 
 

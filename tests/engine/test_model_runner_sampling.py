@@ -11,6 +11,7 @@ from model_driver import GREEDY, Driver, make_prompt
 from sampling_reference import adjusted
 
 from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_common.errors import RequestFailedError
 from pdserve_engine.model_runner import ModelRunner
 
 EOS = 1
@@ -251,7 +252,7 @@ def test_a_failing_logits_processor_leaves_others_alone(driver: Driver) -> None:
     driver.run("bad", "good", num_tokens=2)
     output = driver.step({"good": 1, "bad": 1})
     message = "logits processor fails-later: RuntimeError('two is enough')"
-    assert output.errors == {"bad": message}
+    assert output.errors == {"bad": RequestFailedError(message).to_engine_error()}
     assert output.logprobs == {}
     assert bad.output[2] == 0
     assert all(token_id % 3 for token_id in bad.output[:2])

@@ -7,8 +7,8 @@ import threading
 import pytest
 from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConnector, expected
 
-from pdserve_common.engine_types import ErrorCode, FinishReason
-from pdserve_common.errors import InvalidRequestError
+from pdserve_common.engine_types import ErrorCode, ErrorFault, FinishReason
+from pdserve_common.errors import InvalidRequestError, RequestFailedError
 from pdserve_common.validation import validate_request_id
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
 from pdserve_engine.core.sched_output import SchedulerOutput
@@ -297,10 +297,67 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     engine = Engine()
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 6)
-    engine.executor.errors["a"] = "logits processor 'x' raised ValueError('y')"
+    error = RequestFailedError("logits processor 'x' raised ValueError('y')").to_engine_error()
+    engine.executor.errors["a"] = error
     engine.run()
-    error = engine.outputs["a"][-1].error
-    assert error is not None
-    assert error.message == "logits processor 'x' raised ValueError('y')"
+    assert engine.outputs["a"][-1].error == error
     assert engine.tokens("b") == expected([ord("b")] * 6, 4)
     engine.assert_idle()
+
+
+def test_what_a_request_fails_by_itself_is_its_own_fault() -> None:
+    engine = Engine()
+    for name in ("nan", "bad"):
+        engine.add(name, [ord(name[0])] * 6)
+    engine.executor.num_nans["nan"] = 3
+    fail_on(engine, "bad")
+    engine.run()
+    for name in ("nan", "bad"):
+        error = engine.outputs[name][-1].error
+        assert error is not None
+        assert (error.code, error.fault) == (ErrorCode.INTERNAL, ErrorFault.REQUEST)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_engine_that_brings_nan_for_everybody_dies(async_scheduling: bool) -> None:
+    engine = Engine(async_scheduling=async_scheduling, max_num_seqs=1)
+    names = [str(index) for index in range(3 * MAX_FAILURES_IN_A_ROW)]
+    for name in names:
+        engine.add(name, [ord(name[0])] * 6)
+    engine.executor.num_nans |= dict.fromkeys((*names, PROBE_ID), 7)
+    with pytest.raises(RuntimeError, match="NaN logits for a token of our own"):
+        engine.run()
+    assert PROBE_ID in engine.executor.steps[-1].num_scheduled_tokens
+    engine.core.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_requests_with_nan_logits_cost_the_engine_a_token_now_and_then(
+    async_scheduling: bool,
+) -> None:
+    engine = Engine(async_scheduling=async_scheduling, max_num_seqs=1)
+    bad = [f"bad-{index}" for index in range(4 * MAX_FAILURES_IN_A_ROW)]
+    engine.executor.num_nans |= dict.fromkeys(bad, 7)
+    for index, name in enumerate(bad):
+        engine.add(name, [index] * 4)
+    engine.add("good", [1, 2, 3], max_tokens=30)
+    engine.run()
+    assert {engine.finish_reason(name) for name in bad} == {FinishReason.ERROR}
+    assert engine.tokens("good") == expected([1, 2, 3], 30)
+    num_probes = sum(PROBE_ID in step.num_scheduled_tokens for step in engine.executor.steps)
+    assert 0 < num_probes <= 2 * 4, "steps in flight may fail meanwhile"
+    engine.assert_idle()
+    engine.core.close()
+
+
+def test_a_failing_row_counts_as_no_failing_step() -> None:
+    engine = Engine(max_num_seqs=1)
+    error = RequestFailedError("a plugin").to_engine_error()
+    bad = [f"bad-{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
+    for index, name in enumerate(bad):
+        engine.add(name, [index] * 4)
+        engine.executor.errors[name] = error
+    engine.run()
+    assert not any(PROBE_ID in step.num_scheduled_tokens for step in engine.executor.steps)
+    assert len(engine.scheduler.suspects) == 0
+    assert all(engine.outputs[name][-1].error == error for name in bad)

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from pdserve_common.engine_types import ErrorCode
-from pdserve_common.errors import KVTransferError
+from pdserve_common.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    KVTransferError,
+    PdserveError,
+    RequestFailedError,
+)
 from pdserve_common.kv_types import PROTOCOL_VERSION, Release, ReleaseAck, SessionEnded
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
@@ -209,16 +215,20 @@ def test_a_request_that_p_preempts_is_handed_over_later(pair: Any, stage: str) -
 
 
 @pytest.mark.parametrize(
-    ("status", "is_error"),
+    ("status", "error", "is_loss"),
     [
-        (RequestStatus.FINISHED_STOPPED, False),
-        (RequestStatus.FINISHED_ABORTED, False),
-        (RequestStatus.FINISHED_ERROR, True),
+        (RequestStatus.FINISHED_STOPPED, None, False),
+        (RequestStatus.FINISHED_ABORTED, None, False),
+        (RequestStatus.FINISHED_ERROR, None, True),
+        (RequestStatus.FINISHED_ERROR, DrainingError("shutdown"), True),
+        # Of what is the request's own doing the router blames no transfer.
+        (RequestStatus.FINISHED_ERROR, RequestFailedError("NaN"), False),
+        (RequestStatus.FINISHED_ERROR, DeadlineExceededError("late"), False),
     ],
 )
 @pytest.mark.parametrize("stage", ["unlinked", "waiting", "granted", "reading"])
 def test_a_request_that_ends_at_p_ends_the_ticket(
-    pair: Any, status: RequestStatus, is_error: bool, stage: str
+    pair: Any, status: RequestStatus, error: PdserveError | None, is_loss: bool, stage: str
 ) -> None:
     if stage != "unlinked":
         pair.connect()
@@ -230,14 +240,15 @@ def test_a_request_that_ends_at_p_ends_the_ticket(
         pair.transport.is_holding = True
         pair.compute(prefill, 32)
         pair.pump()
+    prefill.error = error.to_engine_error() if error is not None else None
     assert pair.end_p(prefill, status) == frozenset()
     if stage == "unlinked":
         pair.connect()
-    if is_error:
+    if is_loss:
         assert pair.wait_for(TransferLost).lost.message == "P p0 ended it: error"
     else:
-        error = pair.wait_for(TransferFailed).error
-        assert error.code is ErrorCode.CANCELLED
+        failed = pair.wait_for(TransferFailed).error
+        assert failed.code is ErrorCode.CANCELLED
     assert bool(pair.end_d(request)) is (stage == "reading")
     pair.transport.let_go()
     pair.check_baseline()

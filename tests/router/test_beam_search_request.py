@@ -225,14 +225,17 @@ async def test_a_worker_that_fails_searches_again_and_again_gets_none(start_stac
         error = EngineError(code=ErrorCode.INTERNAL, message="broken on purpose")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
-    async with start_stack() as stack:
+    async with start_stack(decode=2) as stack:
         for is_good in (False, False, True, False, False):
-            stack.decode.behave = predict if is_good else fail
-            await generate(stack)
+            for worker in stack.decodes:
+                worker.behave = predict if is_good else fail
+            for _ in stack.decodes:
+                await generate(stack)
             # One that goes well lets those before it be forgotten.
             assert stack.metric("pdserve_workers_failing", role="decode") == 0
-        await generate(stack)
-        assert stack.metric("pdserve_workers_failing", role="decode") == 1
+        for _ in range(4):
+            await generate(stack)
+        assert stack.metric("pdserve_workers_failing", role="decode") == 1, "the last one is spared"
 
 
 async def test_a_step_without_logprobs_is_an_error(start_stack) -> None:

@@ -45,14 +45,15 @@ def test_failures_of_what_was_under_way_do_not_make_it_longer(breaker) -> None:
     assert breaker.retry_in_s == 1
 
 
-def test_after_the_backoff_one_trial_goes_through(breaker, clock) -> None:
+def test_it_stays_open_until_it_is_closed(breaker, clock) -> None:
     fail(breaker, 3)
-    clock.now += 1
+    breaker.report_success()  # of what was under way
+    clock.now += 100
+    assert breaker.is_open
     assert breaker.retry_in_s == 0
-    breaker.on_use()
-    assert breaker.retry_in_s > 0
-    breaker.report_success()
+    breaker.close()
     assert not breaker.is_open
+    breaker.report_success()
     fail(breaker, 3)
     assert breaker.retry_in_s == 1
 
@@ -63,17 +64,16 @@ def test_failing_trials_double_the_backoff_up_to_thirty_seconds(breaker, clock) 
     for _ in range(7):
         waits.append(breaker.retry_in_s)
         clock.now += breaker.retry_in_s
-        breaker.on_use()
-        breaker.report_failure()
+        breaker.open()
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_trial_that_never_reports_is_followed_by_another(breaker, clock) -> None:
-    fail(breaker, 3)
-    clock.now += 1
-    breaker.on_use()
-    clock.now += 2
-    assert breaker.retry_in_s == 0
+def test_one_that_must_not_open_counts_and_opens_with_the_next_failure(breaker) -> None:
+    for _ in range(5):
+        breaker.report_failure(may_open=False)
+    assert not breaker.is_open
+    breaker.report_failure()
+    assert breaker.is_open
 
 
 def test_closing_it_keeps_the_backoff(breaker) -> None:

@@ -1,6 +1,7 @@
 """A request's life over real streams: both legs, their ends, and every way to lose one."""
 
 import asyncio
+import itertools
 import time
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
 from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason
 from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from pdserve_router.worker_client import WorkerState
 
@@ -484,3 +485,50 @@ async def test_logprobs_wait_for_prefills_word_when_decode_is_first(stack) -> No
     positions = [item for output in outputs for item in output.outputs[0].logprobs.positions]
     assert len(positions) == outputs[-1].usage.num_output_tokens
     assert len(outputs[0].prompt_logprobs.positions) == outputs[-1].usage.num_prompt_tokens
+
+
+def ends_with(error: EngineError):
+    async def behave(running) -> None:
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    return behave
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_who_is_blamed_for_an_error(start_stack, role) -> None:
+    """What is the request's own fault counts for nobody."""
+    states = (ErrorCode.ENGINE_DEAD, ErrorCode.OVERLOADED, ErrorCode.NO_WORKER)
+    # Of DRAINING see test_recovery.py, and CANCELLED is not what failed workers say.
+    codes = set(ErrorCode) - {ErrorCode.DRAINING, ErrorCode.CANCELLED}
+    async with start_stack(max_redrives=0) as stack:
+        pool = stack.server.pool
+        reported = []
+        pool.report_failure = reported.append
+        broken, other = getattr(stack, role), stack.decode if role == "prefill" else stack.prefill
+        other.behave = hang
+        for code, fault in itertools.product(sorted(codes), list(ErrorFault)[1:]):
+            error = EngineError(code=code, message="on purpose", is_retryable=True, fault=fault)
+            broken.behave = ends_with(error)
+            assert ending(await generate(stack)).error.fault == fault
+            blamed, reported[:] = tuple(reported), []
+            if fault is ErrorFault.PEER:
+                assert blamed == ((pool.prefill[0], pool.decode[0]),)
+            elif fault is ErrorFault.WORKER and code not in states:
+                assert blamed == (getattr(pool, role)[0],)
+            else:
+                assert blamed == ()
+
+
+async def test_what_the_request_is_at_fault_for_is_never_sent_again(start_stack) -> None:
+    async with start_stack(decode=2) as stack:
+        error = EngineError(
+            code=ErrorCode.KV_EXPIRED,
+            message="on purpose",
+            is_retryable=True,
+            fault=ErrorFault.REQUEST,
+        )
+        for worker in stack.decodes:
+            worker.behave = ends_with(error)
+        outputs = await generate(stack)
+        assert ending(outputs).error.message == "on purpose"
+        assert outputs[-1].metrics.num_redrives == 0

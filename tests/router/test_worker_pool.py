@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_worker import MODEL, PREFILL_STATS, FakeWorker, engine_info
+from fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, engine_info
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, replace_file, until
@@ -16,16 +16,19 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    FinishReason,
     SamplingParams,
     SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.circuit_breaker import CircuitBreaker
+from pdserve_router import circuit_breaker
 from pdserve_router.origin import Origin
 from pdserve_router.route_chooser import Route, RoutingRules
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.worker_client import WorkerClient, WorkerState
 from pdserve_router.worker_pool import WorkerPool
 
 BLOCK = 16
@@ -505,38 +508,122 @@ async def test_excluded_workers_are_never_taken(start) -> None:
             stage.route(exclude=frozenset(stage.pool.decode))
 
 
-async def test_a_decode_worker_that_keeps_failing_is_left_alone(start) -> None:
+@pytest.fixture
+def fast_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve_router.circuit_breaker.MAX_BACKOFF_S", 0.02)
+
+
+def fail(stage: Stage, client: WorkerClient, times: int = 3) -> None:
+    client.breaker._backoff_s = min(client.breaker._backoff_s, circuit_breaker.MAX_BACKOFF_S)
+    for _ in range(times):
+        stage.pool.report_failure(client)
+
+
+def num_failing(stage: Stage, role: str) -> float:
+    return stage.metric("pdserve_workers_failing", role=role)
+
+
+async def fail_probe(running: Running) -> None:
+    error = EngineError(code=ErrorCode.INTERNAL, message="broken")
+    running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+
+async def stop_early(running: Running) -> None:
+    running.emit(4, at=0, finish=FinishReason.STOP)
+
+
+async def test_a_decode_worker_that_keeps_failing_is_left_alone_until_it_is_tried(
+    fast_trials, start
+) -> None:
     async with start(0, 2) as stage:
         bad, good = stage.pool.decode
-        for _ in range(3):
-            stage.pool.report_failure(bad)
+        stage.decode[0].behave_probe = fail_probe
+        fail(stage, bad)
         assert {stage.route().decode for _ in range(4)} == {good}
-        assert stage.metric("pdserve_workers_failing", role="decode") == 1
+        assert num_failing(stage, "decode") == 1
+        # What was under way when it opened says nothing.
         stage.pool.report_success(bad)
+        await until(lambda: len(stage.decode[0].probes) > 2)
+        assert {stage.route().decode for _ in range(4)} == {good}
+        stage.decode[0].behave_probe = stage.decode[1].behave
+        await until(lambda: not bad.breaker.is_open)
         assert {stage.route().decode for _ in range(4)} == {bad, good}
-        assert stage.metric("pdserve_workers_failing", role="decode") == 0
+        assert num_failing(stage, "decode") == 0
 
 
-async def test_if_all_keep_failing_the_next_trial_is_told(start) -> None:
-    now = 100.0
-    async with start(0, 1) as stage:
-        stage.pool.decode[0].breaker = CircuitBreaker(clock=lambda: now)
-        for _ in range(3):
-            stage.pool.report_failure(stage.pool.decode[0])
-        with pytest.raises(NoWorkerError, match=r"1 keep failing, the next trial is in 1.0 s"):
-            stage.route()
-        now += 1
-        stage.route()
-        with pytest.raises(NoWorkerError):
-            stage.route()
+@pytest.mark.parametrize("behave", [hang, stop_early], ids=["silent", "too few tokens"])
+async def test_a_trial_needs_all_its_tokens_in_time(
+    fast_trials, monkeypatch, start, behave
+) -> None:
+    monkeypatch.setattr("pdserve_router.worker_trials.TRIAL_TIMEOUT_S", 0.05)
+    async with start(0, 2) as stage:
+        stage.decode[0].behave_probe = behave
+        fail(stage, stage.pool.decode[0])
+        await until(lambda: len(stage.decode[0].probes) > 2)
+        assert stage.pool.decode[0].breaker.is_open
+        if behave is hang:
+            await until(lambda: len(stage.decode[0]._running) <= 1)
 
 
-async def test_a_prefill_worker_that_keeps_failing_is_left_alone(start) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_last_worker_of_a_role_is_never_left_out(start, role) -> None:
+    async with start(2, 2) as stage:
+        first, last = getattr(stage.pool, role)
+        fail(stage, first)
+        fail(stage, last, times=20)
+        assert num_failing(stage, role) == 1
+        route = stage.route()
+        assert getattr(route, role) is last
+        assert stage.pool.is_ready
+
+
+async def test_a_failing_worker_is_used_again_when_the_others_have_gone(start, caplog) -> None:
+    async with start(0, 2) as stage:
+        bad, good = stage.pool.decode
+        fail(stage, bad)
+        await stage.decode[1].stop()
+        await until(lambda: not good.is_ready)
+        assert stage.route().decode is bad
+        assert num_failing(stage, "decode") == 0
+        assert stage.pool.is_ready
+        assert f"worker {bad.address} keeps failing, but no other is left" in caplog.text
+
+
+async def test_a_worker_that_is_gone_is_not_tried(fast_trials, start) -> None:
+    async with start(0, 2) as stage:
+        stage.decode[0].behave_probe = fail_probe
+        fail(stage, stage.pool.decode[0])
+        await stage.decode[0].stop()
+        await until(lambda: not stage.pool.decode[0].is_ready)
+        num_probes = len(stage.decode[0].probes)
+        stage.decode[0].behave_probe = stage.decode[1].behave
+        await stage.decode[0].start()
+        await until(lambda: stage.pool.decode[0].is_ready)
+        await until(lambda: not stage.pool.decode[0].breaker.is_open)
+        assert len(stage.decode[0].probes) <= num_probes + 1
+
+
+async def test_a_prefill_worker_that_keeps_failing_is_left_alone_until_it_is_tried(
+    fast_trials, start
+) -> None:
     async with start(2, 1) as stage:
         bad, good = stage.pool.prefill
-        for _ in range(3):
-            stage.pool.report_failure(bad)
+        stage.prefill[0].behave_probe = fail_probe
+        fail(stage, bad)
         assert {stage.route().prefill for _ in range(4)} == {good}
+        stage.prefill[0].behave_probe = stage.prefill[1].behave
+        await until(lambda: not bad.breaker.is_open)
+        assert {stage.route().prefill for _ in range(4)} == {bad, good}
+
+
+async def test_readiness_needs_a_pair_that_requests_can_take(start) -> None:
+    async with start(2, 1, require_disaggregation=True) as stage:
+        failing, lonely = stage.pool.prefill
+        fail(stage, failing)
+        assert stage.pool.is_ready
+        stage.prefill[1].behave_probe = hang
         for _ in range(3):
-            stage.pool.report_failure(good)
-        assert stage.route().reason == "no_prefill_worker"
+            stage.pool.report_failure((lonely, stage.pool.decode[0]))
+        assert not stage.pool.is_ready
+        with pytest.raises(NoWorkerError):
+            stage.route()

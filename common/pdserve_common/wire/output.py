@@ -13,6 +13,7 @@ from pdserve_common.engine_types import (
     EngineError,
     EngineInfo,
     ErrorCode,
+    ErrorFault,
     FinishReason,
     KVLost,
     KVTransferStats,
@@ -31,6 +32,7 @@ def engine_error_to_proto(error: EngineError) -> core_pb2.EngineError:
         code=int(error.code),  # type: ignore[arg-type]
         message=error.message,
         retryable=error.is_retryable,
+        fault=int(error.fault),  # type: ignore[arg-type]
     )
     if error.retry_after_ms is not None:
         message.retry_after_ms = error.retry_after_ms
@@ -43,6 +45,7 @@ def engine_error_from_proto(message: core_pb2.EngineError) -> EngineError:
         message=message.message,
         is_retryable=message.retryable,
         retry_after_ms=message.retry_after_ms if message.HasField("retry_after_ms") else None,
+        fault=enum_from_proto(ErrorFault, message.fault, "error.fault"),
     )
 
 

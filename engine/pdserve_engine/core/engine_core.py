@@ -254,9 +254,22 @@ class EngineCore:
         )
         if taken.num_tokens:
             self.step_seq += 1
-            self._num_failures_in_a_row = 0
             self._last = taken
+        self._judge(output)
         return taken
+
+    def _judge(self, output: ModelRunnerOutput) -> None:
+        """A step is over: does the model work? NaN logits may be of a request's own making, but
+        where no request gets others it may be the model. Raises RuntimeError if it is.
+        """
+        if PROBE_ID in output.num_nans_in_logits:
+            raise RuntimeError("the model brings NaN logits for a token of our own")
+        sampled = zip(output.request_ids, output.sampled_token_ids, strict=True)
+        names = {request_id for request_id, token_ids in sampled if token_ids}
+        if names - output.num_nans_in_logits.keys():
+            self._num_failures_in_a_row = 0
+        elif names:
+            self._note_failure()
 
     def _isolate(self, scheduled: SchedulerOutput, error: Exception) -> None:
         """A step failed: find out whose fault it is. Raises the error if it is the engine's."""
@@ -273,6 +286,9 @@ class EngineCore:
             steps.append(batch.scheduled)
         self._is_broken_off = False
         self.scheduler.discard_steps(steps, f"the model failed on this request: {error!r}")
+        self._note_failure()
+
+    def _note_failure(self) -> None:
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             self._num_failures_in_a_row = 0

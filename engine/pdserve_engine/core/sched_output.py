@@ -4,7 +4,7 @@ rest.
 
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,9 @@ class ModelRunnerOutput:
     # Of the prompt tokens that this step's chunk was followed by: for a chunk of positions
     # [a, b) those of tokens a + 1 to b, as far as they belong to the prompt.
     prompt_logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
-    # Requests that could not be sampled for a reason of their own (a failing logits processor).
-    errors: dict[str, str] = field(default_factory=dict)
+    # Requests that could not be sampled for a reason of their own (a failing logits processor, or
+    # all tokens banned).
+    errors: dict[str, EngineError] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
 
 

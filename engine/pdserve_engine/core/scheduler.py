@@ -40,6 +40,7 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     SchedulerStats,
 )
+from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.deadlines import Deadlines
 from pdserve_engine.core.forks import Forks, find_source
@@ -151,11 +152,11 @@ class Scheduler:
         self._deadlines.add(request)
         if request.do_remote_prefill or request.do_remote_decode:
             if self.connector is None:
-                error = EngineError(
-                    code=ErrorCode.INVALID_ARGUMENT,
-                    message="kv_transfer_params is set, this worker has no KV connector",
+                error = InvalidRequestError(
+                    "kv_transfer_params is set, this worker has no KV connector",
+                    field="kv_transfer_params",
                 )
-                request.error = error
+                request.error = error.to_engine_error()
                 self._finish(request, RequestStatus.FINISHED_ERROR)
                 emit(self._outputs, request)
                 return
@@ -198,9 +199,7 @@ class Scheduler:
 
     def expire_deadlines(self, now: float) -> None:
         """End requests whose deadline has passed."""
-        error = EngineError(
-            code=ErrorCode.DEADLINE_EXCEEDED, message="the request's deadline passed"
-        )
+        error = DeadlineExceededError("the request's deadline passed").to_engine_error()
         for request in self._deadlines.take_passed(now):
             self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
 
@@ -290,7 +289,7 @@ class Scheduler:
             else:
                 self._preempt(request)
         if len(failed) == 1:
-            error = EngineError(code=ErrorCode.INTERNAL, message=message)
+            error = RequestFailedError(message).to_engine_error()
             request_ids = [r.request_id for r in suspects]
             self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
         else:
@@ -687,11 +686,11 @@ class Scheduler:
         if prompt_logprobs is not None:
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
         num_nans = result.num_nans_in_logits.get(request_id, 0)
-        problem = result.errors.get(request_id)
+        error = result.errors.get(request_id)
         if num_nans:
-            problem = f"logits had {num_nans} NaN values"
-        if problem is not None:
-            request.error = EngineError(code=ErrorCode.INTERNAL, message=problem)
+            error = RequestFailedError(f"logits had {num_nans} NaN values").to_engine_error()
+        if error is not None:
+            request.error = error
             self._end_running(request, RequestStatus.FINISHED_ERROR)
         elif token_ids:
             self._take_tokens(request, token_ids)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, ErrorFault
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     PROTOCOL_VERSION,
@@ -358,4 +358,7 @@ def _may_release(session: Session, through_block: int) -> bool:
 
 
 def _end_reason(request: Request) -> SessionEndReason:
+    if request.error is not None and request.error.fault is ErrorFault.REQUEST:
+        # As if it had been aborted: the router has P's own error, and no transfer has failed.
+        return SessionEndReason.ABORTED
     return _END_REASONS.get(request.status, SessionEndReason.FINISHED)

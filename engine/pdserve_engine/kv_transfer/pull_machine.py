@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from pdserve_common.engine_types import EngineError, ErrorCode, KVLost
-from pdserve_common.errors import KVTransferError
+from pdserve_common.engine_types import KVLost
+from pdserve_common.errors import KVExpiredError, KVTransferError, RequestAbortedError
 from pdserve_common.kv_types import (
     CancelRequest,
     Granted,
@@ -269,18 +269,15 @@ class PullMachine:
         self.tell(TransferLost(pull.ticket, lost))
 
     def _fail_request(self, pull: Pull) -> None:
-        is_expiry = pull.reason in _EXPIRY_REASONS
-        code = ErrorCode.KV_EXPIRED if is_expiry else ErrorCode.KV_TRANSFER_FAILED
-        error = EngineError(code=code, message=pull.message, is_retryable=True)
-        self.tell(TransferFailed(pull.ticket, error))
+        cls = KVExpiredError if pull.reason in _EXPIRY_REASONS else KVTransferError
+        self.tell(TransferFailed(pull.ticket, cls(pull.message).to_engine_error()))
         text = "the router has not decided within %g s; what is held is free"
         _log(pull, logging.WARNING, text, HOLD_S)
 
     def _void_request(self, pull: Pull) -> None:
         """Nobody's fault: the router knows of it from P's own output."""
         pull.deadline = math.inf
-        error = EngineError(code=ErrorCode.CANCELLED, message=pull.message, is_retryable=False)
-        self.tell(TransferFailed(pull.ticket, error))
+        self.tell(TransferFailed(pull.ticket, RequestAbortedError(pull.message).to_engine_error()))
 
     # ---- inside
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.errors import RequestFailedError
 
 
 class LogitsProcessor(Protocol):
@@ -33,8 +34,8 @@ LogitsProcessorFactory = Callable[[SamplingParams, int], LogitsProcessor]
 NO_PROCESSORS: Mapping[str, LogitsProcessorFactory] = MappingProxyType({})
 
 
-class LogitsProcessorError(Exception):
-    """A processor failed on a request; the message names it and says how."""
+class LogitsProcessorError(RequestFailedError):
+    """A processor failed on a request; the message names it and says how. Not retryable."""
 
 
 class ProcessorChain:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
+from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
 from pdserve_engine.core.sched_output import NewRequestData
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
 from pdserve_engine.sampling.penalties import Penalties, Rows
@@ -34,7 +35,7 @@ class SampledTokens(NamedTuple):
     # One position each, of the rows that ask for logprobs and have no error.
     logprobs: dict[int, LogprobsLists]
     # Why a row could not be sampled; its token is a dummy.
-    errors: dict[int, str]
+    errors: dict[int, EngineError]
     # [n] int64: NaN in each row's logits, before any parameter.
     num_nans: Rows
 
@@ -143,8 +144,8 @@ class SamplingState:
 
     def _apply_rules(
         self, logits: torch.Tensor, rows: Rows, output_token_ids: Callable[[int], Rows]
-    ) -> dict[int, str]:
-        errors: dict[int, str] = {}
+    ) -> dict[int, EngineError]:
+        errors: dict[int, EngineError] = {}
         constrained: list[int] = []
         for index in np.flatnonzero(self._has_rules[rows]).tolist():
             row = int(rows[index])
@@ -152,12 +153,12 @@ class SamplingState:
                 if self._rules[row].apply(logits[index], output_token_ids(row)):
                     constrained.append(index)
             except LogitsProcessorError as error:
-                errors[index] = str(error)
+                errors[index] = error.to_engine_error()
         if constrained:
             highest = torch.stack([logits[index].amax() for index in constrained]).tolist()
             for index, value in zip(constrained, highest, strict=True):
                 if not math.isfinite(value):
-                    errors[index] = _why_unusable(value)
+                    errors[index] = _why_unusable(value).to_engine_error()
         return errors
 
     def _logprobs(
@@ -190,7 +191,12 @@ def _count_or_none(num_logprobs: int | None) -> int:
     return NO_LOGPROBS if num_logprobs is None else num_logprobs
 
 
-def _why_unusable(highest: float) -> str:
+def _why_unusable(highest: float) -> PdserveError:
     if highest == -math.inf:
-        return "no token is left to choose: the request's parameters ban all of them"
-    return f"the highest logit is {highest} after the request's parameters were applied"
+        return InvalidRequestError(
+            "no token is left to choose: allowed_token_ids, bad_words, min_tokens and "
+            "logits_processors ban all of them behind this answer",
+        )
+    return RequestFailedError(
+        f"the highest logit is {highest} after the request's parameters were applied"
+    )

@@ -16,7 +16,6 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineError,
-    ErrorCode,
     FinishReason,
     SchedulerStats,
 )
@@ -268,4 +267,4 @@ class _EngineProcess:
 
 
 def _plain_error(error: Exception) -> EngineError:
-    return EngineError(code=ErrorCode.INTERNAL, message=str(error))
+    return PdserveError(str(error)).to_engine_error()

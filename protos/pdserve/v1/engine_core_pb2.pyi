@@ -45,6 +45,13 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_DRAINING: _ClassVar[ErrorCode]
     ERROR_CODE_CLIENT_TOO_SLOW: _ClassVar[ErrorCode]
     ERROR_CODE_FAILED_PRECONDITION: _ClassVar[ErrorCode]
+
+class ErrorFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_FAULT_UNSPECIFIED: _ClassVar[ErrorFault]
+    ERROR_FAULT_REQUEST: _ClassVar[ErrorFault]
+    ERROR_FAULT_WORKER: _ClassVar[ErrorFault]
+    ERROR_FAULT_PEER: _ClassVar[ErrorFault]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -72,18 +79,24 @@ ERROR_CODE_ENGINE_DEAD: ErrorCode
 ERROR_CODE_DRAINING: ErrorCode
 ERROR_CODE_CLIENT_TOO_SLOW: ErrorCode
 ERROR_CODE_FAILED_PRECONDITION: ErrorCode
+ERROR_FAULT_UNSPECIFIED: ErrorFault
+ERROR_FAULT_REQUEST: ErrorFault
+ERROR_FAULT_WORKER: ErrorFault
+ERROR_FAULT_PEER: ErrorFault
 
 class EngineError(_message.Message):
-    __slots__ = ("code", "message", "retryable", "retry_after_ms")
+    __slots__ = ("code", "message", "retryable", "retry_after_ms", "fault")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     message: str
     retryable: bool
     retry_after_ms: int
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retryable: bool = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    fault: ErrorFault
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retryable: bool = ..., retry_after_ms: _Optional[int] = ..., fault: _Optional[_Union[ErrorFault, str]] = ...) -> None: ...
 
 class StructuredOutputsParams(_message.Message):
     __slots__ = ("json_schema", "regex", "choice", "grammar")

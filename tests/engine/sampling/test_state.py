@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_common.engine_types import (
+    EngineError,
+    ErrorCode,
+    ErrorFault,
+    LogprobsLists,
+    SamplingParams,
+)
 from pdserve_engine.core.sched_output import NewRequestData
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
 from pdserve_engine.sampling.state import SamplingState
@@ -92,7 +98,7 @@ class Batch:
 
     def sample(
         self, rows: Sequence[int], logits: torch.Tensor
-    ) -> tuple[list[int], dict[int, LogprobsLists], dict[int, str]]:
+    ) -> tuple[list[int], dict[int, LogprobsLists], dict[int, EngineError]]:
         """The dicts are by row."""
         result = self.state.sample(
             logits.clone(),
@@ -106,7 +112,7 @@ class Batch:
         return (
             tokens,
             {rows[i]: lists for i, lists in result.logprobs.items()},
-            {rows[i]: message for i, message in result.errors.items()},
+            {rows[i]: error for i, error in result.errors.items()},
         )
 
 
@@ -236,7 +242,8 @@ def test_a_failing_processor_fails_its_request_only(name: str, message: str) -> 
     assert tokens == [int(logits[0].argmax()), 0, int(logits[2].argmax())]
     assert list(errors) == [1]
     assert list(logprobs) == [0]
-    assert re.search(message, errors[1])
+    assert re.search(message, errors[1].message)
+    assert errors[1].fault is ErrorFault.REQUEST
 
 
 def test_parameters_that_ban_everything_fail_the_request() -> None:
@@ -244,7 +251,8 @@ def test_parameters_that_ban_everything_fail_the_request() -> None:
     batch.add(0, SamplingParams(allowed_token_ids=(EOS, 4), min_tokens=2, stop_token_ids=(4,)))
     tokens, _, errors = batch.sample([0], make_logits(1))
     assert tokens == [0]
-    assert "no token is left" in errors[0]
+    assert "no token is left" in errors[0].message
+    assert errors[0].code is ErrorCode.INVALID_ARGUMENT
 
 
 def test_nan_logits_stay_in_their_row() -> None:
