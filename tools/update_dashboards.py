@@ -927,8 +927,8 @@ def router() -> Dashboard:
                 bad=1,
                 queries={"{{pod}}": f"pdserve_redrives_waiting{{{RELEASE}}}"},
                 description=(
-                    "Their worker was lost and no other has room. Above 0 for seconds: requests "
-                    "are about to fail (redrive_wait_s); add workers."
+                    "Their worker was lost and no other has room. Above 0 for long: requests "
+                    "are about to fail (redrive_wait_s, max_redrives); add workers."
                 ),
             ),
             Panel(

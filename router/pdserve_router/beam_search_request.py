@@ -257,6 +257,7 @@ class BeamSearchRequest(LiveRequest):
 
     def _advance(self) -> None:
         self._redrives.on_token(self)
+        self.recovery.note_tokens(1)
         tops = [self._tops[index] for index in range(len(self._tops))]
         self._tops = {}
         self._timeline.on_tokens(time.monotonic_ns(), num_before=self._search.num_tokens, num_new=1)

@@ -69,9 +69,15 @@ class RouterConfig(TlsConfig):
         1024, "Requests that wait for their first token; one more is refused with 429."
     )
     max_redrives: int = opt(
-        3, "How often a request whose worker failed is sent to another; then it fails."
+        3,
+        "How often a request whose worker failed is sent to another; then it fails. Drains do not "
+        "count, and 512 new tokens give one back.",
     )
-    redrive_wait_s: float = opt(10.0, "How long such a request waits for a worker if none is left.")
+    redrive_wait_s: float = opt(
+        60.0,
+        "How long such a request waits, within its deadline, while no worker of its weights is "
+        "ready.",
+    )
     default_deadline_s: float = opt(600.0, "Deadline of requests that bring none.")
     max_deadline_s: float = opt(3600.0, "Longer deadlines are cut to this.")
     client_stall_timeout_s: float = opt(10.0, "A client that reads nothing for this long is cut.")

@@ -159,6 +159,7 @@ class Handoff(LiveRequest):
         num_new = len(self.state.token_ids) - num_before
         if num_new:
             self._on_progress(worker)
+            self.recovery.note_tokens(num_new)
             self._on_tokens(self, num_new)
         if stop_string is not None:
             self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")

@@ -21,18 +21,25 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.origin import Origin
 from pdserve_router.prefix_estimate import num_known_tokens
 from pdserve_router.route_chooser import Route
-from pdserve_router.worker_client import WorkerClient
+from pdserve_router.worker_client import WorkerClient, WorkerState
 from pdserve_router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 # D computes so few tokens itself: less than the way over a prefill worker costs.
 SMALL_NUM_TOKENS = 512
-# A worker that failed a request gets it again no sooner, and only if there is no other.
+# A worker that failed a request gets it again no sooner, and only if there is no other. Twice as
+# long for each attempt in a row that brought no token, up to sixteen times.
 REUSE_DELAY_S = 0.5
+MAX_REUSE_DOUBLINGS = 4
+# So many new tokens without another loss give one redrive back. At 10 to 50 tokens a second that is
+# 10 to 50 s, about what a lost worker takes to come back: a stream survives any number of losses
+# that come no faster. One that fails its workers where it stands brings none, and ends.
+TOKENS_PER_REDRIVE = 512
 # How often those that wait look at the workers' queues, which change with every step.
 TICK_S = 0.05
 
@@ -55,6 +62,11 @@ class Recovery:
     """What one request has lost, and what it still has."""
 
     num_redrives: int = 0
+    # Those of them that count against `max_redrives`: of losses that were not planned, and that
+    # progress has not given back.
+    num_spent: int = 0
+    # The lost attempt was taken from a worker that drains.
+    is_planned: bool = False
     # Of the attempt that is lost: its route, what its workers said in that order, and when.
     route: Route | None = None
     errors: dict[WorkerClient, EngineError] = field(default_factory=dict)
@@ -66,6 +78,9 @@ class Recovery:
     num_confirmed_tokens: int = 0
     # Who failed earlier attempts, and when they may get it again.
     _retry_at_before: dict[WorkerClient, float] = field(default_factory=dict)
+    # Attempts since the last token, and tokens since a redrive was spent or given back.
+    _num_idle: int = 0
+    _num_new_tokens: int = 0
 
     @property
     def error(self) -> EngineError:
@@ -94,7 +109,8 @@ class Recovery:
 
     @property
     def _retry_at(self) -> dict[WorkerClient, float]:
-        delay_s = max(REUSE_DELAY_S, (self.error.retry_after_ms or 0) / 1000)
+        delay_s = REUSE_DELAY_S * 2 ** min(self._num_idle, MAX_REUSE_DOUBLINGS)
+        delay_s = max(delay_s, (self.error.retry_after_ms or 0) / 1000)
         return self._retry_at_before | dict.fromkeys(self.blamed, self.lost_at + delay_s)
 
     @property
@@ -110,16 +126,31 @@ class Recovery:
         self.reason = self.reason if self.errors else reason
         self.errors[worker] = error
         self.lost_at = time.monotonic()
+        is_draining = any(each.state is WorkerState.DRAINING for each in route.workers)
+        self.is_planned |= is_draining or error.code is ErrorCode.DRAINING
+
+    def note_tokens(self, num_new: int) -> None:
+        """The answer goes on."""
+        self._num_idle = 0
+        self._num_new_tokens += num_new
+        while self.num_spent and self._num_new_tokens >= TOKENS_PER_REDRIVE:
+            self.num_spent -= 1
+            self._num_new_tokens -= TOKENS_PER_REDRIVE
 
     def forget(self) -> None:
         """The attempt goes on without the worker that was lost."""
         self.errors.clear()
         self.holder = None
+        self.is_planned = False
 
     def begin_attempt(self) -> None:
         """The request is about to be sent again."""
         self._retry_at_before = self._retry_at
         self.num_redrives += 1
+        self._num_idle += 1
+        if not self.is_planned:
+            self.num_spent += 1
+            self._num_new_tokens = 0
         self.num_confirmed_tokens = 0
         self.forget()
 
@@ -164,8 +195,8 @@ class RedriveQueue:
     They go ahead of new work, so they are let onto a worker only a few at a time: those that have
     not brought a token since are one request, or hold at most one step's tokens, or a quarter of
     those that wait there, of which this router takes its share. So others lose a quarter of P at
-    most when a D dies with many long contexts. Where no worker is left a request waits for one, for
-    `wait_s` or until its deadline.
+    most when a D dies with many long contexts. A request waits for a worker until its deadline,
+    unless nobody has been ready for `wait_s` of those that could go on with it.
     """
 
     def __init__(
@@ -188,8 +219,13 @@ class RedriveQueue:
         return redrive in self._waiting
 
     def is_spent(self, redrive: Redrive) -> bool:
-        """True if it has been sent again as often as it may."""
-        return redrive.recovery.num_redrives >= self._max_redrives
+        """True if it has been sent again as often as it may. Planned losses are free, but within
+        its deadline and what the wire holds.
+        """
+        recovery = redrive.recovery
+        if recovery.num_redrives >= MAX_ATTEMPT:
+            return True
+        return not recovery.is_planned and recovery.num_spent >= self._max_redrives
 
     def blame(self, route: Route, worker: WorkerClient, error: EngineError) -> None:
         """Tell the pool who is at fault for a request's failure. Never for what the request or its
@@ -211,14 +247,14 @@ class RedriveQueue:
         reason: str,
     ) -> None:
         """Note that a worker cannot go on with the request's current attempt."""
+        attempt = redrive.recovery.num_redrives
+        redrive.recovery.add(route, worker, error, reason=reason)
         what_next = "it is sent again when a worker has room"
         if self.is_spent(redrive):
             what_next = "no attempt is left"
         text = "lost %s: %s: %s; %s"
         args = (worker.address, reason, error.message, what_next)
-        attempt = redrive.recovery.num_redrives
         log_request(logger, logging.WARNING, redrive.request.request_id, attempt, text, *args)
-        redrive.recovery.add(route, worker, error, reason=reason)
 
     def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
@@ -328,7 +364,8 @@ class RedriveQueue:
     def _on_nobody(self, waiting: _Waiting, now: float) -> None:
         if waiting.alone_since is None:
             waiting.alone_since = now
-        if now - waiting.alone_since >= self._wait_s:
+        served_at = self.pool.last_served_at(waiting.redrive.begun_origins)
+        if now - max(waiting.alone_since, served_at) >= self._wait_s:
             self._give_up(waiting.redrive)
 
     def _give_up(self, redrive: Redrive) -> None:

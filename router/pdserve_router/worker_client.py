@@ -26,9 +26,11 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import (
+    DrainingError,
     EngineDeadError,
     InvalidRequestError,
     NoWorkerError,
+    PdserveError,
     RequestAbortedError,
 )
 from pdserve_common.rpc import open_channel
@@ -433,17 +435,23 @@ class WorkerClient:
             self._last_problem = reason
         self._release_hold()
         self.stats = None
+        # One that had said that it drains was expected to go.
+        was_held = self.state is WorkerState.REATTACHING
+        last_state = self._held_state if was_held else self.state
+        error_type = DrainingError if last_state is WorkerState.DRAINING else EngineDeadError
         if self.state is not WorkerState.DOWN:
             self.state = WorkerState.DOWN
             self._on_change()
-        self._fail_all(reason)
+        self._fail_all(reason, error_type)
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, error_type: type[PdserveError] = EngineDeadError) -> None:
         for request_id in list(self._listeners):
-            self._end_as_lost(request_id, reason)
+            self._end_as_lost(request_id, reason, error_type)
 
-    def _end_as_lost(self, request_id: str, reason: str) -> None:
-        error = EngineDeadError(f"worker {self.address} was lost: {reason}")
+    def _end_as_lost(
+        self, request_id: str, reason: str, error_type: type[PdserveError] = EngineDeadError
+    ) -> None:
+        error = error_type(f"worker {self.address} was lost: {reason}")
         self._end_with(request_id, error.to_engine_error())
 
     def _end_with(self, request_id: str, error: EngineError) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import math
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
@@ -101,6 +103,8 @@ class WorkerPool:
             require_exact=rules.require_determinism == "exact",
             on_change=self._on_change,
         )
+        # Since when those that are listed and not ready are not.
+        self._gone_since: dict[WorkerClient, float] = {}
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -189,6 +193,25 @@ class WorkerPool:
             request,
             prefill=[w for w in self._available(self.prefill, origins) if w not in exclude],
             decode=[w for w in decode if w not in exclude],
+        )
+
+    def last_served_at(self, origins: Collection[Origin]) -> float:
+        """Return when (time.monotonic) a listed worker was last ready that could go on with an
+        answer of these origins, or take a request whose answer has not begun: now if one is. One
+        that has never been attached counts from when it was listed, as it may be the next.
+        """
+        now = time.monotonic()
+        name = self._weights.name_for(origins) if origins else ""
+
+        def last(worker: WorkerClient) -> float:
+            is_other = worker.info is not None and self._weights.name_of(worker.origin) != name
+            return -math.inf if name and is_other else self._gone_since.get(worker, now)
+
+        roles = [WorkerRole.DECODE]
+        if self._rules.require_disaggregation:
+            roles.append(WorkerRole.PREFILL)
+        return min(
+            max(map(last, self._distinct(self._workers[role])), default=-math.inf) for role in roles
         )
 
     def note_answered(
@@ -345,6 +368,9 @@ class WorkerPool:
     def _refresh(self) -> None:
         is_serving = bool(self._weights.name)
         workers = (*self.decode, *self.prefill)
+        now = time.monotonic()
+        gone = [worker for worker in workers if not worker.is_ready]
+        self._gone_since = {worker: self._gone_since.get(worker, now) for worker in gone}
         self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)
         self._spare_last()
         prefill, decode = self._distinct(self.prefill), self._distinct(self.decode)

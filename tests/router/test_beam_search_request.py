@@ -347,6 +347,16 @@ async def test_a_search_goes_on_elsewhere_when_its_worker_drains(two) -> None:
     assert output.metrics.decode_engine_id == workers.second.info.engine_id
 
 
+async def test_a_drain_takes_nothing_of_a_searchs_redrives(start_stack) -> None:
+    async def hand_back(running) -> None:
+        error = EngineError(code=ErrorCode.DRAINING, message="shutdown", is_retryable=True)
+        running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+    async with start_stack(prefill=0, decode=2, max_redrives=0) as stack:
+        TwoWorkers(stack, 2, hand_back)
+        assert_recovered(stack, await generate(stack), reason="draining")
+
+
 async def test_a_step_is_done_again_elsewhere_when_its_worker_dies(two) -> None:
     workers = TwoWorkers(two, 2, hang)
     task = asyncio.create_task(generate(two))

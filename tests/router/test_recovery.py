@@ -22,6 +22,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_router import handoff
+from pdserve_router.worker_client import WorkerState
 
 RETRYABLE = (
     ErrorCode.ENGINE_DEAD,
@@ -443,6 +444,73 @@ async def test_the_redrives_of_a_request_are_bounded(four, caplog) -> None:
         assert told[2 * attempt + 1].startswith(f"{attempt + 1}: it goes on after ")
     assert told[6].endswith("no attempt is left")
     assert told[7:] == ["3: nobody is left to go on with: it fails"]
+
+
+def drain(running: Running) -> None:
+    """Hand the request back, and come again as another process."""
+    fail(running, ErrorCode.DRAINING)
+
+    async def restart() -> None:
+        await asyncio.sleep(0.05)
+        worker = running.worker
+        worker.info = replace(worker.info, epoch=f"{int(worker.info.epoch, 16) + 1:032x}")
+        worker.cut()
+
+    running.worker.restarting = asyncio.create_task(restart())
+
+
+@pytest.mark.parametrize("num_drains", [4, 10])
+@pytest.mark.parametrize("max_redrives", [0, 3])
+async def test_a_chain_of_drains_takes_nothing_of_the_redrives(
+    start_stack, tokenizer, num_drains, max_redrives
+) -> None:
+    async with start_stack(prefill=2, decode=2, max_redrives=max_redrives) as stack:
+        for worker in stack.decodes:
+            worker.behave = failing(1, drain, attempts=range(num_drains))
+        outputs = await generate(stack, timeout=60)
+        await assert_recovered(stack, outputs, tokenizer)
+        assert outputs[-1].metrics.num_redrives == num_drains
+
+
+async def test_a_worker_that_goes_after_it_said_that_it_drains_was_expected_to(
+    start_stack, tokenizer
+) -> None:
+    async with start_stack(decode=2, max_redrives=0) as stack:
+        for worker in stack.decodes:
+            worker.behave = failing(2, hang)
+        task = asyncio.create_task(generate(stack))
+        await until(lambda: num_delivered(stack) == 2)
+        (busy,) = [worker for worker in stack.decodes if worker.num_running]
+        busy.is_draining = True
+        states = {client.address: client for client in stack.server.pool.decode}
+        await until(lambda: states[busy.address].state is WorkerState.DRAINING)
+        await busy.stop()
+        await assert_recovered(stack, await task, tokenizer)
+
+
+async def test_losses_between_long_stretches_never_end_a_stream(
+    start_stack, tokenizer, monkeypatch
+) -> None:
+    monkeypatch.setattr("pdserve_router.redrive.TOKENS_PER_REDRIVE", 2)
+    async with start_stack(prefill=2, decode=2, max_redrives=1) as stack:
+        for worker in stack.decodes:
+            worker.behave = failing(3, fail, attempts=range(5))
+        outputs = await generate(stack, timeout=60)
+        await assert_recovered(stack, outputs, tokenizer)
+        assert outputs[-1].metrics.num_redrives == 5
+
+
+async def test_a_poisonous_request_ends_and_leaves_out_nobody(four, tokenizer) -> None:
+    for worker in four.decodes:
+        worker.behave = failing(0, fail, attempts=range(20))
+    for _ in range(3):
+        outputs = await generate(four, timeout=60)
+        assert ending(outputs).error.code == core.ERROR_CODE_ENGINE_DEAD
+        assert outputs[-1].metrics.num_redrives == 3
+    assert four.metric("pdserve_workers_failing", role="decode") == 0
+    for worker in four.decodes:
+        worker.behave = decode
+    assert text_of(await generate(four)) == ANSWER_TEXT
 
 
 async def test_without_an_attempt_left_decode_still_goes_on_without_prefill(

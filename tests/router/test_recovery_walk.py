@@ -7,7 +7,9 @@ As in the model, every token that is sampled is another one, and knows what was 
 
 import asyncio
 import itertools
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -285,6 +287,9 @@ class World:
         if is_local or not prefills or self._rng.random() < 0.3:
             return Route(decode=decode, reason="no_prefill_worker")
         return Route(prefill=self._rng.choice(prefills), decode=decode)
+
+    def last_served_at(self, origins: object) -> float:
+        return time.monotonic() if any(client.is_ready for client in self.decode) else -math.inf
 
     def report_failure(self, failing: object) -> None:
         pass

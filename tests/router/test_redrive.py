@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import time
 from typing import TypeVar
 
@@ -20,9 +21,11 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.origin import Origin
-from pdserve_router.redrive import Recovery, RedriveQueue
+from pdserve_router.redrive import TOKENS_PER_REDRIVE, Recovery, RedriveQueue
 from pdserve_router.route_chooser import Route
+from pdserve_router.worker_client import WorkerState
 
 
 class NobodyPool:
@@ -32,6 +35,9 @@ class NobodyPool:
 
     def route(self, request: EngineCoreRequest, *, origins: object, exclude: object) -> Route:
         raise NoWorkerError("nobody is here")
+
+    def last_served_at(self, origins: object) -> float:
+        return -math.inf
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +86,7 @@ class Worker:
 
     stats: SchedulerStats | None = None
     is_ready = True
+    state = WorkerState.READY
     num_routers = 1
 
     def __init__(self, role: WorkerRole, step_tokens: int) -> None:
@@ -165,7 +172,7 @@ async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> No
     pool = OnePairPool(step_tokens=2)
     queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
     first, second, spent = (lost_request(name, SentRequest) for name in ("a", "b", "c"))
-    spent.recovery.num_redrives = 3
+    spent.recovery.num_spent = 3
     for request in (first, second):
         queue.add(request)
     queue.add(spent, delay_s=0.05)
@@ -264,3 +271,80 @@ async def lose_several_at_once() -> None:
 
 def test_requests_that_are_lost_together_all_get_their_turn() -> None:
     uvloop.run(lose_several_at_once())
+
+
+class SecondsPool(NobodyPool):
+    """Nobody is ready; how long ago somebody was."""
+
+    ago_s = 0.0
+
+    def last_served_at(self, origins: object) -> float:
+        return time.monotonic() - self.ago_s
+
+
+@pytest.mark.parametrize(("ago_s", "is_given_up"), [(0.0, False), (5.0, False), (70.0, True)])
+async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
+    ago_s: float, is_given_up: bool
+) -> None:
+    pool = SecondsPool()
+    pool.ago_s = ago_s
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=60)  # type: ignore[arg-type]
+    request = lost_request("a")
+    queue.add(request)
+    # As if it had waited for long.
+    queue._waiting[request].alone_since = time.monotonic() - 100
+    await asyncio.sleep(0.2)
+    assert request.given_up.is_set() is is_given_up
+    queue.discard(request)
+
+
+def lose_again(recovery: Recovery, *, code: ErrorCode = ErrorCode.ENGINE_DEAD) -> None:
+    worker = Worker(WorkerRole.DECODE, 1)
+    error = EngineError(code=code, message="gone", is_retryable=True)
+    recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+    recovery.begin_attempt()
+
+
+def test_progress_gives_redrives_back_and_drains_take_none() -> None:
+    recovery = Recovery()
+    for _ in range(20):
+        lose_again(recovery, code=ErrorCode.DRAINING)
+    assert (recovery.num_redrives, recovery.num_spent) == (20, 0)
+    for _ in range(3):
+        lose_again(recovery)
+        recovery.note_tokens(TOKENS_PER_REDRIVE - 1)
+    assert recovery.num_spent == 3, "no stretch was long enough"
+    recovery.note_tokens(1)
+    assert recovery.num_spent == 2
+    recovery.note_tokens(5 * TOKENS_PER_REDRIVE)
+    assert recovery.num_spent == 0
+    lose_again(recovery)
+    assert recovery.num_spent == 1, "progress is not saved up"
+
+
+def test_a_worker_that_is_no_use_again_and_again_is_asked_less_and_less() -> None:
+    recovery = Recovery()
+    waits = []
+    worker = Worker(WorkerRole.DECODE, 1)
+    for _ in range(7):
+        error = EngineError(code=ErrorCode.DRAINING, message="gone", is_retryable=True)
+        recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+        (at,) = recovery._retry_at.values()
+        waits.append(at - recovery.lost_at)
+        recovery.begin_attempt()
+    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 8, 8])
+    recovery.note_tokens(1)
+    recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+    (at,) = recovery._retry_at.values()
+    assert at - recovery.lost_at == pytest.approx(0.5), "a token came"
+
+
+async def test_what_only_drains_ends_with_the_last_attempt_of_the_wire() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = RedriveQueue(NobodyPool(), metrics=metrics, max_redrives=0, wait_s=60)  # type: ignore[arg-type]
+    request = lost_request("a")
+    request.recovery.is_planned = True
+    assert not queue.is_spent(request)
+    request.recovery.num_redrives = MAX_ATTEMPT
+    assert queue.is_spent(request)
