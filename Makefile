@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 PROMPT ?= Tell me a story.
 SOAK_SEED ?= 1
 SOAK_SCHEDULES ?= 200
+FUZZ_MINUTES ?= 5
+FUZZ_FACTOR ?= 10
 INSTALLED := $(VENV)/.installed
 # Has torch without CUDA; empty, or out of reach: PyPI's, which is the one for CUDA.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -21,7 +23,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized crds soak bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized crds soak fuzz bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -74,6 +76,14 @@ crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some t
 soak: $(INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak
 	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
+
+fuzz: $(INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prints the seed and the smallest input that fails
+	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
+		seed=$${FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
+		echo "FUZZ_SEED=$$seed FUZZ_FACTOR=$(FUZZ_FACTOR)"; \
+		FUZZ_FACTOR=$(FUZZ_FACTOR) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q $(IN_PARALLEL) \
+			--hypothesis-seed=$$seed tests/fuzz || exit 1; \
+	done
 
 bench: $(INSTALLED) ## Run the benchmark of routers; prints tables for benchmarks/RESULTS.md, as all bench-* do
 	$(BIN)/python benchmarks/bench_router.py

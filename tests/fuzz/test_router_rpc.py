@@ -1,0 +1,81 @@
+"""What the router serves over gRPC, called by somebody who does not mean well."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from messages import Known, merged, messages, payloads
+from rpc import GIVEN_UP, call, check, plans
+from settings_of_fuzz import examples
+from system import System
+
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve.v1 import inference_service_pb2 as pb2
+
+pytestmark = pytest.mark.slow
+
+MODEL = "pdserve-tiny"
+INFERENCE = pb2.DESCRIPTOR.services_by_name["InferenceService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+METHODS = [*INFERENCE.methods, *HEALTH.methods, *REFLECTION.methods]
+# They go on until their caller has had enough.
+ENDLESS = ("Watch",)
+# What is served, below what is drawn.
+SAMPLING = core_pb2.SamplingParams(max_tokens=3)
+SERVED: dict[str, tuple[Message, ...]] = {
+    "Generate": (
+        pb2.GenerateRequest(model=MODEL, text="a fox", sampling_params=SAMPLING),
+        pb2.GenerateRequest(
+            model=MODEL, tokens=pb2.TokenPrompt(token_ids=[5, 6, 7]), sampling_params=SAMPLING
+        ),
+        pb2.GenerateRequest(
+            model=MODEL,
+            chat=pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="a fox")]),
+            sampling_params=SAMPLING,
+        ),
+    ),
+    "Tokenize": (pb2.TokenizeRequest(model=MODEL, text="a fox"),),
+    "Detokenize": (pb2.DetokenizeRequest(model=MODEL, token_ids=[5, 6, 7]),),
+}
+KNOWN = Known(
+    texts=(MODEL, "user", "assistant", "system", INFERENCE.full_name, "liveness", "fox", " "),
+    numbers=(2, 5, 125),
+)
+
+
+@pytest.fixture
+def channel(system: System) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(system.router_address) as channel:
+        yield channel
+
+
+def requests(method: MethodDescriptor) -> st.SearchStrategy[Message]:
+    """Messages of a method, most of them on the way to be served."""
+    drawn = messages(method.input_type, KNOWN)
+    served = SERVED.get(method.name)
+    return drawn if served is None else st.one_of(drawn, merged(st.sampled_from(served), drawn))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_any_call_is_answered_or_refused(
+    system: System, channel: grpc.Channel, method: MethodDescriptor
+) -> None:
+    also: tuple[Any, ...] = tuple(GIVEN_UP) if method.name in ENDLESS else ()
+
+    @examples(60 if method.name == "Generate" else 15)
+    @given(plans(method, payloads(requests(method)), max_size=3))
+    def target(plan: Any) -> None:
+        if method.name in ENDLESS:
+            plan = plan._replace(timeout_s=min(plan.timeout_s, 0.1))
+        with system.example():
+            check(call(channel, method, plan), plan, also=also)
+
+    target()
