@@ -220,7 +220,8 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         if error.retry_after_ms is not None:
             context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
         await context.abort(status_of(error), error.message)
-    except (grpc.aio.AbortError, asyncio.CancelledError):
+    # InternalError: the caller is gone, and nothing can be sent. If it is not that, gRPC logs it.
+    except (grpc.aio.AbortError, grpc.aio.InternalError, asyncio.CancelledError):
         raise
     except Exception:
         logger.exception("unexpected error in an RPC")

@@ -1,6 +1,7 @@
 """The health that every server of pdserve tells."""
 
 import asyncio
+import contextlib
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from pdserve_common import rpc
+from pdserve_common.errors import InvalidRequestError
 from pdserve_common.metrics import MetricsServer
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 
@@ -80,3 +82,32 @@ async def test_nothing_is_healthy_whose_event_loop_hangs(monkeypatch: pytest.Mon
             assert not pool.submit(probe).result(60), "while this thread waits, the loop hangs"
     finally:
         await server.stop(0)
+
+
+async def test_a_caller_that_leaves_while_it_is_refused_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    has_begun, is_over = asyncio.Event(), asyncio.Event()
+
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        try:
+            async with rpc.rpc_errors(context), rpc.rpc_errors(context):
+                has_begun.set()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+                raise InvalidRequestError("nobody is there to hear it")
+        finally:
+            is_over.set()
+
+    server = RpcServer("127.0.0.1", 0)
+    handlers = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    generic = grpc.method_handlers_generic_handler("a.Service", handlers)
+    server.server.add_generic_rpc_handlers((generic,))
+    await server.start(["a.Service"])
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = channel.unary_unary("/a.Service/Refuse")(b"")
+        await has_begun.wait()
+        call.cancel()
+        await asyncio.wait_for(is_over.wait(), 60)
+    await server.stop(0)
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -84,7 +84,7 @@ def send(system: System, method: str, target: bytes, body: bytes) -> Response:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_any_body_is_answered_or_refused(system: System, path: str) -> None:
-    @examples(60)
+    @examples(40)
     @given(bodies(served_bodies(path)))
     def target(body: bytes) -> None:
         with system.example():
@@ -99,7 +99,7 @@ def test_any_path_is_answered_or_refused(system: System) -> None:
     paths = st.one_of(st.sampled_from(PATHS), odd, odd.map(lambda path: "/v1/models" + path))
     queries = st.one_of(st.just(""), texts().map(lambda text: "?" + _quoted(text)))
 
-    @examples(30)
+    @examples(20)
     @given(st.sampled_from(METHODS), paths, queries, st.binary(max_size=50))
     def target(method: str, path: str, query: str, body: bytes) -> None:
         with system.example():
@@ -195,7 +195,7 @@ def pieces(draw: st.DrawFn) -> list[bytes]:
 
 
 def test_any_bytes_are_answered_or_cut(system: System) -> None:
-    @examples(60)
+    @examples(40)
     @given(pieces())
     def target(pieces: list[bytes]) -> None:
         with system.example():

@@ -70,7 +70,7 @@ def test_any_call_is_answered_or_refused(
 ) -> None:
     also: tuple[Any, ...] = tuple(GIVEN_UP) if method.name in ENDLESS else ()
 
-    @examples(60 if method.name == "Generate" else 15)
+    @examples(40 if method.name == "Generate" else 10)
     @given(plans(method, payloads(requests(method)), max_size=3))
     def target(plan: Any) -> None:
         if method.name in ENDLESS:

@@ -38,7 +38,7 @@ FUZZ_P, FUZZ_D = "fuzz-p", "fuzz-d"
 # For what was sent to be read. Whether it was is not asked.
 LAST_WORDS_S = 0.05
 # D dials one that has refused it after a second at most.
-BACKOFF_S = 1.5
+BACKOFF_S = 1.1
 
 PARAMS = core_pb2.SamplingParams(max_tokens=3)
 REQUEST = core_pb2.EngineCoreRequest(
@@ -79,7 +79,7 @@ def test_any_call_of_a_router_is_answered_or_refused(
         drawn = messages(method.input_type, known(info_of(channel)))
         hello = st.just(service_pb2.AttachRequest(hello=HELLO).SerializeToString())
 
-        @examples(30 if method.name in ("Generate", "Attach") else 5)
+        @examples(20 if method.name in ("Generate", "Attach") else 5)
         @given(plans(method, payloads(drawn), max_size=6), st.booleans(), hello)
         def target(plan: Plan, says_hello: bool, hello: bytes) -> None:
             if method.name == "Attach" and says_hello:
@@ -272,7 +272,7 @@ def test_p_takes_no_harm_from_any_d(system: System, real_hello: kv_pb2.KvLinkHel
     descriptor = kv_pb2.KvLinkRequest.DESCRIPTOR
     first = payloads(messages(descriptor, Known(parts={descriptor.full_name: st.nothing()})))
 
-    @examples(40)
+    @examples(25)
     @given(st.data(), st.integers(0, 3), st.booleans(), first, st.booleans())
     def target(data: Any, count: int, is_real: bool, first: bytes, half_closes: bool) -> None:
         with system.example(), channel_to(system, "prefill-0") as channel:
@@ -335,7 +335,7 @@ def test_d_takes_no_harm_from_any_p(
     right = st.just(kv_pb2.KvLinkResponse(welcome=welcome).SerializeToString())
     first = st.one_of(right, right, payloads(merged(right.map(response_of), drawn)))
 
-    @examples(40)
+    @examples(10)
     @given(first, st.lists(payloads(drawn), max_size=6))
     def target(first: bytes, others: list[bytes]) -> None:
         note(f"answers {[payload.hex() for payload in (first, *others)]}")
