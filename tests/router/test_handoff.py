@@ -459,18 +459,6 @@ async def test_a_ticket_that_p_voided_waits_for_ps_own_word(stack) -> None:
     await stack.assert_idle()
 
 
-async def test_workers_of_one_name_get_no_handoffs(start_stack) -> None:
-    async with start_stack(prefill=2) as stack:
-        second = stack.prefills[1]
-        name = stack.prefill.info.engine_id
-        second.info = replace(second.info, engine_id=name, epoch="1" * 32)
-        second.cut()
-        await until(lambda: len(second.hellos) == 2)
-        await until(lambda: all(worker.is_ready for worker in stack.server.pool.prefill))
-        outputs = await generate(stack)
-        assert outputs[-1].metrics.path == "local"
-
-
 async def test_logprobs_wait_for_prefills_word_when_decode_is_first(stack) -> None:
     """Only P has those of the first token; D repeats the token without them."""
 
