@@ -13,7 +13,7 @@ ROWS = [
         ("D", range(1, 8)),
         ("E", range(1, 6)),
         ("F", range(1, 8)),
-        ("G", (*range(1, 9), *range(10, 13), *range(14, 17))),
+        ("G", (*range(1, 9), *range(10, 13), *range(14, 18))),
     )
     for number in numbers
 ]

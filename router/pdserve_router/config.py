@@ -85,6 +85,24 @@ class RouterConfig(TlsConfig):
         8 * 1024 * 1024,
         "Larger HTTP bodies (413) and gRPC messages (RESOURCE_EXHAUSTED) are refused.",
     )
+    max_http_connections: int = opt(
+        4096,
+        "HTTP connections served at a time, fewer if the limit of open files (ulimit -n) is low; "
+        "those without a request make room for others, one more is refused with 503.",
+    )
+    max_http_connections_of_address: int = opt(
+        0,
+        "The same of one client address; 0: three quarters of all. Behind a proxy or balancer, "
+        "which is one address, set it to max_http_connections.",
+    )
+    http_idle_timeout_s: float = opt(
+        60.0,
+        "A connection without a request is closed after this. Behind a balancer that keeps "
+        "connections longer, set it higher than that: else what it sends just then is lost, a 502.",
+    )
+    max_grpc_connections: int = opt(
+        1024, "gRPC connections at a time, fewer if the limit of open files is low."
+    )
     api_keys_file: str | None = opt(
         None,
         "File with one API key a line, `key` or `name:key`, read again when it changes; requests "
@@ -126,6 +144,9 @@ class RouterConfig(TlsConfig):
             "default_deadline_s",
             "client_stall_timeout_s",
             "max_body_bytes",
+            "max_http_connections",
+            "http_idle_timeout_s",
+            "max_grpc_connections",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
@@ -144,6 +165,7 @@ class RouterConfig(TlsConfig):
             "max_prefill_queue_tokens",
             "max_redrives",
             "redrive_wait_s",
+            "max_http_connections_of_address",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")

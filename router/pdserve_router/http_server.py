@@ -9,16 +9,39 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp, Scope
 
+from pdserve_router.http_connections import Connections, LimitedProtocol, Listener
+
 _BACKLOG = 2048
-# Longer than common load balancers keep connections to a server for the next request (60 s, those
-# of Google Cloud 600 s): if the server is first, what they send at that moment is lost, a 502.
-KEEP_ALIVE_S = 620
 # Applications learn of a cut connection within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """The process handles its signals itself: gRPC has to drain too."""
+    """The process handles its signals itself: gRPC has to drain too. And it accepts connections
+    itself, as far as there is room.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        await self.lifespan.startup()
+        self.servers = [
+            Listener(listener, self._connections, self._new_protocol, self.config.ssl)  # type: ignore[misc]
+            for listener in sockets
+        ]
+        self.started = True
+
+    def _new_protocol(self, address: str) -> LimitedProtocol:
+        return LimitedProtocol(
+            self._connections,
+            address,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -28,9 +51,12 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI application until closed."""
 
-    def __init__(self, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, context: ssl.SSLContext | None, connections: Connections
+    ) -> None:
         """Plain text without `context`. Raises OSError if the port is taken."""
         self._socket = _listen(host, port)
+        self._connections = connections
         self._context = context
         self.port: int = self._socket.getsockname()[1]
         self._server: uvicorn.Server | None = None
@@ -48,11 +74,10 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
         )
         config.load()
         config.ssl = self._context
-        self._server = _Server(config)
+        self._server = _Server(config, self._connections)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     def cut(self, scope: Scope) -> None:

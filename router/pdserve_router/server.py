@@ -7,16 +7,27 @@ import signal
 from functools import partial
 
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
-from pdserve_common.metrics import BuildMetrics, LimitMetrics, MetricsServer, RouterMetrics
+from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
+from pdserve_common.metrics import (
+    MAX_METRICS_CONNECTIONS,
+    BuildMetrics,
+    LimitMetrics,
+    MetricsServer,
+    RouterMetrics,
+)
 from pdserve_common.receive_guard import ReceiveGuard
+from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_router.api_keys import ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.attach_client import LinkTimings
+from pdserve_router.body_guard import BodyGuard
 from pdserve_router.config import RouterConfig
 from pdserve_router.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.http_connections import NUM_REFUSING, ConnectionLimits, Connections
 from pdserve_router.http_server import HttpServer
 from pdserve_router.input_processor import InputProcessor
 from pdserve_router.openai_http import build_app
@@ -49,7 +60,22 @@ class RouterServer:
         metrics = RouterMetrics(registry)
         BuildMetrics(registry, role="router", version=VERSION, model=config.model_name)
         self.registry = registry
-        self._limits = LimitMetrics(registry, "grpc")
+        self._limits = LimitMetrics(registry, "grpc", "http", "metrics")
+        num_http, num_grpc = share_descriptors(
+            reserved=NUM_REFUSING + MAX_METRICS_CONNECTIONS,
+            max_http=config.max_http_connections,
+            max_grpc=config.max_grpc_connections,
+        )
+        self._connections = Connections(
+            ConnectionLimits(
+                num_total=num_http,
+                num_of_address=min(
+                    num_http, config.max_http_connections_of_address or num_http * 3 // 4
+                ),
+                idle_timeout_s=config.http_idle_timeout_s,
+            ),
+            partial(self._limits.count, "http"),
+        )
         self._tls = config.load_tls()
         self._api_keys = (
             ApiKeys(config.api_keys_file, metrics.requests_unauthorized)
@@ -96,6 +122,7 @@ class RouterServer:
                 ReceiveGuard(partial(self._limits.count, "grpc")),
             ],
             options={
+                "grpc.max_allowed_incoming_connections": num_grpc,
                 "grpc.max_connection_age_ms": round(MAX_CONNECTION_AGE_S * 1000),
                 "grpc.max_connection_idle_ms": round(MAX_CONNECTION_IDLE_S * 1000),
                 "grpc.max_receive_message_length": config.max_body_bytes,
@@ -109,9 +136,13 @@ class RouterServer:
         """Listen and attach to the workers. Raises OSError if a port is taken."""
         config = self.config
         context = self._tls.server_context() if self._tls else None
-        self._http = HttpServer(config.host, config.http_port, context)
+        self._http = HttpServer(config.host, config.http_port, context, self._connections)
         self._metrics_server = MetricsServer(
-            config.host, config.metrics_port, self.registry, probes=self._rpc.probes()
+            config.host,
+            config.metrics_port,
+            self.registry,
+            probes=self._rpc.probes(),
+            on_limit=partial(self._limits.count, "metrics"),
         )
         service = InferenceService(
             self.router,
@@ -121,13 +152,15 @@ class RouterServer:
         service.add_to(self._rpc.server)
         await self._rpc.start([SERVICE_NAME])
         self.grpc_port = self._rpc.port
-        app = build_app(
+        app: ASGIApp = build_app(
             self.router,
             client_stall_timeout_s=config.client_stall_timeout_s,
             max_body_bytes=config.max_body_bytes,
             cut=self._http.cut,
             edge=self.edge_processes,
         )
+        places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
+        app = BodyGuard(app, places)
         self._http.start(HttpApiKeyGuard(app, self._api_keys) if self._api_keys else app)
         self.http_port = self._http.port
         self.metrics_port = self._metrics_server.port
@@ -178,6 +211,7 @@ class RouterServer:
 async def serve(config: RouterConfig) -> None:
     """Run a router until SIGTERM or SIGINT, then drain."""
     logger.info("config: %s", config)
+    raise_descriptor_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -132,7 +132,9 @@ class NoMetricsServer:
 
     port = 0
 
-    def __init__(self, host: str, port: int, registry: object, *, probes: object) -> None:
+    def __init__(
+        self, host: str, port: int, registry: object, *, probes: object, on_limit: object
+    ) -> None:
         pass
 
     def close(self) -> None:
@@ -162,7 +164,7 @@ class NoHttpServer:
 
     port = 0
 
-    def __init__(self, host: str, port: int, context: object) -> None:
+    def __init__(self, host: str, port: int, context: object, connections: object) -> None:
         pass
 
     def start(self, app: object) -> None:

@@ -147,9 +147,9 @@ async def test_old_connections_are_replaced_and_their_streams_run_on(
         assert await running == ANSWER_TEXT
 
 
-async def test_idle_http_connections_outlast_those_of_load_balancers(start_stack) -> None:
+async def test_idle_http_connections_can_outlast_those_of_load_balancers(start_stack) -> None:
     async with (
-        start_stack(http=True) as stack,
+        start_stack(http=True, http_idle_timeout_s=620) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
         assert (await http.get("/health")).status_code == 200

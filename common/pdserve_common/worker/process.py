@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.config import warn_of_unknown_variables
+from pdserve_common.descriptors import descriptor_limit, raise_descriptor_limit
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
@@ -116,15 +117,22 @@ async def _start(
     registry = CollectorRegistry()
     tls = config.load_tls()
     credentials = tls.server_credentials(verifies_clients=True) if tls else None
-    limits = LimitMetrics(registry, "grpc")
+    raise_descriptor_limit()
+    limits = LimitMetrics(registry, "grpc", "metrics")
     server = RpcServer(
         config.host,
         config.port,
         credentials=credentials,
         interceptors=[ReceiveGuard(partial(limits.count, "grpc"))],
+        # The rest is for KV transports, links and files.
+        options={"grpc.max_allowed_incoming_connections": descriptor_limit() // 2},
     )
     metrics_server = MetricsServer(
-        config.host, config.metrics_port, registry, probes=server.probes()
+        config.host,
+        config.metrics_port,
+        registry,
+        probes=server.probes(),
+        on_limit=partial(limits.count, "metrics"),
     )
     engine_id = config.engine_id or _engine_id(config.host, role, server.port)
     building = build(WorkerContext(engine_id=engine_id, registry=registry, tls=tls))
