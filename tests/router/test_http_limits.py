@@ -162,7 +162,7 @@ async def test_an_idle_connection_is_closed_and_one_with_a_request_is_not(start_
 async def test_silent_connections_make_room(
     start_stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_connections, "MIN_IDLE_S", 0.1)
+    monkeypatch.setattr(http_connections, "MIN_IDLE_S", 0)
     async with (
         start_stack(http=True, max_http_connections=20) as stack,
         contextlib.AsyncExitStack() as attack,
