@@ -158,6 +158,41 @@ async def test_a_decode_worker_hands_streams_back_at_the_end_of_its_drain(
     stack.assert_idle(without="decode-1")
 
 
+async def test_a_chain_of_drains_under_one_stream_costs_it_nothing(
+    stack: Any, start_router: Any, tmp_path: Path
+) -> None:
+    """Of a router that sends no failed request again: what is drained is not failed."""
+    ports = {worker.name: worker.port for worker in stack.workers}
+    listed = tmp_path / "decode"
+    listed.write_text(f"127.0.0.1:{ports['decode-0']}\n")
+    params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+    async with start_router(stack, decode=f"file://{listed}", max_redrives=0) as router:
+        expected, _ = await router.ask(PROMPT, params)
+        names = ["decode-0", "decode-1"]
+        listed.write_text("".join(f"127.0.0.1:{ports[name]}\n" for name in names))
+        await router.until(2, "pdserve_workers", role="decode", state="ready")
+        asked = asyncio.create_task(router.ask(PROMPT, params))
+        num_drains = 0
+        while num_drains < 4 and not asked.done():
+            # Other routers prove pairs meanwhile: only this one knows where the stream is.
+            busy = {client.address for client in router.server.pool.decode if client.num_in_flight}
+            running = [name for name in names if f"127.0.0.1:{ports[name]}" in busy]
+            if not running:
+                await asyncio.sleep(0.02)
+                continue
+            stack.send_signal(running[0], signal.SIGTERM)
+            assert await asyncio.to_thread(stack.process(running[0]).wait, 60) == 0
+            num_drains += 1
+            stack.wake_and_start()
+            await asyncio.to_thread(stack.wait_until_whole)
+            await router.until(2, "pdserve_workers", role="decode", state="ready")
+        tokens, metrics = await asked
+    assert tokens == expected
+    # Had the router ended it, the client library would have gone on with another stream.
+    assert 0 < metrics.num_redrives <= num_drains
+    stack.assert_idle()
+
+
 async def test_a_prompt_is_computed_when_its_prefill_worker_is_killed_under_it(
     stack: Any, stub: Any
 ) -> None:
