@@ -15,6 +15,7 @@ PEERS_INSTALLED := $(PEERS)/.installed
 IN_PARALLEL := -n 2 --dist loadfile
 SANITIZED := .bench/sanitized-kernels
 CRDS := .crds/.installed
+CLIENTS := .clients/.installed
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # cpu or cuda.
 VARIANT ?= cpu
@@ -23,7 +24,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized crds soak fuzz bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,11 +48,11 @@ up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
 test: $(INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live and not clients' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
 
 test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live' $(IN_PARALLEL)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live and not clients' $(IN_PARALLEL)
 
 test-live: $(INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
 	sh tests/live/install.sh
@@ -70,6 +71,15 @@ $(CRDS): Makefile
 		@kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/cert-manager@6.0.0 \
 		@grafana/schema@11.6.0 ts-json-schema-generator@2.4.0 typescript@5 && touch $@; \
 	else echo 'npm is missing: no schemas of operators and of Grafana'; fi
+
+$(CLIENTS): tests/clients/install.sh tests/clients/requirements.txt
+	@echo "installing clients into .clients: some minutes, 3 GB"
+	@if $(PYTHON) -c '$(IS_REACHABLE)' '$(TORCH_INDEX)/torch/' 2> /dev/null; then \
+		export PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)'; fi; sh tests/clients/install.sh $(PYTHON) .clients
+	@touch $@
+
+clients: $(INSTALLED) $(CLIENTS) ## Run OpenAI's SDKs, LangChain, litellm, guidellm, lm-eval, grpc-js and Schemathesis against a stack
+	$(BIN)/python -m pytest -m clients tests/clients
 
 crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
@@ -134,4 +144,4 @@ typecheck: $(INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(PEERS) .bench .run .crds .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .bench .run .clients .crds .pytest_cache .mypy_cache .ruff_cache .hypothesis
