@@ -178,6 +178,8 @@ def _schema_of(hint: Any) -> dict[str, Any]:
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
     if typing.get_origin(hint) is typing.Literal:
         return {"enum": list(typing.get_args(hint))}
+    if typing.get_origin(hint) is tuple:
+        return {"type": "array", "items": _schema_of(typing.get_args(hint)[0])}
     return {"type": _TYPES[hint]}
 
 

@@ -171,6 +171,14 @@ class RouterMetrics:
             registry=registry,
         )
         begin(self.requests_unauthorized, api=("grpc", "http"), reason=("missing", "unknown"))
+        self.http_unknown_fields = Counter(
+            "pdserve_http_unknown_fields_total",
+            "HTTP requests with a field that is not known here and was ignored, by the first "
+            "names seen; all later ones are other",
+            ["field"],
+            registry=registry,
+        )
+        begin(self.http_unknown_fields, field=("other",))
         self.requests_in_flight = Gauge(
             "pdserve_requests_in_flight",
             "Accepted requests that are not finished",

@@ -21,6 +21,8 @@ MIN_KEY_CHARS = 16
 
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 _SCHEME = "bearer "
+# Served to everybody: they say nothing that is not public, and need no worker.
+OPEN_PATHS = ("/health", "/version", "/openapi.json", "/docs")
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 
@@ -87,7 +89,7 @@ def _read_text(path: str) -> str:
 
 
 class HttpApiKeyGuard:
-    """Lets through what has a key, and /health without."""
+    """Lets through what has a key, and OPEN_PATHS without."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -95,7 +97,7 @@ class HttpApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             authorization = Headers(scope=scope).get("authorization", "")
             if (refusal := self._keys.refusal(authorization, api="http")) is not None:
                 app = _refuse(refusal)

@@ -1,6 +1,7 @@
 """The router's flags."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.discovery import SOURCES, parse_sources
 from pdserve_router.route_chooser import RoutingRules
 from pdserve_router.routing import ROUTING_POLICIES
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,11 @@ class RouterConfig(TlsConfig):
         "File with one API key a line, `key` or `name:key`, read again when it changes; requests "
         "without one of them are refused. Unset: everybody is served.",
     )
+    cors_origins: tuple[str, ...] = opt(
+        (),
+        "Origins whose pages may use the HTTP API in browsers, such as https://chat.example.com; "
+        "*: all. Unset: none.",
+    )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
 
@@ -133,6 +141,11 @@ class RouterConfig(TlsConfig):
             raise ValueError("require_disaggregation is on while disaggregation is off")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill needs at least one worker")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origins has {origin!r}, must be * or scheme://host[:port] without a path"
+                )
         self._check_numbers()
 
     def _check_numbers(self) -> None:

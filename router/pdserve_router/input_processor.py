@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
@@ -30,6 +31,8 @@ from pdserve_router.worker_pool import ModelLimits
 
 TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
+# How many times as long as the model takes it a prompt may be that is cut.
+MAX_TRUNCATED = 8
 CHAT_ROLES = ("system", "user", "assistant")
 # The internal id is the client's, cut to this, and a random suffix.
 _ID_CHARS = 200
@@ -52,6 +55,12 @@ class GenerationRequest:
     text: str | None = None
     messages: Sequence[ChatMessage] | None = None
     token_ids: Sequence[int] | None = None
+    # Of the chat template, besides those that it gets anyway.
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    # The model's own around a text.
+    add_special_tokens: bool = True
+    # Only the last tokens of the prompt count, this many; -1: as many as fit beside max_tokens.
+    truncate_prompt_tokens: int | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     cache_salt: str | None = None
@@ -127,13 +136,18 @@ class InputProcessor:
             vocab_size=limits.vocab_size,
             logits_processors=limits.logits_processors,
         )
+        most = _most_prompt_tokens(request, limits)
         tokenize_start_ns = time.monotonic_ns()
         token_ids = await self.tokenize(
             text=request.text,
             messages=request.messages,
             token_ids=request.token_ids,
-            max_model_len=limits.max_model_len,
+            template_variables=request.template_variables,
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=limits.max_model_len * (1 if most is None else MAX_TRUNCATED),
         )
+        if most is not None:
+            token_ids = token_ids[-most:]
         tokenize_end_ns = time.monotonic_ns()
         validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         validate_prompt_logprobs(request.sampling_params, len(token_ids))
@@ -177,6 +191,8 @@ class InputProcessor:
         text: str | None = None,
         messages: Sequence[ChatMessage] | None = None,
         token_ids: Sequence[int] | None = None,
+        template_variables: Mapping[str, object] = MappingProxyType({}),
+        add_special_tokens: bool = True,
         max_model_len: int,
     ) -> Sequence[int]:
         """Return the tokens of whichever prompt is set. Raises InvalidRequestError for none, for
@@ -187,7 +203,9 @@ class InputProcessor:
                 "prompt needs exactly one of text, chat messages and token ids", field="prompt"
             )
         if text is not None:
-            return await self._tokenizer.encode(text, max_tokens=max_model_len)
+            return await self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_tokens=max_model_len
+            )
         if messages is not None:
             if not messages:
                 raise InvalidRequestError("messages is empty, needs at least 1", field="messages")
@@ -195,20 +213,24 @@ class InputProcessor:
                 _check_role(message.role)
             return await self._tokenizer.encode_chat(
                 [{"role": message.role, "content": message.content} for message in messages],
+                template_variables,
                 max_tokens=max_model_len,
             )
         return token_ids or ()
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entries."""
+        return [self._tokenizer.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
         """Return the text of tokens, special tokens included. Unknown ids are refused, and more
         than MAX_RESUMED_TOKENS.
         """
         if len(token_ids) > MAX_RESUMED_TOKENS:
             raise InvalidRequestError(
-                f"token_ids has {len(token_ids)} tokens, at most {MAX_RESUMED_TOKENS}",
-                field="token_ids",
+                f"{field} has {len(token_ids)} tokens, at most {MAX_RESUMED_TOKENS}", field=field
             )
-        validate_token_ids("token_ids", token_ids, self._tokenizer.vocab_size)
+        validate_token_ids(field, token_ids, self._tokenizer.vocab_size)
         return await self.text_of(token_ids)
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
@@ -239,6 +261,19 @@ class InputProcessor:
         if wanted <= time.monotonic():
             raise DeadlineExceededError("the deadline passed before the request was taken")
         return min(wanted, arrival_time + self._max_deadline_s)
+
+
+def _most_prompt_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
+    """Return how many of the prompt's last tokens count; None: all."""
+    most = request.truncate_prompt_tokens
+    if most is None or 1 <= most <= limits.max_model_len:
+        return most
+    if most != -1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {most}, must be -1 or 1 to {limits.max_model_len}",
+            field="truncate_prompt_tokens",
+        )
+    return max(1, limits.max_model_len - (request.sampling_params.max_tokens or 1))
 
 
 def _check_role(role: str) -> None:

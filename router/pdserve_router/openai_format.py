@@ -17,6 +17,7 @@ from pdserve_router.openai_logprobs import (
     prompt_logprobs_object,
 )
 from pdserve_router.output_processor import CompletionOutput, RequestOutput, Usage
+from pdserve_router.request_metrics import RequestMetrics
 from pdserve_router.tokenizer import Tokenizer
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -41,6 +42,8 @@ _STATUS = {
     ErrorCode.CLIENT_TOO_SLOW: 408,
     ErrorCode.FAILED_PRECONDITION: 409,
 }
+
+ERROR_STATUSES = frozenset(_STATUS.values())
 
 _ERROR_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
@@ -113,34 +116,31 @@ class EchoedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """Writes the answers of one request, for one of the two endpoints."""
+    """Writes what one prompt of a request brings, for one of the two endpoints."""
 
     answer_id: str
     model: str
     created: int
     is_chat: bool
     tokenizer: Tokenizer
+    prompt_token_ids: Sequence[int]
+    # Where its choices begin among those of all prompts, and how many they are.
+    first_index: int = 0
     num_choices: int = 1
     include_usage: bool = False
+    # Also in every chunk, of its choice so far.
+    continuous_usage: bool = False
+    include_metrics: bool = False
+    returns_token_ids: bool = False
     skip_special_tokens: bool = True
     shows_prompt_logprobs: bool = False
+    # Also of an echoed prompt.
+    shows_logprobs: bool = False
     # The prompt is echoed and nothing else is shown.
     is_prompt_only: bool = False
     # By choice.
     _completion_logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
-
-    def answer(self, output: RequestOutput, prompt: EchoedPrompt | None = None) -> dict[str, Any]:
-        """Return the whole answer of a finished request, behind its prompt if that is given."""
-        name = "chat.completion" if self.is_chat else "text_completion"
-        completions = [self._shown(completion) for completion in output.outputs]
-        choices = [self._whole_choice(completion, prompt) for completion in completions]
-        answer = {**self._frame(name, choices), "usage": self._usage(output)}
-        if self.shows_prompt_logprobs and output.prompt_logprobs is not None:
-            prompt_logprobs = prompt_logprobs_object(output.prompt_logprobs, self.tokenizer)
-            # As in vLLM: of a chat once, of a completion in each choice.
-            for place in (answer,) if self.is_chat else choices:
-                place["prompt_logprobs"] = prompt_logprobs
-        return answer
+    _num_tokens: dict[int, int] = field(default_factory=dict)
 
     def first_events(self, prompt: EchoedPrompt | None = None) -> bytes:
         """Return what comes before the first text: of a chat, who speaks; of a completion the
@@ -155,19 +155,25 @@ class AnswerFormat:
             return b""
         completions = [CompletionOutput(index=index) for index in range(self.num_choices)]
         return b"".join(
-            self._chunk(self._choice(item, content, self._logprobs(item, prompt)))
+            self._chunk(item, self._choice(item, content, self._logprobs(item, prompt)))
             for item in completions
         )
 
     def events(self, output: RequestOutput) -> bytes:
         """Return the events of an output that brought text or an end."""
-        events = b"".join(map(self._event_of, output.outputs))
-        if output.finished:
+        return b"".join(map(self._event_of, output.outputs))
+
+    def end_events(self, usage: Usage, metrics: RequestMetrics) -> bytes:
+        """Return what ends a stream, whose prompts had these together."""
+        events = b""
+        if self.include_usage or self.include_metrics:
+            frame = self._frame(self._chunk_name, [])
             if self.include_usage:
-                frame = self._frame(self._chunk_name, [])
-                events += _event({**frame, "usage": self._usage(output)})
-            events += DONE_EVENT
-        return events
+                frame["usage"] = usage_object(self._shown_usage(usage))
+            if self.include_metrics:
+                frame["metrics"] = metrics_object(metrics)
+            events = _event(frame)
+        return events + DONE_EVENT
 
     def text_events(self, output: RequestOutput) -> bytes:
         """Return the text of an output that an error event will follow."""
@@ -178,15 +184,44 @@ class AnswerFormat:
             for item in output.outputs
         )
 
+    def whole(
+        self, output: RequestOutput, prompt: EchoedPrompt | None = None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the choices of a finished request, behind its prompt if that is given, and what
+        of the prompt stands beside them.
+        """
+        choices = [self._whole_choice(self._shown(item), prompt) for item in output.outputs]
+        of_prompt: dict[str, Any] = {}
+        if self.returns_token_ids:
+            of_prompt["prompt_token_ids"] = self.prompt_token_ids
+        if self.shows_prompt_logprobs and output.prompt_logprobs is not None:
+            logprobs = prompt_logprobs_object(output.prompt_logprobs, self.tokenizer)
+            of_prompt["prompt_logprobs"] = logprobs
+        if self.is_chat:
+            return choices, of_prompt
+        # As in vLLM: of a chat once, of a completion in each choice.
+        return [{**choice, **of_prompt} for choice in choices], {}
+
+    def answer(
+        self, choices: list[dict[str, Any]], beside: dict[str, Any], usage: Usage
+    ) -> dict[str, Any]:
+        """Return the whole answer of all prompts together."""
+        name = "chat.completion" if self.is_chat else "text_completion"
+        shown = usage_object(self._shown_usage(usage))
+        return {**self._frame(name, choices), "usage": shown, **beside}
+
     def _event_of(self, completion: CompletionOutput) -> bytes:
         completion = self._shown(completion)
         is_silent = not completion.text and completion.logprobs is None
+        if self.returns_token_ids:
+            is_silent = is_silent and not completion.token_ids
         if is_silent and completion.finish_reason is None:
             return b""
         content: dict[str, Any] = {"text": completion.text}
         if self.is_chat:
             content = {"delta": {"content": completion.text} if completion.text else {}}
-        return self._chunk(self._choice(completion, content, self._logprobs(completion)))
+        choice = self._choice(completion, content, self._logprobs(completion))
+        return self._chunk(completion, choice)
 
     def _shown(self, completion: CompletionOutput) -> CompletionOutput:
         if not self.is_prompt_only:
@@ -196,11 +231,8 @@ class AnswerFormat:
             index=completion.index, finish_reason=FinishReason.LENGTH if is_ended else None
         )
 
-    def _usage(self, output: RequestOutput) -> dict[str, Any] | None:
-        usage = output.usage
-        if usage is not None and self.is_prompt_only:
-            usage = dataclasses.replace(usage, num_output_tokens=0)
-        return usage_object(usage)
+    def _shown_usage(self, usage: Usage) -> Usage:
+        return dataclasses.replace(usage, num_output_tokens=0) if self.is_prompt_only else usage
 
     def _logprobs(
         self, completion: CompletionOutput, prompt: EchoedPrompt | None = None
@@ -230,12 +262,27 @@ class AnswerFormat:
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(self, completion: CompletionOutput, choice: dict[str, Any]) -> bytes:
         frame = self._frame(self._chunk_name, [choice])
+        num_before = self._num_tokens.get(completion.index)
+        num_tokens = self._num_tokens[completion.index] = (num_before or 0) + len(
+            completion.token_ids
+        )
+        if self.returns_token_ids and num_before is None:
+            place = frame if self.is_chat else choice
+            place["prompt_token_ids"] = self.prompt_token_ids
         if self.include_usage:
             # OpenAI: present on every chunk, filled on the last.
-            frame["usage"] = None
+            frame["usage"] = self._usage_so_far(num_tokens) if self.continuous_usage else None
         return _event(frame)
+
+    def _usage_so_far(self, num_tokens: int) -> dict[str, Any]:
+        num_prompt_tokens = len(self.prompt_token_ids)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        }
 
     def _frame(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -263,11 +310,13 @@ class AnswerFormat:
     ) -> dict[str, Any]:
         reason = completion.finish_reason
         choice = {
-            "index": completion.index,
+            "index": self.first_index + completion.index,
             **content,
             "logprobs": logprobs,
             "finish_reason": None if reason is None else _FINISH_REASONS[reason],
         }
+        if self.returns_token_ids:
+            choice["token_ids"] = completion.token_ids
         if reason is FinishReason.REPETITION:
             # OpenAI's clients know no reason of this kind.
             choice["stop_reason"] = str(reason)
@@ -276,16 +325,19 @@ class AnswerFormat:
         return choice
 
 
-def usage_object(usage: Usage | None) -> dict[str, Any] | None:
+def usage_object(usage: Usage) -> dict[str, Any]:
     """Return OpenAI's usage object."""
-    if usage is None:
-        return None
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+
+
+def metrics_object(metrics: RequestMetrics) -> dict[str, Any]:
+    """Return where a request's time went, durations in milliseconds."""
+    return {f"{name}_ms": ms for name, ms in metrics.milliseconds()} | dict(metrics.facts())
 
 
 def _event(value: dict[str, Any]) -> bytes:

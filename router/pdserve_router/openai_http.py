@@ -2,21 +2,21 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
 
+from prometheus_client import Counter
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pdserve_common.engine_types import EngineCoreRequest, FinishReason
+from pdserve_common.engine_types import FinishReason
 from pdserve_common.errors import (
     ClientTooSlowError,
     PdserveError,
@@ -24,11 +24,15 @@ from pdserve_common.errors import (
     error_from_engine,
 )
 from pdserve_common.validation import validate_request_id
-from pdserve_router.edge_processes import EdgeProcesses
+from pdserve_common.version import VERSION
+from pdserve_router.api_keys import OPEN_PATHS
+from pdserve_router.edge_processes import EdgeProcesses, Job
 from pdserve_router.held_bytes import Held
 from pdserve_router.input_processor import ProcessedInput, trace_context
 from pdserve_router.live_request import LiveRequest
-from pdserve_router.offload import write_off_loop
+from pdserve_router.merged_outputs import MergedOutputs, merged_outputs
+from pdserve_router.offload import write_all_off_loop, write_off_loop
+from pdserve_router.openai_fields import UnknownFields
 from pdserve_router.openai_format import (
     AnswerFormat,
     BodyTooLargeError,
@@ -40,9 +44,12 @@ from pdserve_router.openai_format import (
     plain_error_object,
 )
 from pdserve_router.openai_request import AnswerOptions, Body, HttpCall, prepare
+from pdserve_router.openai_tokenize import Result, detokenize, tokenize
 from pdserve_router.openai_types import ChatCompletionBody, CompletionBody
-from pdserve_router.output_processor import RequestOutput
+from pdserve_router.openapi import docs_page, openapi
+from pdserve_router.output_processor import RequestOutput, Usage
 from pdserve_router.request_limits import INLINE_BYTES, is_small
+from pdserve_router.request_metrics import RequestMetrics
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
 from pdserve_router.worker_pool import ModelLimits
@@ -73,8 +80,10 @@ def build_app(
     max_body_bytes: int,
     cut: CutConnection,
     edge: EdgeProcesses,
+    unknown_fields: Counter,
 ) -> Starlette:
-    """Return the ASGI application."""
+    """Return the ASGI application. `unknown_fields` counts by field."""
+    unknown = UnknownFields(unknown_fields)
 
     def endpoint(body: type[Body]) -> GenerationEndpoint:
         return GenerationEndpoint(
@@ -84,6 +93,12 @@ def build_app(
             max_body_bytes=max_body_bytes,
             cut=cut,
             edge=edge,
+            unknown_fields=unknown,
+        )
+
+    def job(function: Job[Result]) -> JobEndpoint:
+        return JobEndpoint(
+            router, function, max_body_bytes=max_body_bytes, edge=edge, unknown_fields=unknown
         )
 
     info = InfoEndpoints(router)
@@ -93,7 +108,9 @@ def build_app(
             Route("/v1/chat/completions", endpoint(ChatCompletionBody), methods=["POST"]),
             Route("/v1/models", info.list_models),
             Route("/v1/models/{model:path}", info.get_model),
-            Route("/health", info.health),
+            Route("/tokenize", job(tokenize), methods=["POST"]),
+            Route("/detokenize", job(detokenize), methods=["POST"]),
+            *(Route(path, getattr(info, path[1:].partition(".")[0])) for path in OPEN_PATHS),
         ],
         exception_handlers={
             HTTPException: _on_http_exception,
@@ -123,6 +140,15 @@ class InfoEndpoints:
         reason = "draining" if self._router.is_draining else "no decode worker is ready"
         return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
 
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi())
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(docs_page())
+
     def _model(self) -> dict[str, object]:
         limits = self._router.pool.limits
         return {
@@ -132,6 +158,38 @@ class InfoEndpoints:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits is not None else None,
         }
+
+
+class JobEndpoint:
+    """An ASGI application that answers with what a job makes of a body."""
+
+    def __init__(
+        self,
+        router: Router,
+        job: Job[Result],
+        *,
+        max_body_bytes: int,
+        edge: EdgeProcesses,
+        unknown_fields: UnknownFields,
+    ) -> None:
+        self._router = router
+        self._job = job
+        self._max_body_bytes = max_body_bytes
+        self._edge = edge
+        self._unknown_fields = unknown_fields
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = _address(scope)
+        limits = self._router.pool.model_limits()
+        with self._edge.hold(client) as held:
+            most = _most_bytes(self._router, self._max_body_bytes)
+            raw = await _read_in_time(Request(scope, receive), most, held)
+            small = is_small(raw, b"{")
+            answer, unknown = await self._edge.run(
+                self._job, raw, limits, client=client, is_small=small
+            )
+        self._unknown_fields.count(unknown)
+        await Response(answer, media_type="application/json")(scope, receive, send)
 
 
 class GenerationEndpoint:
@@ -146,8 +204,10 @@ class GenerationEndpoint:
         max_body_bytes: int,
         cut: CutConnection,
         edge: EdgeProcesses,
+        unknown_fields: UnknownFields,
     ) -> None:
         self._router = router
+        self._unknown_fields = unknown_fields
         self._edge = edge
         self._body = body
         self._is_chat = body is ChatCompletionBody
@@ -156,29 +216,36 @@ class GenerationEndpoint:
         self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as answering:
-            live, options = await self._take(scope, receive, answering)
-            with live:
-                await self._answer(live, options, scope, receive, send)
+        with ExitStack() as stack:
+            lives, options = await self._take(scope, receive, stack)
+            self._unknown_fields.count(options.unknown_fields)
+            for live in lives:
+                stack.enter_context(live)
+            await self._answer(lives, options, scope, receive, send)
 
     async def _take(
         self, scope: Scope, receive: Receive, answering: ExitStack
-    ) -> tuple[LiveRequest, AnswerOptions]:
-        """Read a body and send off what it asks for; from when it is read, it is being answered."""
+    ) -> tuple[list[LiveRequest], AnswerOptions]:
+        """Read a body and send off what it asks for, a request for each prompt; from when it is
+        read, it is being answered.
+        """
         call = self._call(Request(scope))
         client = _address(scope)
         with self._edge.hold(client) as held:
-            raw = await _read_in_time(Request(scope, receive), self._most_bytes(), held)
+            raw = await _read_in_time(
+                Request(scope, receive), _most_bytes(self._router, self._max_body_bytes), held
+            )
             answering.enter_context(self._router.answering())
             preparation = _Preparation(self._edge, raw, call, client)
-            live = await self._router.submit(preparation)
+            lives = await self._router.submit_all(preparation)
         assert preparation.options is not None, "a request that was taken is prepared"
-        return live, preparation.options
+        return lives, preparation.options
 
     def _call(self, http: Request) -> HttpCall:
         arrival_ns = time.monotonic_ns()
-        request_id = http.headers.get("x-request-id") or secrets.token_hex(12)
-        validate_request_id(request_id)
+        request_id = http.headers.get("x-request-id", "")
+        if request_id:
+            validate_request_id(request_id)
         return HttpCall(
             body=self._body,
             request_id=request_id,
@@ -187,50 +254,142 @@ class GenerationEndpoint:
             max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
         )
 
-    def _most_bytes(self) -> int:
-        most = self._router.max_request_bytes
-        return self._max_body_bytes if most is None else min(most, self._max_body_bytes)
-
     async def _answer(
         self,
-        live: LiveRequest,
+        lives: Sequence[LiveRequest],
         options: AnswerOptions,
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> None:
-        form = self._form(options, live.request)
-        async with _abort_on_disconnect(live, receive) as disconnected:
+        forms = [self._form(options, live, index) for index, live in enumerate(lives)]
+        answer = _Answer(forms, options)
+        async with (
+            _abort_on_disconnect(lives, receive) as disconnected,
+            aclosing(merged_outputs(lives)) as outputs,
+        ):
             # An error before the first token still becomes a status.
-            first = await anext(live)
-            _raise_error(first)
-            prompt = _echoed(first, options, live.request) if options.echoes_prompt else None
+            first = await anext(outputs)
+            _raise_error(first[1])
             try:
                 with StallGuard(self._client_stall_timeout_s) as guard:
                     if options.is_stream:
-                        await _stream(first, live, form, send, guard, prompt)
+                        await answer.stream(first, outputs, send, guard)
                     else:
-                        answer = await write_off_loop(first, partial(_answer, first, form, prompt))
-                        await _send_whole(answer, send, guard)
+                        await answer.send_whole(first, outputs, send, guard)
             except ClientTooSlowError as error:
-                live.cut(FinishReason.ABORT, error.to_engine_error())
+                for live in lives:
+                    live.cut(FinishReason.ABORT, error.to_engine_error())
                 self._cut(scope)
                 await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
 
-    def _form(self, options: AnswerOptions, request: EngineCoreRequest) -> AnswerFormat:
-        assert request.sampling_params is not None
+    def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:
+        params = live.request.sampling_params
+        assert params is not None
         return AnswerFormat(
-            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.external_req_id}",
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{live.request.external_req_id}",
             model=self._router.model_name,
             created=int(time.time()),
             is_chat=self._is_chat,
-            num_choices=request.sampling_params.n,
-            include_usage=options.include_usage,
             tokenizer=self._router.tokenizer,
-            skip_special_tokens=request.sampling_params.skip_special_tokens,
+            prompt_token_ids=live.request.prompt_token_ids,
+            first_index=index * params.n,
+            num_choices=params.n,
+            include_usage=options.include_usage,
+            continuous_usage=options.continuous_usage,
+            include_metrics=options.include_metrics,
+            returns_token_ids=options.returns_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
             shows_prompt_logprobs=options.shows_prompt_logprobs,
+            shows_logprobs=params.logprobs is not None,
             is_prompt_only=options.is_prompt_only,
         )
+
+
+class _Answer:
+    """What the prompts of one request bring, sent as one answer."""
+
+    def __init__(self, forms: Sequence[AnswerFormat], options: AnswerOptions) -> None:
+        self._forms = forms
+        self._options = options
+        # By prompt.
+        self._endings: dict[int, RequestOutput] = {}
+
+    async def stream(
+        self, first: tuple[int, RequestOutput], rest: MergedOutputs, send: Send, guard: StallGuard
+    ) -> None:
+        await guard.write(send(_start_message(_stream_headers(first[1].request_id))))
+        begun: set[int] = set()
+        async for index, output in _chain(first, rest):
+            form = self._forms[index]
+            data = b""
+            if index not in begun:
+                begun.add(index)
+                prompt = self._echoed(index, output)
+                data = await write_off_loop(output, partial(form.first_events, prompt))
+            if output.error is not None:  # merged outputs may hold text besides their error
+                data += form.text_events(output) + error_event(error_from_engine(output.error))
+                await _send_body(data, send, guard)
+                break
+            data += await write_off_loop(output, partial(form.events, output))
+            if output.finished:
+                self._endings[index] = output
+                if len(self._endings) == len(self._forms):
+                    data += form.end_events(self._usage(), _metrics(output))
+            await _send_body(data, send, guard)
+        await guard.write(send(_END_MESSAGE))
+
+    async def send_whole(
+        self, first: tuple[int, RequestOutput], rest: MergedOutputs, send: Send, guard: StallGuard
+    ) -> None:
+        """Return when little of it is left to send: a message waits for those before it, the last
+        one of an answer for nothing.
+        """
+        async for index, output in _chain(first, rest):
+            _raise_error(output)
+            self._endings[index] = output
+            last = output
+        prompts = [self._echoed(index, self._endings[index]) for index in range(len(self._forms))]
+        write = partial(self._body, prompts)
+        # An answer with logprobs may have megabytes: this is several times as fast as json.
+        body = await write_all_off_loop(self._endings.values(), lambda: to_json(write()))
+        headers = {
+            **dict(_metrics(last).trailers()),
+            "pdserve-seed": str(last.seed),
+            "x-request-id": last.request_id,
+        }
+        answer = Response(body, media_type="application/json", headers=headers)
+        await guard.write(send(_start_message(answer.raw_headers)))
+        await _send_body(answer.body, send, guard)
+        await guard.write(send(_END_MESSAGE))
+
+    def _body(self, prompts: Sequence[EchoedPrompt | None]) -> dict[str, object]:
+        choices: list[dict[str, object]] = []
+        beside: dict[str, object] = {}
+        for index, (form, prompt) in enumerate(zip(self._forms, prompts, strict=True)):
+            more, beside = form.whole(self._endings[index], prompt)
+            choices += more
+        return self._forms[0].answer(choices, beside, self._usage())
+
+    def _usage(self) -> Usage:
+        usages = [output.usage for output in self._endings.values()]
+        return Usage.total(usage for usage in usages if usage is not None)
+
+    def _echoed(self, index: int, output: RequestOutput) -> EchoedPrompt | None:
+        if not self._options.echoes_prompt:
+            return None
+        form = self._forms[index]
+        return EchoedPrompt(
+            text=self._options.prompt_texts[index],
+            token_ids=form.prompt_token_ids,
+            logprobs=output.prompt_logprobs if form.shows_logprobs else None,
+        )
+
+
+async def _chain(first: tuple[int, RequestOutput], rest: MergedOutputs) -> MergedOutputs:
+    yield first
+    async for item in rest:
+        yield item
 
 
 class _Preparation:
@@ -243,7 +402,7 @@ class _Preparation:
         self._client = client
         self.options: AnswerOptions | None = None
 
-    async def __call__(self, limits: ModelLimits) -> ProcessedInput:
+    async def __call__(self, limits: ModelLimits) -> Sequence[ProcessedInput]:
         processed, self.options = await self._edge.run(
             prepare,
             self._raw,
@@ -255,65 +414,15 @@ class _Preparation:
         return processed
 
 
-def _echoed(
-    first: RequestOutput, options: AnswerOptions, request: EngineCoreRequest
-) -> EchoedPrompt:
-    assert request.sampling_params is not None
-    wants_logprobs = request.sampling_params.logprobs is not None
-    return EchoedPrompt(
-        text=options.prompt_text,
-        token_ids=first.prompt_token_ids,
-        logprobs=first.prompt_logprobs if wants_logprobs else None,
-    )
-
-
-async def _stream(
-    first: RequestOutput,
-    live: LiveRequest,
-    form: AnswerFormat,
-    send: Send,
-    guard: StallGuard,
-    prompt: EchoedPrompt | None,
-) -> None:
-    headers = {**_STREAM_HEADERS, "x-request-id": first.request_id}
-    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    await guard.write(send(_start_message(raw)))
-    data = await write_off_loop(first, lambda: form.first_events(prompt) + form.events(first))
-    await _send_body(data, send, guard)
-    async for output in live:
-        if (error := output.error) is None:
-            data = await write_off_loop(output, partial(form.events, output))
-        else:  # merged outputs may hold text besides their error
-            data = form.text_events(output) + error_event(error_from_engine(error))
-        await _send_body(data, send, guard)
-    await guard.write(send(_END_MESSAGE))
-
-
-async def _send_whole(answer: Response, send: Send, guard: StallGuard) -> None:
-    """Return when little of it is left to send: a message waits for those before it, the last one
-    of an answer for nothing.
-    """
-    await guard.write(send(_start_message(answer.raw_headers)))
-    await _send_body(answer.body, send, guard)
-    await guard.write(send(_END_MESSAGE))
-
-
 async def _send_body(data: bytes | memoryview, send: Send, guard: StallGuard) -> None:
     view = memoryview(data)
     for start in range(0, len(view), _SLICE_BYTES):
         await guard.write(send(_body_message(view[start : start + _SLICE_BYTES])))
 
 
-def _answer(output: RequestOutput, form: AnswerFormat, prompt: EchoedPrompt | None) -> Response:
-    assert output.metrics is not None, "the only output of a FINAL_ONLY request is its last"
-    headers = {
-        **dict(output.metrics.trailers()),
-        "pdserve-seed": str(output.seed),
-        "x-request-id": output.request_id,
-    }
-    # An answer with logprobs may have megabytes: this is several times as fast as json.
-    body = to_json(form.answer(output, prompt))
-    return Response(body, media_type="application/json", headers=headers)
+def _metrics(output: RequestOutput) -> RequestMetrics:
+    assert output.metrics is not None, "the last output of a request has them"
+    return output.metrics
 
 
 def _raise_error(output: RequestOutput) -> None:
@@ -322,15 +431,18 @@ def _raise_error(output: RequestOutput) -> None:
 
 
 @asynccontextmanager
-async def _abort_on_disconnect(live: LiveRequest, receive: Receive) -> AsyncIterator[asyncio.Event]:
-    """End the request when its client disconnects; the event says that it did."""
+async def _abort_on_disconnect(
+    lives: Sequence[LiveRequest], receive: Receive
+) -> AsyncIterator[asyncio.Event]:
+    """End the requests when their client disconnects; the event says that it did."""
     disconnected = asyncio.Event()
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         disconnected.set()
-        live.abort()
+        for live in lives:
+            live.abort()
 
     task = asyncio.create_task(watch())
     try:
@@ -377,9 +489,19 @@ def _check_size(num_bytes: int, limit: int, held: Held) -> None:
         held.grow(num_bytes)
 
 
+def _most_bytes(router: Router, max_body_bytes: int) -> int:
+    most = router.max_request_bytes
+    return max_body_bytes if most is None else min(most, max_body_bytes)
+
+
 def _address(scope: Scope) -> str:
     """Of whoever sent it, without the port."""
     return str(scope["client"][0]) if scope.get("client") else ""
+
+
+def _stream_headers(request_id: str) -> list[tuple[bytes, bytes]]:
+    headers = {**_STREAM_HEADERS, "x-request-id": request_id}
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def _start_message(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, object]:

@@ -1,15 +1,18 @@
-"""The bodies of OpenAI's completion requests: which fields are taken, and which are refused."""
+"""The bodies of OpenAI's completion requests: the fields that are served."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
@@ -23,10 +26,21 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.input_processor import ChatMessage
+from pdserve_router.openai_fields import (
+    MESSAGE_WITHOUT_EFFECT,
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGE,
+    WITHOUT_EFFECT,
+    UnknownNames,
+    check_refused,
+)
 from pdserve_router.request_limits import (
     MAX_ANNOTATIONS,
     MAX_CONTENT_PARTS,
     MAX_ENTRIES,
+    MAX_PROMPTS,
     check_num_entries,
 )
 
@@ -37,7 +51,7 @@ _MAX_FIELDS = 100
 # Describing a million mistakes takes gigabytes, and seconds in which nobody else is served.
 _MAX_ERRORS = 100
 _TOO_MANY = "too_many_mistakes"
-_TOO_MANY_TEXT = "has {num_errors} unknown or wrong entries, too many to name one"
+_TOO_MANY_TEXT = "has {num_errors} wrong entries, too many to name one"
 
 _Item = TypeVar("_Item")
 # Wrong items are as many as fit into a body: the first one is enough.
@@ -49,87 +63,135 @@ _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     "never": EarlyStopping.NEVER,
 }
 
-# Known to OpenAI's clients and not served yet: the values that ask for nothing.
-_UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "metadata": (None, {}),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),
-    "prediction": (None,),
-    "prompt_cache_key": (None,),
-    "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none"),
-    "tools": (None, []),
-    "verbosity": (None,),
-    "web_search_options": (None,),
+# What is unknown is counted apart. Docstrings of fields are their descriptions in /openapi.json.
+CONFIG = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# JSON has one kind of number: 12.0 is a whole one. In lists of numbers it is not: they are long.
+Int = Annotated[int, BeforeValidator(_whole)]
+
+
+_TEXT = {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_SEVERAL = {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}
+_PROMPT = {"anyOf": [_TEXT, _TOKEN_IDS, _SEVERAL]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
 }
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
 class StreamOptions(BaseModel):
     """What a stream carries besides the text."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = CONFIG
 
     include_usage: bool | None = None
+    """One more chunk at the end, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: each chunk has the usage of its choice so far."""
+    include_metrics: bool | None = None
+    """The last chunk, one without choices, has `metrics`: where the time went."""
 
 
 class RepetitionDetectionBody(BaseModel):
     """End an answer whose last tokens repeat a pattern."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = CONFIG
 
-    max_pattern_size: int
-    min_pattern_size: int = 1
-    min_count: int = 2
+    max_pattern_size: Int
+    """Tokens of the longest pattern that is looked for."""
+    min_pattern_size: Int = 1
+    """Tokens of the shortest one."""
+    min_count: Int = 2
+    """How often it has to come."""
 
 
 class GenerationBody(BaseModel):
     """The fields that both endpoints share. null means the default, as with OpenAI."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = CONFIG
+    # Not served: what each may be.
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
 
-    model: str
+    model: str | None = None
+    """The served model's name; may be left out."""
     stream: bool | None = None
+    """Server-sent events instead of one answer."""
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    """Needs stream: true."""
+    n: Int | None = None
+    """Answers to each prompt, at most 64."""
+    max_tokens: Int | None = None
+    """Tokens of an answer: 16 for a completion, all that fit for a chat, unless it is set."""
+    max_completion_tokens: Int | None = None
+    """The newer name of max_tokens."""
     temperature: float | None = None
+    """0 is greedy."""
     top_p: float | None = None
-    seed: int | None = None
+    """Tokens are drawn from the likeliest of this total probability."""
+    seed: Int | None = None
+    """The same seed gives the same answer; drawn if unset, and told in the header pdserve-seed."""
     stop: str | Items[str] | None = None
+    """At most 16 texts that end an answer; not part of it."""
     presence_penalty: float | None = None
+    """-2 to 2, for tokens that the answer has already."""
     frequency_penalty: float | None = None
+    """-2 to 2, for each time that the answer has them."""
     logit_bias: dict[str, float] | None = None
-    user: str | None = None  # for abuse reports, which we make none of
-    safety_identifier: str | None = None  # likewise
-    # Not OpenAI's; named as in vLLM.
-    top_k: int | None = None
+    """By token id, -100 to 100."""
+    top_k: Int | None = None
+    """Tokens are drawn from this many; 0 or -1: all."""
     min_p: float | None = None
+    """Less likely tokens are left out, relative to the likeliest."""
     repetition_penalty: float | None = None
-    prompt_logprobs: int | None = None
+    """Above 1 for tokens of prompt and answer."""
+    prompt_logprobs: Int | None = None
+    """Log-probabilities of the prompt, and of this many others at each place."""
     bad_words: Items[str] | None = None
+    """Texts that do not come."""
     allowed_token_ids: Items[int] | None = None
-    logits_processors: Items[str] | None = None  # names of registered ones
-    best_of: int | None = None
+    """No others come."""
+    logits_processors: Items[str] | None = None
+    """Names of processors that workers have registered."""
+    best_of: Int | None = None
+    """Answers that are generated; the n likeliest are returned. Not with a stream."""
     use_beam_search: bool | None = None
+    """Keep the n likeliest beams. Not with a stream."""
     length_penalty: float | None = None
+    """For beam search: the power of the length that scores are divided by."""
     early_stopping: bool | Literal["never"] | None = None
+    """For beam search: when it ends."""
     repetition_detection: RepetitionDetectionBody | None = None
-    min_tokens: int | None = None
+    """Ends an answer that has begun to loop."""
+    min_tokens: Int | None = None
+    """No end before."""
     ignore_eos: bool | None = None
+    """The model's end token is a token like others."""
     stop_token_ids: Items[int] | None = None
+    """Tokens that end an answer."""
     skip_special_tokens: bool | None = None
+    """They are not in the text, unless this is false."""
     spaces_between_special_tokens: bool | None = None
+    """Without effect: fast tokenizers write none."""
     include_stop_str_in_output: bool | None = None
-    priority: int | None = None
+    """A stop string that came is part of the answer."""
+    truncate_prompt_tokens: Int | None = None
+    """Only the prompt's last tokens count, this many; -1: as many as fit beside max_tokens."""
+    return_token_ids: bool | None = None
+    """token_ids of each choice, and prompt_token_ids."""
+    priority: Int | None = None
+    """Lower is first."""
     cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+    request_id: str | None = None
+    """The request's name; the header x-request-id goes first."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -144,12 +206,16 @@ class GenerationBody(BaseModel):
             raise PydanticCustomError(_TOO_MANY, _TOO_MANY_TEXT, num_errors) from error
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
     def output_token_limit(self) -> int | None:
-        return self.max_tokens
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
+                f"{self.max_completion_tokens}, set one of them",
+                field="max_tokens",
+            )
+        return self.max_completion_tokens
 
     @property
     def echoes_prompt(self) -> bool:
@@ -224,9 +290,16 @@ _SEQUENCE_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logits_
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Any
+    refused = {**REFUSED, **REFUSED_IN_COMPLETIONS}
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    """A text, a list of token ids, or a list of these: several prompts, at most 128."""
     echo: bool | None = None
-    logprobs: int | None = None
+    """The answer begins with the prompt; with max_tokens 0 it is only scored."""
+    logprobs: Int | None = None
+    """Log-probabilities of the answer, and of this many others at each place."""
+    add_special_tokens: bool | None = None
+    """The model's special tokens around a prompt of text, unless this is false."""
 
     @property
     def echoes_prompt(self) -> bool:
@@ -234,14 +307,15 @@ class CompletionBody(GenerationBody):
 
     @property
     def is_prompt_only(self) -> bool:
-        return self.echoes_prompt and self.max_tokens == 0
+        return self.echoes_prompt and super().output_token_limit == 0
 
     @property
     def output_token_limit(self) -> int | None:
         if self.is_prompt_only:
             # Engines generate at least one token; it is not shown.
             return 1
-        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        limit = super().output_token_limit
+        return COMPLETION_MAX_TOKENS if limit is None else limit
 
     @property
     def num_logprobs(self) -> int | None:
@@ -253,48 +327,59 @@ class CompletionBody(GenerationBody):
         is_default = self.echoes_prompt and self.prompt_logprobs is None
         return self.logprobs if is_default else self.prompt_logprobs
 
-    def prompt_input(self) -> dict[str, Any]:
-        """Return the prompt as fields of a GenerationRequest."""
-        prompt = self.prompt
-        # A batch of one is what many clients send for a single prompt.
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise InvalidRequestError(
-                    f"prompt has {len(prompt)} prompts: more than 1 is not served yet",
-                    field="prompt",
-                )
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return {"text": prompt}
-        if isinstance(prompt, list) and all(type(item) is int for item in prompt):
-            return {"token_ids": tuple(prompt)}
-        raise InvalidRequestError(
-            "prompt must be a string, a list of token ids, or a list of one of these",
-            field="prompt",
-        )
+    def prompt_inputs(self) -> list[dict[str, Any]]:
+        """Return each prompt as fields of a GenerationRequest."""
+        prompts = self.prompt
+        if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)):
+            prompts = [prompts]
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS}", field="prompt"
+            )
+        special = {"add_special_tokens": self.add_special_tokens is not False}
+        return [_prompt_input(prompt) | special for prompt in prompts]
+
+
+def _prompt_input(prompt: object) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        return {"token_ids": tuple(prompt)}
+    raise InvalidRequestError(
+        "prompt must be a string, a list of token ids, or a list of these", field="prompt"
+    )
 
 
 class ChatMessageBody(BaseModel):
-    """One message. The fields that answers have may come back as null."""
+    """One message."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = CONFIG
 
     role: str
-    content: Any
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-    annotations: list[Any] | None = None
+    """system or developer, user, assistant."""
+    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
+    """A text, or a list of {"type": "text", "text": ...}; an assistant's may be null."""
+
+
+# Templates know the older name.
+_ROLES = {"developer": "system"}
 
 
 class ChatCompletionBody(GenerationBody):
     """POST /v1/chat/completions."""
 
+    refused = {**REFUSED, **REFUSED_IN_CHAT}
+
     messages: Items[ChatMessageBody]
-    max_completion_tokens: int | None = None
+    """The conversation, oldest first."""
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    """Log-probabilities of the answer."""
+    top_logprobs: Int | None = None
+    """And of this many others at each place, at most 20."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template, such as enable_thinking."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template too."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -307,36 +392,53 @@ class ChatCompletionBody(GenerationBody):
             raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
         return top if self.logprobs else None
 
-    @property
-    def output_token_limit(self) -> int | None:
-        if self.max_completion_tokens is None:
-            return self.max_tokens
-        if self.max_tokens not in (None, self.max_completion_tokens):
-            raise InvalidRequestError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
-                f"{self.max_completion_tokens}, set one of them",
-                field="max_tokens",
-            )
-        return self.max_completion_tokens
-
-    def prompt_input(self) -> dict[str, Any]:
+    def prompt_inputs(self) -> list[dict[str, Any]]:
         """Return the prompt as fields of a GenerationRequest."""
-        messages = [
-            ChatMessage(role=message.role, content=_content(message.content, index))
-            for index, message in enumerate(self.messages)
-        ]
-        for index, message in enumerate(self.messages):
-            check_num_entries(
-                f"messages[{index}].annotations", message.annotations, MAX_ANNOTATIONS
-            )
-        return {"messages": messages}
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return [{"messages": chat_messages(self.messages), "template_variables": variables}]
+
+
+def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
+    """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
+    return [
+        ChatMessage(role=_ROLES.get(message.role, message.role), content=_content(message, index))
+        for index, message in enumerate(messages)
+    ]
 
 
 Body = TypeVar("Body", bound=GenerationBody)
 
 
-def parse_body(cls: type[Body], raw: bytes) -> Body:
-    """Parse a request's JSON. Raises InvalidRequestError naming the field."""
+def parse_body(cls: type[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
+    """Parse a request's JSON; return also the names of unknown fields, a few of them. Raises
+    InvalidRequestError naming the field.
+    """
+    values = json_object(raw)
+    for name in MAX_ENTRIES.keys() & values.keys():
+        check_num_entries(name, values[name], MAX_ENTRIES[name])
+    check_refused(values, cls.refused)
+    unknown = UnknownNames()
+    unknown.add(values.keys() - _known_names(cls))
+    for name in _NESTED.keys() & values.keys():
+        if isinstance(values[name], dict):
+            unknown.add(values[name].keys() - _NESTED[name], path=f"{name}.")
+    if cls is ChatCompletionBody:
+        check_messages(values.get("messages"), unknown)
+    body = validate(cls, values)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is set with stream: true, chunks have no place for it",
+            field="prompt_logprobs",
+        )
+    return body, unknown.names()
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return a body that is a JSON object. Raises InvalidRequestError."""
     try:
         values = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -345,28 +447,53 @@ def parse_body(cls: type[Body], raw: bytes) -> Body:
         raise InvalidRequestError("body must be a JSON object")
     if len(values) > _MAX_FIELDS:
         raise InvalidRequestError(f"body has {len(values)} fields, at most {_MAX_FIELDS}")
-    for name in MAX_ENTRIES.keys() & values.keys():
-        check_num_entries(name, values[name], MAX_ENTRIES[name])
-    for name in _UNSERVED.keys() & values.keys():
-        _check_unserved(name, values.pop(name))
+    return values
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validate(cls: type[_Model], values: Mapping[str, object]) -> _Model:
+    """Return an object of these values. Raises InvalidRequestError naming the field."""
     try:
-        body = cls.model_validate(values)
+        return cls.model_validate(values)
     except ValidationError as error:
         raise _invalid(error) from error
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs is set with stream: true, chunks have no place for it",
-            field="prompt_logprobs",
-        )
-    return body
 
 
-def _check_unserved(name: str, value: object) -> None:
-    # The type too: 0 == False and 1 == True.
-    if not any(type(value) is type(unused) and value == unused for unused in _UNSERVED[name]):
-        raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
+@functools.cache
+def _known_names(cls: type[GenerationBody]) -> frozenset[str]:
+    return frozenset((*cls.model_fields, *cls.refused, *WITHOUT_EFFECT))
+
+
+_NESTED = {
+    "stream_options": StreamOptions.model_fields.keys(),
+    "repetition_detection": RepetitionDetectionBody.model_fields.keys(),
+}
+_MESSAGE_FIELDS = ChatMessageBody.model_fields.keys()
+_KNOWN_IN_MESSAGE = frozenset((*_MESSAGE_FIELDS, *REFUSED_IN_MESSAGE, *MESSAGE_WITHOUT_EFFECT))
+_PART_FIELDS = frozenset(("type", "text"))
+
+
+def check_messages(messages: object, unknown: UnknownNames) -> None:
+    """Note unknown fields of messages as they came. Raises InvalidRequestError for those that are
+    not served.
+    """
+    if not isinstance(messages, list):
+        return
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        if not message.keys() <= _MESSAGE_FIELDS:
+            check_refused(message, REFUSED_IN_MESSAGE, path=f"messages[{index}].")
+            unknown.add(message.keys() - _KNOWN_IN_MESSAGE, path="messages.")
+            annotations = message.get("annotations")
+            check_num_entries(f"messages[{index}].annotations", annotations, MAX_ANNOTATIONS)
+        if isinstance(parts := message.get("content"), list):
+            check_num_entries(f"messages[{index}].content", parts, MAX_CONTENT_PARTS)
+            for part in parts:
+                if isinstance(part, dict) and part.get("type") == "text":
+                    unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
 
 
 _BRANCHES = ("str", "list[str]", "bool", "literal['never']")
@@ -375,7 +502,7 @@ _BRANCHES = ("str", "list[str]", "bool", "literal['never']")
 def _invalid(error: ValidationError) -> InvalidRequestError:
     if error.error_count() > _MAX_ERRORS:
         return InvalidRequestError(
-            f"body has {error.error_count()} unknown or wrong fields, too many to name one"
+            f"body has {error.error_count()} wrong fields, too many to name one"
         )
     return _first(error.errors(include_url=False, include_input=False)[0])
 
@@ -389,9 +516,7 @@ def _first(details: ErrorDetails) -> InvalidRequestError:
         elif part not in _BRANCHES:
             path += f".{part}" if path else part
     path = path[:256]
-    if details["type"] == "extra_forbidden":
-        message = f"{path} is not a field of this request"
-    elif details["type"] == "missing":
+    if details["type"] == "missing":
         message = f"{path} is missing"
     elif details["type"] == _TOO_MANY:
         message = f"{path} {details['msg']}"
@@ -410,23 +535,28 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _content(content: object, index: int) -> str:
+def _content(message: ChatMessageBody, index: int) -> str:
     """Return a message's text: a string, or a list of text parts."""
     field = f"messages[{index}].content"
+    content = message.content
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidRequestError(f"{field} is missing", field=field)
+        return ""
+    if not isinstance(content, list):
         raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
-    check_num_entries(field, content, MAX_CONTENT_PARTS)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise InvalidRequestError(
-                f"{field} has a part of type {str(kind)[:64]!r}, only 'text' is served", field=field
-            )
-        text = part.get("text")
-        if not isinstance(text, str) or part.keys() != {"type", "text"}:
-            raise InvalidRequestError(f"{field} has a part without plain text", field=field)
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_part_text(part, field) for part in content)
+
+
+def _part_text(part: object, field: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind != "text":
+        raise InvalidRequestError(
+            f"{field} has a part of type {str(kind)[:64]!r}, only 'text' is served", field=field
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field} has a part without plain text", field=field)
+    return text

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import (
@@ -52,6 +52,12 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+
+    @classmethod
+    def total(cls, usages: Iterable["Usage"]) -> "Usage":
+        """Return the sum of those of several requests."""
+        rows = zip(*map(dataclasses.astuple, usages), strict=True)
+        return cls(**dict(zip(cls.__slots__, map(sum, rows), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ from pdserve_common.validation import (
 INLINE_BYTES = 64 << 10
 INLINE_OBJECTS = 1024
 MAX_MESSAGES = 1 << 14
+# Of one request; each is a request of its own to workers, and waits as one.
+MAX_PROMPTS = 128
 # Of one message.
 MAX_CONTENT_PARTS = 1 << 12
 MAX_ANNOTATIONS = 1 << 10

@@ -89,18 +89,19 @@ class RequestMetrics:
             if field.name.endswith("_ns"):
                 yield field.name.removesuffix("_ns"), getattr(self, field.name) / 1e6
 
+    def facts(self) -> Iterator[tuple[str, str | int]]:
+        """Yield everything else: where it went, and how."""
+        for field in fields(self):
+            if not field.name.endswith("_ns"):
+                yield field.name, getattr(self, field.name)
+
     def trailers(self) -> Iterator[tuple[str, str]]:
         """Yield what clients get as trailing metadata or HTTP headers."""
         for name, value in self.milliseconds():
             yield f"pdserve-{name.replace('_', '-')}-ms", f"{value:.3f}"
-        yield "pdserve-path", self.path
-        yield "pdserve-prefill-engine-id", self.prefill_engine_id
-        yield "pdserve-decode-engine-id", self.decode_engine_id
-        yield "pdserve-kv-transport", self.kv_transport
-        yield "pdserve-kv-transfer-bytes", str(self.kv_transfer_bytes)
-        yield "pdserve-determinism", self.determinism
+        for name, fact in self.facts():
+            yield f"pdserve-{name.replace('_', '-')}", str(fact)
         yield "pdserve-recovered", str(int(self.num_redrives > 0))
-        yield "pdserve-num-redrives", str(self.num_redrives)
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
@@ -38,6 +38,7 @@ INLINE_RESUMED_TOKENS = 2048
 
 # Makes tokens of a request, within what the model can take.
 Prepare = Callable[[ModelLimits], Awaitable[ProcessedInput]]
+PrepareAll = Callable[[ModelLimits], Awaitable[Sequence[ProcessedInput]]]
 
 
 class Router:
@@ -121,17 +122,27 @@ class Router:
         """Have a request parsed, checked and tokenized, and dispatch it. Raises a PdserveError if
         it cannot be taken; once taken it ends with exactly one finished output.
         """
+
+        async def prepare_one(limits: ModelLimits) -> Sequence[ProcessedInput]:
+            return (await prepare(limits),)
+
+        (live,) = await self.submit_all(prepare_one)
+        return live
+
+    async def submit_all(self, prepare: PrepareAll) -> list[LiveRequest]:
+        """`submit` for several requests that came as one: all are taken, or none."""
         try:
-            self._admit()
+            self._admit(1)
         except PdserveError as error:
             self._count_not_taken(error)
             raise
         self._num_arriving += 1
         self._is_idle.clear()
         try:
-            processed = await prepare(self.pool.model_limits())
-            request_id_var.set(processed.request.external_req_id)
-            return await self._dispatch(processed)
+            requests = await prepare(self.pool.model_limits())
+            request_id_var.set(requests[0].request.external_req_id)
+            self._admit(len(requests) - 1)
+            return await self._dispatch_all(requests)
         except PdserveError as error:
             self._count_not_taken(error)
             raise
@@ -156,15 +167,29 @@ class Router:
         for live in list(self._live):
             live.fail(DrainingError("the router shut down before the answer was complete"))
 
-    def _admit(self) -> None:
+    def _admit(self, num_more: int) -> None:
         if self._is_cut:
             raise DrainingError("the router is shutting down", retry_after_ms=1000)
-        if self.num_queued >= self._max_num_queued_requests:
+        if num_more and self.num_queued + num_more > self._max_num_queued_requests:
+            wanted = f", {num_more} more arrive" if num_more > 1 else ""
             raise OverloadedError(
-                f"{self.num_queued} requests wait for their first token, "
+                f"{self.num_queued} requests wait for their first token{wanted}, "
                 f"at most {self._max_num_queued_requests} may",
                 retry_after_ms=OVERLOADED_RETRY_AFTER_MS,
             )
+
+    async def _dispatch_all(self, requests: Sequence[ProcessedInput]) -> list[LiveRequest]:
+        taken: list[LiveRequest] = []
+        try:
+            for request in requests:
+                if taken:
+                    await asyncio.sleep(0)  # other streams go on between two of many
+                taken.append(await self._dispatch(request))
+        except BaseException:
+            for live in taken:
+                live.abort()
+            raise
+        return taken
 
     async def _dispatch(self, processed: ProcessedInput) -> LiveRequest:
         route = self._route(processed)

@@ -7,6 +7,7 @@ import signal
 from functools import partial
 
 from prometheus_client import CollectorRegistry
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
@@ -76,6 +77,7 @@ class RouterServer:
             ),
             partial(self._limits.count, "http"),
         )
+        self._metrics = metrics
         self._tls = config.load_tls()
         self._api_keys = (
             ApiKeys(config.api_keys_file, metrics.requests_unauthorized)
@@ -158,10 +160,10 @@ class RouterServer:
             max_body_bytes=config.max_body_bytes,
             cut=self._http.cut,
             edge=self.edge_processes,
+            unknown_fields=self._metrics.http_unknown_fields,
         )
         places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
-        app = BodyGuard(app, places)
-        self._http.start(HttpApiKeyGuard(app, self._api_keys) if self._api_keys else app)
+        self._http.start(self._guarded(BodyGuard(app, places)))
         self.http_port = self._http.port
         self.metrics_port = self._metrics_server.port
         self.pool.start()
@@ -170,6 +172,20 @@ class RouterServer:
             self.grpc_port,
             self.http_port,
             self.metrics_port,
+        )
+
+    def _guarded(self, app: ASGIApp) -> ASGIApp:
+        if self._api_keys:
+            app = HttpApiKeyGuard(app, self._api_keys)
+        if not self.config.cors_origins:
+            return app
+        # Around the keys: a browser asks first without one.
+        return CORSMiddleware(
+            app,
+            allow_origins=self.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
         )
 
     async def stop(self, drain_timeout_s: float) -> None:

@@ -2,15 +2,18 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import tokenizers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from jinja2.defaults import DEFAULT_NAMESPACE
+from pydantic_core import to_json
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pdserve_common.errors import InvalidRequestError
 
@@ -24,6 +27,9 @@ CHARS_PER_MESSAGE = 32
 CHARS_PER_TOKEN = (4, 16)
 # Tokens whose bytes are kept; a vocabulary's frequent ones are far fewer.
 TOKEN_CACHE_SIZE = 2**16
+# Of one request.
+MAX_TEMPLATE_VARIABLES = 32
+MAX_TEMPLATE_VARIABLES_BYTES = 1 << 14
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
@@ -48,6 +54,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         # None: a token may stand for text of any length.
         self.max_token_bytes = _max_token_bytes(self.backend)
+        self._taken_variables = _taken_variables(self._pretrained)
         self._added_tokens = {i: token.content for i, token in added.items()}
         self._decode_piece = _piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
@@ -60,23 +67,33 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, text: str, *, max_tokens: int) -> Sequence[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int
+    ) -> Sequence[int]:
         """Return the tokens of a text prompt, with the model's special tokens around it. Raises
         InvalidRequestError for text that is known to have more than `max_tokens` before all of it
         is tokenized.
         """
-        encode = functools.partial(self._encode, max_tokens=max_tokens)
+        encode = functools.partial(
+            self._encode, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
         if len(text) <= INLINE_CHARS:
             return encode(text)
         return await self._in_thread(encode, text)
 
     async def encode_chat(
-        self, messages: list[dict[str, str]], *, max_tokens: int
+        self,
+        messages: list[dict[str, str]],
+        variables: Mapping[str, Any],
+        *,
+        max_tokens: int,
     ) -> Sequence[int]:
-        """Return the tokens of a conversation, like `encode`. Raises InvalidRequestError also if
-        the chat template refuses it.
+        """Return the tokens of a conversation, like `encode`; the chat template gets `variables`
+        besides. Raises InvalidRequestError also for variables that are not for clients, and if the
+        template refuses them or the messages.
         """
-        encode = functools.partial(self._encode_chat, max_tokens=max_tokens)
+        self._check_variables(variables)
+        encode = functools.partial(self._encode_chat, variables=variables, max_tokens=max_tokens)
         size = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in messages)
         if size <= INLINE_CHARS:
             return encode(messages)
@@ -149,22 +166,62 @@ class Tokenizer:
                     field="prompt",
                 )
 
-    def _encode_chat(self, messages: list[dict[str, str]], *, max_tokens: int) -> list[int]:
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        field = "chat_template_kwargs"
+        if taken := sorted(self._taken_variables & variables.keys()):
+            raise InvalidRequestError(
+                f"{field} has {taken[0]!r}, which requests cannot set", field=field
+            )
+        if len(variables) > MAX_TEMPLATE_VARIABLES:
+            raise InvalidRequestError(
+                f"{field} has {len(variables)} entries, at most {MAX_TEMPLATE_VARIABLES}",
+                field=field,
+            )
+        if variables and (size := len(to_json(variables))) > MAX_TEMPLATE_VARIABLES_BYTES:
+            raise InvalidRequestError(
+                f"{field} has {size} bytes of JSON, at most {MAX_TEMPLATE_VARIABLES_BYTES}",
+                field=field,
+            )
+
+    def _encode_chat(
+        self, messages: list[dict[str, str]], *, variables: Mapping[str, Any], max_tokens: int
+    ) -> list[int]:
         if not self._pretrained.chat_template:
             raise InvalidRequestError(
                 "messages are set, the model has no chat template", field="messages"
             )
         try:
             text = self._pretrained.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True, **variables
             )
         except TemplateError as error:
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
+        except Exception as error:
+            if not variables:
+                raise
+            raise InvalidRequestError(
+                f"chat_template_kwargs do not fit the model's chat template: {error}",
+                field="chat_template_kwargs",
+            ) from error
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+
+def _taken_variables(pretrained: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return what a chat template gets from elsewhere, and what says how it is used."""
+    parameters = inspect.signature(type(pretrained).apply_chat_template).parameters
+    return frozenset(
+        (
+            *parameters,
+            *pretrained.special_tokens_map,
+            *pretrained.SPECIAL_TOKENS_ATTRIBUTES,
+            *DEFAULT_NAMESPACE,
+            *("messages", "raise_exception", "strftime_now"),
+        )
+    )
 
 
 # What neither drops text nor makes much less of it.

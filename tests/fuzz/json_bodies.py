@@ -96,8 +96,9 @@ def of_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> st.SearchSt
         return objects(schema, root)
     if kind == "object":
         items = schema.get("additionalProperties")
+        items = items if isinstance(items, dict) else {}  # true allows all
         keys = st.one_of(st.integers(0, 2000).map(str), texts())
-        return st.dictionaries(keys, of_schema(items or {}, root), max_size=5)
+        return st.dictionaries(keys, of_schema(items, root), max_size=5)
     simple = {
         "string": texts(),
         "integer": integers(),

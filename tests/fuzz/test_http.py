@@ -29,7 +29,10 @@ SCHEMAS = {
     CHAT: ChatCompletionBody.model_json_schema(),
 }
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "get", "PROPFIND")
-PATHS = (COMPLETIONS, CHAT, "/v1/models", "/v1/models/", "/health", "/", "/metrics", "//v1/models")
+PATHS = (
+    *(COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/"),
+    *("/health", "/", "/metrics", "//v1/models"),
+)
 # Nothing comes any more: our side of the connection is closed, and the server has to end it.
 QUIET_S = 0.1
 

@@ -56,8 +56,8 @@ def test_a_body_is_read_or_refused(path: str, cls: Any) -> None:
     @given(bodies(served_bodies(path)))
     def target(raw: bytes) -> None:
         with contextlib.suppress(InvalidRequestError):
-            body = parse_body(cls, raw)
-            body.prompt_input()
+            body, _ = parse_body(cls, raw)
+            body.prompt_inputs()
             body.sampling_params()
 
     target()

@@ -355,7 +355,7 @@ BAD_BODIES = [
     {"prompt": "a", "model": "other"},
     {"prompt": "a", "top_p": 0},
     {"prompt": "a", "n": "x"},
-    {"prompt": "a", "unknown": 1},
+    {"prompt": "a", "truncate_prompt_tokens": 0},
     {"prompt": "a", "tools": [1]},
     {"prompt": "a", "stop": ["a"] * 17},
     {"prompt": "a", "stream": True, "use_beam_search": True, "temperature": 0},

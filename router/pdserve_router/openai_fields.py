@@ -1,0 +1,155 @@
+"""Fields of OpenAI's and vLLM's requests that are not served: which are taken all the same, which
+are refused by name, and how unknown ones are counted.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import Counter
+
+from pdserve_common.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+# Names that have a series, and a line in the log; others count as "other".
+MAX_NAMES = 64
+# Of one request.
+_MAX_UNKNOWN = 16
+_MAX_NAME_CHARS = 64
+OTHER = "other"
+
+# Taken with any value: no token of an answer depends on them, here.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "include_reasoning": "no answer has reasoning apart from its text",
+    "metadata": "answers are not stored",
+    "parallel_tool_calls": "there are no tool calls",
+    "prediction": "a hint for speed",
+    "prompt_cache_key": "prefixes are found by what they hold; see cache_salt",
+    "prompt_cache_options": "prefixes are found by what they hold",
+    "prompt_cache_retention": "the least recently used blocks go first",
+    "safety_identifier": "for reports of abuse, which are not made",
+    "service_tier": "there is one; see priority",
+    "store": "answers are not stored",
+    "user": "for reports of abuse, which are not made",
+    "verbosity": "models here have no such setting",
+}
+
+# Would change the answer: the values that ask for nothing are taken, all others refused.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "documents": (None, []),
+    "ebnf": (None,),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "json_schema": (None,),
+    "kv_transfer_params": (None, {}),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prompt_embeds": (None,),
+    "regex": (None,),
+    "response_format": (None, {"type": "text"}),
+    "return_tokens_as_token_ids": (None, False),
+    "structural_tag": (None,),
+    "structured_outputs": (None, {}),
+    "suffix": (None, ""),
+    "thinking_token_budget": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "vllm_xargs": (None, {}),
+    "web_search_options": (None,),
+}
+# By endpoint besides: what the other one has.
+REFUSED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (None, False),
+    "echo": (None, False),
+    "prompt": (None,),
+}
+REFUSED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
+    "messages": (None,),
+    "top_logprobs": (None, 0),
+}
+# Of messages: what answers have may come back, as null or empty.
+REFUSED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "function_call": (None,),
+    "tool_calls": (None, []),
+}
+# Of an answer that comes back: what it says beside its text.
+MESSAGE_WITHOUT_EFFECT = frozenset(
+    (
+        "annotations",
+        "images",
+        "name",
+        "provider_specific_fields",
+        "reasoning",
+        "reasoning_content",
+        "refusal",
+        "thinking_blocks",
+    )
+)
+
+
+def check_refused(
+    values: Mapping[str, object], refused: Mapping[str, tuple[object, ...]], *, path: str = ""
+) -> None:
+    """Raise InvalidRequestError for the first field that asks for what is not served."""
+    for name in values.keys() & refused.keys():
+        if not _asks_for_nothing(values[name], refused[name]):
+            field = path + name
+            raise InvalidRequestError(
+                f"{field} is set: not served yet, leave it unset", field=field
+            )
+
+
+def _asks_for_nothing(value: object, unused: tuple[object, ...]) -> bool:
+    # The type too: 0 == False and 1 == True.
+    return any(type(value) is type(each) and value == each for each in unused)
+
+
+class UnknownNames:
+    """Names of unknown fields of one request, a few of them."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def add(self, names: Iterable[str], *, path: str = "") -> None:
+        for name in names:
+            if len(self._names) >= _MAX_UNKNOWN:
+                return
+            self._names.add(f"{path}{name}"[:_MAX_NAME_CHARS])
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._names))
+
+
+class UnknownFields:
+    """Counts fields that requests had and nobody here knows; logs each name once."""
+
+    def __init__(self, counter: Counter) -> None:
+        """`counter` has a label `field`."""
+        self._counter = counter
+        self._seen: set[str] = set()
+
+    def count(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._counter.labels(field=self._label(name)).inc()
+
+    def _label(self, name: str) -> str:
+        if name in self._seen:
+            return name
+        if len(self._seen) >= MAX_NAMES:
+            return OTHER
+        self._seen.add(name)
+        # The first sample of a series is no increase, so it begins at 0.
+        self._counter.labels(field=name)
+        logger.warning("HTTP requests have the unknown field %r, which is ignored", name)
+        return name
