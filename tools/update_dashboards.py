@@ -19,7 +19,7 @@ HEIGHT = {"timeseries": 8, "stat": 4}
 
 RELEASE = 'namespace=~"$namespace", release=~"$release"'
 MODEL = f'{RELEASE}, model=~"$model"'
-TTFT_STAGES = "router_queue|tokenize|dispatch|prefill_queue|prefill|return"
+TTFT_STAGES = "router_queue|tokenize|dispatch|prefill_queue|decode_queue|prefill|return"
 FIRST_ITL_STAGES = "kv_transfer_exposed|decode_admit|first_decode_step|release_ack|decode_return"
 QUANTILES = (0.5, 0.95, 0.99)
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -249,6 +249,16 @@ def overview() -> Dashboard:
                 ),
             ),
             Panel(
+                title="First to second token",
+                unit="s",
+                bad=0.5,
+                queries=quantiles("pdserve_first_inter_token_seconds", MODEL),
+                description=(
+                    "What a stream is silent for behind its first token. Above the objective: the "
+                    "waterfall says which stage it is."
+                ),
+            ),
+            Panel(
                 title="Time per output token",
                 unit="s",
                 bad=0.1,
@@ -333,10 +343,6 @@ def waterfall() -> Dashboard:
     raw, exposed = (
         sum_rate(f"{stage}_sum", of_stages(name)) for name in ("kv_transfer", "kv_transfer_exposed")
     )
-    queue, grant = (
-        sum_rate(f"{stage}_sum", of_stages(name)) for name in ("prefill_queue", "grant")
-    )
-    queued = sum_rate(f"{stage}_count", of_stages("prefill_queue"))
     first = Row(
         title="To the first token",
         panels=[
@@ -348,9 +354,9 @@ def waterfall() -> Dashboard:
                 queries={"{{stage}}": mean_stages(TTFT_STAGES, counted="return")},
                 description=(
                     "Stages exclude each other: the stack is the mean TTFT. Look at the largest. "
-                    "prefill_queue: more prefill, or more decode if `grant` is most of it; "
-                    "prefill: shorter prompts or faster workers; return: network, or requests that"
-                    " were sent again."
+                    "prefill_queue: more prefill; decode_queue: more decode, it has no free slots "
+                    "or no room for KV; prefill: shorter prompts or faster workers; return: "
+                    "network, or requests that were sent again."
                 ),
             ),
             Panel(
@@ -364,18 +370,14 @@ def waterfall() -> Dashboard:
                 ),
             ),
             Panel(
-                title="What the prefill queue waits for, mean",
+                title="What requests wait for, mean",
                 unit="s",
-                is_stacked=True,
                 width=12,
                 bad=0.5,
-                queries={
-                    "blocks of decode (grant)": f"({grant} or 0 * {queue}) / {queued}",
-                    "prefill itself": f"({queue} - ({grant} or 0 * {queue})) / {queued}",
-                },
+                queries={"{{stage}}": mean_stages("prefill_queue|decode_queue", counted="return")},
                 description=(
-                    "Mostly `grant`: decode has no room, add decode workers or KV memory there. "
-                    "Mostly prefill: add prefill workers."
+                    "prefill_queue: add prefill workers. decode_queue: decode is full, add decode "
+                    "workers; *Slots in use* and *KV blocks held* in the decode pool say of what."
                 ),
             ),
             Panel(
@@ -402,9 +404,9 @@ def waterfall() -> Dashboard:
                 queries={"{{stage}}": mean_stages(FIRST_ITL_STAGES, counted="decode_return")},
                 description=(
                     "Stages exclude each other: the stack is the mean time from the first to the "
-                    "second token. kv_transfer_exposed: see the KV transfer; decode_admit: decode "
-                    "batches are full; decode_return: network, or all of it for requests without a"
-                    " handoff."
+                    "second token. kv_transfer_exposed: see the KV transfer; decode_admit: fewer "
+                    "decode slots got free than was foreseen; decode_return: network, or all of "
+                    "it for requests without a handoff."
                 ),
             ),
             Panel(
@@ -464,7 +466,7 @@ def pool(component: str) -> Dashboard:
         for name in ("hits", "queries")
     )
     queue_is_bad = {
-        "prefill": "Above 10 s: add prefill workers, or decode workers if grants are `later`.",
+        "prefill": "Above 10 s: add prefill workers.",
         "decode": "Decode computes prompts itself: the router's dashboard says why.",
     }
     work = Row(
@@ -489,6 +491,36 @@ def pool(component: str) -> Dashboard:
                 ),
             ),
             Panel(
+                title="Slots in use",
+                unit="percentunit",
+                bad=0.95,
+                queries={"{{pod}}": f"pdserve_slot_usage_ratio{{{labels}}}"},
+                description=(
+                    "Places in the batch (max_num_seqs) that requests have. All in use on decode, "
+                    "and requests wait for decode: add decode workers, or raise max_num_seqs if "
+                    "steps are short enough."
+                ),
+            ),
+            Panel(
+                title="Slots by state",
+                unit="short",
+                is_stacked=True,
+                queries={"{{state}}": f"sum by (state) (pdserve_slots{{{labels}}})"},
+                description=(
+                    "Places in the batches of all Pods. None `free` on decode for minutes: it is "
+                    "too small, or max_num_seqs is."
+                ),
+            ),
+            Panel(
+                title="Waiting for decode",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_requests_waiting_for_decode{{{labels}}}"},
+                description=(
+                    "Waiting requests that decode has no slot or no room for. On prefill: more "
+                    "prefill workers do not help them."
+                ),
+            ),
+            Panel(
                 title="Time to work off the queue",
                 unit="s",
                 bad=10,
@@ -496,7 +528,7 @@ def pool(component: str) -> Dashboard:
                     "all": f"sum(pdserve_waiting_tokens{{{labels}}}) / "
                     + sum_rate("pdserve_engine_step_tokens_sum", labels)
                 },
-                description="Tokens that wait, at the present speed of the pool. "
+                description="Tokens that wait for this pool, at its present speed. "
                 + queue_is_bad[component],
             ),
             Panel(

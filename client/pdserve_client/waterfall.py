@@ -11,8 +11,8 @@ def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
         ("router queue", metrics.router_queue_ns),
         ("tokenize", metrics.tokenize_ns),
         ("dispatch", metrics.dispatch_ns),
-        ("prefill queue", metrics.prefill_queue_ns - metrics.grant_ns),
-        ("waiting for D's blocks", metrics.grant_ns),
+        ("prefill queue", metrics.prefill_queue_ns),
+        ("decode queue", metrics.decode_queue_ns),
         ("prefill", metrics.prefill_ns),
         ("return", metrics.return_ns),
     ]

@@ -329,11 +329,11 @@ class PrefillStats:
 
     num_prompt_tokens: int
     num_cached_tokens: int
-    # From arrival to being scheduled; on P with the wait for D's blocks.
+    # From arrival to being scheduled; on P with the wait for D.
     queue_s: float
     prefill_s: float
-    # Of queue_s, from asking D for blocks to its grant.
-    grant_s: float = 0.0
+    # Of queue_s, while D had no room or no slot; on D all of it.
+    decode_queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,9 +409,14 @@ class EngineCoreOutput:
 class SchedulerStats:
     """The engine's load after a step."""
 
+    # Places in the batch.
+    num_slots: int = 0
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
-    # Of requests that are not in the batch, also those that wait for D's blocks.
+    # Of those, the ones that wait for a decode worker: on P because D is full, on D itself all but
+    # those that wait for P.
+    num_waiting_for_decode_reqs: int = 0
+    # Of requests that are not in the batch and do not wait for another worker.
     num_waiting_tokens: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0
@@ -426,6 +431,10 @@ class SchedulerStats:
     step_num_tokens: int = 0
     # The model's part of it.
     step_duration_s: float = 0.0
+
+    @property
+    def slot_usage(self) -> float:
+        return self.num_running_reqs / self.num_slots if self.num_slots else 0.0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -205,6 +205,13 @@ class RouterMetrics:
             buckets=TOKEN_BUCKETS,
             registry=registry,
         )
+        self.first_itl = Histogram(
+            "pdserve_first_inter_token_seconds",
+            "Between the first and the second token",
+            ["model"],
+            buckets=TOKEN_BUCKETS,
+            registry=registry,
+        )
         self.stage = Histogram(
             "pdserve_request_stage_seconds",
             "Exclusive stages; those of ttft sum to it, those of first_itl likewise",
@@ -313,10 +320,25 @@ class EngineMetrics:
         self.requests_waiting = Gauge(
             "pdserve_requests_waiting", "Requests not in the batch yet", registry=registry
         )
+        self.requests_waiting_for_decode = Gauge(
+            "pdserve_requests_waiting_for_decode",
+            "Of the waiting requests, those that wait for room or a slot on a decode worker",
+            registry=registry,
+        )
         self.waiting_tokens = Gauge(
             "pdserve_waiting_tokens",
-            "Tokens of waiting requests not computed yet",
+            "Tokens of waiting requests not computed yet, but for those that wait for another "
+            "worker",
             registry=registry,
+        )
+        self.slots = Gauge(
+            "pdserve_slots",
+            "Places in the batch (max_num_seqs) by state: used or free",
+            ["state"],
+            registry=registry,
+        )
+        self.slot_usage = Gauge(
+            "pdserve_slot_usage_ratio", "Used slots / all slots", registry=registry
         )
         self.kv_blocks = Gauge(
             "pdserve_kv_blocks",

@@ -7,7 +7,15 @@ from typing import Any
 from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.metrics import RouterMetrics
 
-TTFT_STAGES = ("router_queue", "tokenize", "dispatch", "prefill_queue", "prefill", "return")
+TTFT_STAGES = (
+    "router_queue",
+    "tokenize",
+    "dispatch",
+    "prefill_queue",
+    "decode_queue",
+    "prefill",
+    "return",
+)
 FIRST_ITL_STAGES = (
     "kv_transfer_exposed",
     "decode_admit",
@@ -53,16 +61,16 @@ class Timeline:
 class RequestMetrics:
     """The stages of TTFT_STAGES sum to ttft_ns and those of FIRST_ITL_STAGES to first_itl_ns.
 
-    grant_ns is a part of prefill_queue_ns; kv_transfer_ns overlaps the prefill and the exposed
-    transfer. A request that was sent again has the stages of the attempts that brought its first
-    and its second token; what the lost ones took is in `return` and `decode_return`.
+    kv_transfer_ns overlaps the prefill and the exposed transfer. A request that was sent again has
+    the stages of the attempts that brought its first and its second token; what the lost ones took
+    is in `return` and `decode_return`.
     """
 
     router_queue_ns: int = 0
     tokenize_ns: int = 0
     dispatch_ns: int = 0
     prefill_queue_ns: int = 0
-    grant_ns: int = 0
+    decode_queue_ns: int = 0
     prefill_ns: int = 0
     return_ns: int = 0
     ttft_ns: int = 0
@@ -129,7 +137,8 @@ def measure(
         timeline.tokenize_start_ns - timeline.arrival_ns,
         timeline.tokenize_end_ns - timeline.tokenize_start_ns,
         timeline.dispatched_ns - timeline.tokenize_end_ns,
-        _ns(prefill.queue_s),
+        _ns(prefill.queue_s) - _ns(prefill.decode_queue_s),
+        _ns(prefill.decode_queue_s),
         _ns(prefill.prefill_s),
     )
     to_second = _split(
@@ -143,7 +152,6 @@ def measure(
     decode_ns = _since(timeline.first_token_ns, timeline.last_token_ns)
     return RequestMetrics(
         **to_first,
-        grant_ns=min(_ns(prefill.grant_s), to_first["prefill_queue_ns"]),
         ttft_ns=ttft,
         **to_second,
         first_itl_ns=first_itl,
@@ -165,14 +173,13 @@ def observe_first_token(metrics: RouterMetrics, timing: RequestMetrics, *, model
     ttft = metrics.time_to_first_token.labels(model=model, path=timing.path)
     ttft.observe(timing.ttft_ns / 1e9)
     _observe_stages(metrics, timing, TTFT_STAGES)
-    if timing.grant_ns:
-        _observe_stages(metrics, timing, ("grant",))
 
 
 def observe_end(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
     """Export what a finished request took as a whole, and behind its first token."""
     metrics.request_duration.labels(model=model).observe(timing.e2e_ns / 1e9)
     if timing.first_itl_ns:
+        metrics.first_itl.labels(model=model).observe(timing.first_itl_ns / 1e9)
         # Zeros of requests without a handoff would hide what a handoff takes.
         has_handoff = timing.first_decode_step_ns > 0
         _observe_stages(metrics, timing, FIRST_ITL_STAGES if has_handoff else ("decode_return",))

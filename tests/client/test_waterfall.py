@@ -11,8 +11,8 @@ METRICS = {
     "router_queue_ns": 1 * MS,
     "tokenize_ns": 1 * MS,
     "dispatch_ns": 2 * MS,
-    "prefill_queue_ns": 8 * MS,
-    "grant_ns": 6 * MS,
+    "prefill_queue_ns": 2 * MS,
+    "decode_queue_ns": 6 * MS,
     "prefill_ns": 20 * MS,
     "return_ns": 4 * MS,
     "ttft_ns": 36 * MS,
@@ -53,9 +53,9 @@ def test_what_is_printed_sums_and_its_bars_follow_each_other() -> None:
     assert max(map(len, bars)) == BAR_WIDTH
 
 
-def test_the_wait_for_blocks_stands_apart_from_the_queue() -> None:
+def test_the_wait_for_decode_stands_apart_from_the_one_for_prefill() -> None:
     stages = dict(stages_of(lines_of()))
-    assert (stages["prefill queue"], stages["waiting for D's blocks"]) == (2.0, 6.0)
+    assert (stages["prefill queue"], stages["decode queue"]) == (2.0, 6.0)
 
 
 def test_one_sees_how_much_of_the_transfer_the_prefill_hid() -> None:

@@ -83,7 +83,7 @@ def test_the_waterfalls_stages_are_documented() -> None:
     assert " + ".join(FIRST_ITL_STAGES) in text
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]*\|$", text, re.MULTILINE)
     stages = [name for name in rows if not name.startswith("pdserve_")]
-    assert sorted(stages) == sorted([*TTFT_STAGES, *FIRST_ITL_STAGES, "grant", "kv_transfer"])
+    assert sorted(stages) == sorted([*TTFT_STAGES, *FIRST_ITL_STAGES, "kv_transfer"])
 
 
 def test_names_say_unit_and_kind(declared: dict[str, list[str]]) -> None:
@@ -106,3 +106,14 @@ def test_every_limit_is_documented() -> None:
     text = DOCS.read_text()
     documented = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE))
     assert {limit for limits in LIMITS.values() for limit in limits} <= documented
+
+
+def test_slots_are_used_or_free() -> None:
+    registry = CollectorRegistry()
+    record = EngineStatsRecorder(metrics.EngineMetrics(registry))
+    stats = SchedulerStats(num_slots=8, num_running_reqs=6, num_waiting_for_decode_reqs=3)
+    record(stats, (), has_computed=False)
+    states = [registry.get_sample_value("pdserve_slots", {"state": s}) for s in ("used", "free")]
+    assert states == [6, 2]
+    assert registry.get_sample_value("pdserve_slot_usage_ratio") == 0.75
+    assert registry.get_sample_value("pdserve_requests_waiting_for_decode") == 3

@@ -108,7 +108,7 @@ OUTPUT = types.EngineCoreOutput(
     kv_transfer_params=types.KVTransferParams(do_remote_decode=True),
     trace_headers={"a": "b"},
     prefill_stats=types.PrefillStats(
-        num_prompt_tokens=5, num_cached_tokens=4, queue_s=0.5, prefill_s=0.25, grant_s=0.125
+        num_prompt_tokens=5, num_cached_tokens=4, queue_s=0.5, prefill_s=0.25, decode_queue_s=0.125
     ),
     kv_transfer_stats=types.KVTransferStats(
         num_bytes=1,

@@ -31,6 +31,7 @@ from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVNews,
     StartAllowed,
+    StartDeferred,
     StartForbidden,
     TransferFailed,
     TransferFinished,
@@ -312,6 +313,10 @@ class ScriptedConnector(KVConnector):
 
     def allow(self, request_id: str) -> None:
         self.news.append(StartAllowed(self.asked[request_id]))
+
+    def later(self, request_id: str) -> None:
+        """D is full."""
+        self.news.append(StartDeferred(self.asked[request_id]))
 
     def forbid(self, request_id: str) -> None:
         """D takes its blocks back; the scheduler hears of it with its next step."""

@@ -34,5 +34,6 @@ def test_only_the_worker_that_computes_the_prompt_tells_how_long_it_took() -> No
     engine.run()
     first, *others = [output.prefill_stats for output in engine.outputs["local"]]
     assert first is not None
-    assert (first.num_prompt_tokens, first.num_cached_tokens, first.grant_s) == (10, 0, 0)
+    assert (first.num_prompt_tokens, first.num_cached_tokens) == (10, 0)
+    assert first.decode_queue_s == first.queue_s, "nobody else makes it wait"
     assert not any([*others, *(output.prefill_stats for output in engine.outputs["pulled"])])

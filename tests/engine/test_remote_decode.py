@@ -1,7 +1,7 @@
 """P's scheduler: nothing is computed for another worker before it has reserved blocks."""
 
 import pytest
-from scripted_engine import ON_P, Engine, ScriptedConnector, expected
+from scripted_engine import ON_P, Clock, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import FinishReason, KVTransferParams
 from pdserve_engine.core.request import RequestStatus
@@ -239,3 +239,104 @@ def test_a_worker_without_a_connector_refuses_what_it_could_not_hand_over() -> N
     engine.run()
     assert engine.finish_reason("a") is FinishReason.ERROR
     engine.assert_idle()
+
+
+def load_of(engine: Engine) -> tuple[int, int]:
+    """Requests that wait for a decode worker, and tokens that wait for P."""
+    stats = engine.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
+    return stats.num_waiting_for_decode_reqs, stats.num_waiting_tokens
+
+
+def decode_queue_s(engine: Engine, name: str) -> float:
+    stats = engine.outputs[name][0].prefill_stats
+    assert stats is not None
+    assert stats.decode_queue_s <= stats.queue_s
+    return stats.decode_queue_s
+
+
+def test_what_is_behind_a_later_waits_for_d_as_well(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector)
+    for name in ("a", "b", "c", "d"):
+        engine.add(name, [1] * 10, kv_transfer_params=ON_P)
+    engine.add("other", [2] * 10, kv_transfer_params=ON_P_FOR_E)
+    engine.run()
+    assert sorted(connector.asked) == ["a", "b", "other"]
+    assert load_of(engine) == (0, 50)
+    clock.now_s += 1  # D has not answered: it is in the midst of a step
+    for name in ("a", "b"):
+        connector.later(name)
+    engine.run()
+    assert load_of(engine) == (4, 10)
+    clock.now_s += 5
+    for name in ("a", "b", "other"):
+        connector.allow(name)
+    engine.run()
+    for name in ("c", "d"):
+        connector.allow(name)
+    engine.run()
+    assert load_of(engine) == (0, 0)
+    assert {name: decode_queue_s(engine, name) for name in ("a", "b", "c", "d", "other")} == {
+        "a": 5, "b": 5, "c": 5, "d": 5, "other": 0
+    }  # fmt: skip
+
+
+def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector, num_blocks=128, max_num_seqs=1)
+    for name in ("a", "b", "c", "d"):
+        engine.add(name, [ord(name)] * 60, kv_transfer_params=ON_P)
+    engine.run()
+    connector.allow("a")
+    connector.allow("b")
+    for _ in range(3):
+        engine.step()
+    assert "c" in connector.asked
+    connector.later("c")
+    engine.step()
+    clock.now_s += 3  # P computes a, and has b
+    assert load_of(engine)[0] == 0
+    while "b" not in started(engine):
+        engine.step()
+    clock.now_s += 4
+    assert load_of(engine)[0] == 2
+    connector.allow("c")
+    engine.run()
+    connector.allow("d")
+    engine.run()
+    assert decode_queue_s(engine, "b") == 0
+    assert decode_queue_s(engine, "c") == decode_queue_s(engine, "d") == 4
+
+
+def test_a_grant_taken_back_waits_for_d_again(connector: ScriptedConnector, clock: Clock) -> None:
+    engine = Engine(connector=connector)
+    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    connector.allow("a")
+    connector.forbid("a")
+    engine.run()
+    connector.revoked.clear()
+    assert load_of(engine) == (1, 0)
+    clock.now_s += 2
+    connector.allow("a")
+    engine.run()
+    assert decode_queue_s(engine, "a") == 2
+
+
+def test_one_that_ends_holds_up_nobody(connector: ScriptedConnector, clock: Clock) -> None:
+    engine = Engine(connector=connector)
+    for name in ("a", "b"):
+        engine.add(name, [1] * 20, kv_transfer_params=ON_P)
+    engine.run()
+    connector.later("a")
+    engine.run()
+    clock.now_s += 2
+    engine.core.abort_requests(["a"])
+    engine.run()
+    assert load_of(engine) == (0, 20)
+    clock.now_s += 1
+    connector.allow("b")
+    engine.run()
+    assert decode_queue_s(engine, "b") == 2

@@ -34,11 +34,13 @@ def test_pools_scale_on_metrics_that_exist() -> None:
         assert len(scalers) == 2
         for scaler in scalers:
             names = set(re.findall(r"pdserve_\w+", str(scaler["spec"])))
-            assert names == {
+            assert names >= {
                 "pdserve_waiting_tokens",
                 "pdserve_kv_cache_usage_ratio",
                 "pdserve_build_info",
             }
+            is_decode = "decode" in scaler["metadata"]["name"]
+            assert ("pdserve_slot_usage_ratio" in names) is is_decode
             assert all(f"`{name}`" in documented for name in names)
 
 
@@ -53,6 +55,10 @@ def test_a_pool_grows_with_the_other_one() -> None:
     assert by_query == {
         f'sum(pdserve_waiting_tokens{{{selector}"decode"}})': "4096",
         f'sum(pdserve_kv_cache_usage_ratio{{{selector}"decode"}})': "0.8",
+        f'(sum(pdserve_slots{{{selector}"decode",state="used"}}) + '
+        'sum(pdserve_requests_waiting_for_decode{namespace="serving",release="demo"})) / '
+        f'sum(pdserve_slots{{{selector}"decode"}}) * '
+        f'count(pdserve_slot_usage_ratio{{{selector}"decode"}})': "0.8",
         f'count(pdserve_build_info{{{selector}"prefill"}})': "2",
     }
 

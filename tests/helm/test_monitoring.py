@@ -64,7 +64,7 @@ def test_queries_ask_for_series_and_labels_that_exist(
 
 def test_autoscaling_asks_for_series_and_labels_that_exist(series: dict[str, set[str]]) -> None:
     queries = autoscaling_queries()
-    assert len(queries) == 6
+    assert len(queries) == 7
     for query in queries:
         assert_known(query, series)
 

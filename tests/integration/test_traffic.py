@@ -130,7 +130,8 @@ async def test_the_stages_sum_to_what_the_router_measured(stack: Any, client: As
     assert first is not None
     ttft = (
         metrics.router_queue_ns + metrics.tokenize_ns + metrics.dispatch_ns
-        + metrics.prefill_queue_ns + metrics.prefill_ns + metrics.return_ns
+        + metrics.prefill_queue_ns + metrics.decode_queue_ns
+        + metrics.prefill_ns + metrics.return_ns
     )  # fmt: skip
     assert ttft == metrics.ttft_ns
     first_itl = (

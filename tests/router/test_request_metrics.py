@@ -20,7 +20,7 @@ from pdserve_router.request_metrics import (
 
 MS = 1_000_000
 PREFILL = PrefillStats(
-    num_prompt_tokens=1, num_cached_tokens=0, queue_s=0.004, prefill_s=0.02, grant_s=0.003
+    num_prompt_tokens=1, num_cached_tokens=0, queue_s=0.004, prefill_s=0.02, decode_queue_s=0.003
 )
 TRANSFER = KVTransferStats(
     num_bytes=4096,
@@ -74,7 +74,7 @@ def test_the_stages_sum_exactly_whatever_the_clocks_say(seed) -> None:
     names = [field.name for field in dataclasses.fields(Timeline)]
     times = Timeline(**dict(zip(names, moments, strict=True)))
     prefill = dataclasses.replace(
-        PREFILL, queue_s=rng.random(), prefill_s=rng.random(), grant_s=rng.random()
+        PREFILL, queue_s=rng.random(), prefill_s=rng.random(), decode_queue_s=rng.random()
     )
     transfer = dataclasses.replace(
         TRANSFER,
@@ -96,14 +96,13 @@ def test_the_stages_sum_exactly_whatever_the_clocks_say(seed) -> None:
     assert metrics.ttft_ns == times.first_token_ns - times.arrival_ns
     assert metrics.first_itl_ns == times.second_token_ns - times.first_token_ns
     assert metrics.mean_itl_ns == (times.last_token_ns - times.first_token_ns) // 4
-    assert 0 <= metrics.grant_ns <= metrics.prefill_queue_ns
 
 
 def test_a_handoff_is_told_stage_by_stage() -> None:
     metrics = measured(timeline())
-    assert stages(metrics, TTFT_STAGES) == [ms * MS for ms in (1, 2, 1, 4, 20, 12)]
+    assert stages(metrics, TTFT_STAGES) == [ms * MS for ms in (1, 2, 1, 1, 3, 20, 12)]
     assert stages(metrics, FIRST_ITL_STAGES) == [ms * MS for ms in (1, 3, 5, 2, 4)]
-    assert (metrics.grant_ns, metrics.kv_transfer_ns) == (3 * MS, 9 * MS)
+    assert metrics.kv_transfer_ns == 9 * MS
 
 
 def test_without_a_handoff_nothing_is_known_of_the_first_decode_step() -> None:
@@ -144,7 +143,7 @@ def test_tokens_that_come_together_have_no_time_between_them() -> None:
 
 def test_trailers_have_every_stage_and_say_how_the_answer_came() -> None:
     trailers = dict(measured(timeline(), num_redrives=2).trailers())
-    for stage in (*TTFT_STAGES, *FIRST_ITL_STAGES, "grant", "kv_transfer", "ttft", "first_itl"):
+    for stage in (*TTFT_STAGES, *FIRST_ITL_STAGES, "kv_transfer", "ttft", "first_itl"):
         assert float(trailers[f"pdserve-{stage.replace('_', '-')}-ms"]) > 0
     assert trailers["pdserve-determinism"] == "exact"
     assert (trailers["pdserve-recovered"], trailers["pdserve-num-redrives"]) == ("1", "2")
@@ -154,13 +153,13 @@ def test_trailers_have_every_stage_and_say_how_the_answer_came() -> None:
 @pytest.mark.parametrize("is_local", [False, True])
 def test_histograms_have_only_stages_that_a_request_went_through(is_local) -> None:
     registry = CollectorRegistry()
-    local = {"transfer": None, "prefill": dataclasses.replace(PREFILL, grant_s=0.0)}
+    local = {"transfer": None}
     metrics = measured(timeline(), **(local if is_local else {}))
     exported = RouterMetrics(registry)
     observe_first_token(exported, metrics, model="tiny")
     observe_end(exported, metrics, model="tiny")
     shared = {*TTFT_STAGES, "decode_return"}
-    for stage in (*shared, *FIRST_ITL_STAGES, "grant", "kv_transfer"):
+    for stage in (*shared, *FIRST_ITL_STAGES, "kv_transfer"):
         name, labels = "pdserve_request_stage_seconds", {"stage": stage}
         count = registry.get_sample_value(f"{name}_count", labels) or 0
         assert count == (stage in shared or not is_local)

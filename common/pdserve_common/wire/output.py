@@ -96,7 +96,7 @@ def engine_core_output_to_proto(output: EngineCoreOutput) -> core_pb2.EngineCore
                 num_cached_tokens=output.prefill_stats.num_cached_tokens,
                 queue_ns=seconds_to_ns(output.prefill_stats.queue_s),
                 prefill_ns=seconds_to_ns(output.prefill_stats.prefill_s),
-                grant_ns=seconds_to_ns(output.prefill_stats.grant_s),
+                decode_queue_ns=seconds_to_ns(output.prefill_stats.decode_queue_s),
             )
         )
     if output.kv_transfer_stats is not None:
@@ -142,7 +142,7 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
             num_cached_tokens=message.prefill_stats.num_cached_tokens,
             queue_s=message.prefill_stats.queue_ns / 1e9,
             prefill_s=message.prefill_stats.prefill_ns / 1e9,
-            grant_s=message.prefill_stats.grant_ns / 1e9,
+            decode_queue_s=message.prefill_stats.decode_queue_ns / 1e9,
         )
     if message.HasField("kv_transfer_stats"):
         values["kv_transfer_stats"] = _kv_stats_from_proto(message.kv_transfer_stats)
@@ -209,8 +209,10 @@ def _kv_stats_from_proto(message: core_pb2.KvTransferStats) -> KVTransferStats:
 
 
 _STATS_COUNTS = (
+    "num_slots",
     "num_running_reqs",
     "num_waiting_reqs",
+    "num_waiting_for_decode_reqs",
     "num_waiting_tokens",
     "num_total_blocks",
     "num_free_blocks",

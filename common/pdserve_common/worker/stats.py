@@ -28,7 +28,11 @@ class EngineStatsRecorder:
         metrics, last = self._metrics, self._last
         metrics.requests_running.set(stats.num_running_reqs)
         metrics.requests_waiting.set(stats.num_waiting_reqs)
+        metrics.requests_waiting_for_decode.set(stats.num_waiting_for_decode_reqs)
         metrics.waiting_tokens.set(stats.num_waiting_tokens)
+        metrics.slots.labels(state="used").set(stats.num_running_reqs)
+        metrics.slots.labels(state="free").set(stats.num_slots - stats.num_running_reqs)
+        metrics.slot_usage.set(stats.slot_usage)
         used = stats.num_total_blocks - stats.num_free_blocks
         metrics.kv_blocks.labels(state="used").set(used)
         metrics.kv_blocks.labels(state="free").set(stats.num_free_blocks - stats.num_cached_blocks)

@@ -55,10 +55,12 @@ def _prefill_stats(request: Request, first_token_index: int) -> PrefillStats | N
     is_first = first_token_index == len(request.request.resume_output_token_ids)
     if not is_first or request.is_kv_loaded or request.first_scheduled_time is None:
         return None
+    queue_s = request.first_scheduled_time - request.queued_time
     return PrefillStats(
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=max(request.num_cached_tokens, 0),
-        queue_s=request.first_scheduled_time - request.queued_time,
+        queue_s=queue_s,
         prefill_s=time.monotonic() - request.first_scheduled_time,
-        grant_s=request.grant_wait_s,
+        # What is not P's is D's: no other worker has it.
+        decode_queue_s=request.decode_queue_s if request.do_remote_decode else queue_s,
     )

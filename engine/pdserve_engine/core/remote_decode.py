@@ -6,7 +6,9 @@ full of requests that wait for the other one.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.core.request_queue import RequestQueue
@@ -14,6 +16,33 @@ from pdserve_engine.core.request_queue import RequestQueue
 # So many requests of each D are asked for ahead, or as many as make up a step, so that P does not
 # wait for answers. More would only hold room on D for nothing.
 NUM_ASKED_AHEAD = 2
+
+
+class HeldUp(NamedTuple):
+    """What could not start now on an idle P either."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class _Stopwatch:
+    """Adds up the seconds during which something was so."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._since: float | None = None
+
+    def set(self, is_so: bool) -> None:
+        self._total_s = self.total_s
+        self._since = time.monotonic() if is_so else None
+
+    @property
+    def is_running(self) -> bool:
+        return self._since is not None
+
+    @property
+    def total_s(self) -> float:
+        return self._total_s + (time.monotonic() - self._since if self._since is not None else 0.0)
 
 
 class RemoteDecodes:
@@ -26,6 +55,10 @@ class RemoteDecodes:
         # Asked for and not started: granted ones among them are in the scheduler's queue as well.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
+        # Asked for, and D is full.
+        self._deferred: set[Request] = set()
+        # By D, how long it has held up its whole queue, asked for or not.
+        self._held_up: dict[str, _Stopwatch] = {}
 
     def __len__(self) -> int:
         """Requests that may not start yet."""
@@ -49,8 +82,25 @@ class RemoteDecodes:
         num_asked = sum(r.num_tokens for r in asked if r not in self._granted)
         return num_asked + sum(queue.num_tokens for queue in self._queues.values())
 
+    @property
+    def num_granted(self) -> int:
+        """Those that may start and have not."""
+        return len(self._granted)
+
+    @property
+    def held_up(self) -> HeldUp:
+        """Of the requests that may not start yet, those whose D is full."""
+        engine_ids = [name for name, watch in self._held_up.items() if watch.is_running]
+        asked = [request for name in engine_ids for request in self._asked.get(name, ())]
+        queues = [self._queues[name] for name in engine_ids if name in self._queues]
+        return HeldUp(
+            len(asked) + sum(map(len, queues)),
+            sum(r.num_tokens for r in asked) + sum(queue.num_tokens for queue in queues),
+        )
+
     def add(self, request: Request) -> None:
         self._queue_of(request).add_request(request)
+        request.held_up_before_s = self._held_up[_engine_id(request)].total_s
 
     def prepend(self, request: Request) -> None:
         """Put a preempted request first; it needs a grant again."""
@@ -92,12 +142,23 @@ class RemoteDecodes:
             self.prepend(request)
         return taken
 
+    def defer(self, request: Request) -> None:
+        """D is full: the request has to wait for it."""
+        if request in self._asked.get(_engine_id(request), ()) and request not in self._granted:
+            self._deferred.add(request)
+            self._watch(_engine_id(request))
+
     def allow(self, request: Request) -> bool:
         """D has reserved blocks; False if the request does not wait for that any more."""
         is_asked = request in self._asked.get(_engine_id(request), ())
         if not is_asked or request in self._granted:
             return False
+        if request.first_scheduled_time is None:  # else it was preempted
+            held_up_s = self._held_up[_engine_id(request)].total_s
+            request.decode_queue_s = held_up_s - request.held_up_before_s
         self._granted.add(request)
+        self._deferred.discard(request)
+        self._watch(_engine_id(request))
         return True
 
     def forbid(self, request: Request) -> bool:
@@ -105,6 +166,8 @@ class RemoteDecodes:
         if request not in self._granted:
             return False
         self._granted.discard(request)
+        self._deferred.add(request)
+        self._watch(_engine_id(request))
         return True
 
     def remove(self, request: Request) -> bool:
@@ -116,6 +179,8 @@ class RemoteDecodes:
             del self._asked[engine_id][request]
             was_granted = request in self._granted
             self._granted.discard(request)
+            self._deferred.discard(request)
+            self._watch(engine_id)
             return not was_granted
         if not request.do_remote_decode:
             return False
@@ -129,7 +194,7 @@ class RemoteDecodes:
             asked[request] = None
             yield request
         if not len(queue) and not asked:
-            del self._queues[engine_id], self._asked[engine_id]
+            del self._queues[engine_id], self._asked[engine_id], self._held_up[engine_id]
 
     def _may_ask(self, asked: dict[Request, None]) -> bool:
         num_tokens = sum(request.num_tokens for request in asked)
@@ -139,7 +204,14 @@ class RemoteDecodes:
         engine_id = _engine_id(request)
         if engine_id not in self._queues:
             self._queues[engine_id] = self._make_queue()
+            self._held_up[engine_id] = _Stopwatch()
         return self._queues[engine_id]
+
+    def _watch(self, engine_id: str) -> None:
+        """D holds up its queue if it has said so, and nothing that it has granted waits for P."""
+        asked = self._asked[engine_id]
+        is_held_up = not self._deferred.isdisjoint(asked) and self._granted.isdisjoint(asked)
+        self._held_up[engine_id].set(is_held_up)
 
 
 def _engine_id(request: Request) -> str:

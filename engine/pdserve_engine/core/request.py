@@ -65,13 +65,13 @@ class Request:
 
     __slots__ = (
         "_all_token_ids",
-        "asked_time",
         "block_hashes",
+        "decode_queue_s",
         "error",
         "events",
         "first_scheduled_time",
-        "granted_time",
         "held_result",
+        "held_up_before_s",
         "is_kv_loaded",
         "kv_ready_time",
         "kv_transfer_stats",
@@ -144,9 +144,8 @@ class Request:
         self.events: list[EngineCoreEvent] = []
         self.queued_time = time.monotonic() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
-        # P: when D was asked for blocks, and when it had them.
-        self.asked_time: float | None = None
-        self.granted_time: float | None = None
+        # P: how long D, being full, held up its queue until this came, and then this.
+        self.held_up_before_s = self.decode_queue_s = 0.0
         self.kv_ready_time: float | None = None
         self.kv_transfer_stats: KVTransferStats | None = None
 
@@ -216,13 +215,6 @@ class Request:
             and self.status == RequestStatus.FINISHED_LENGTH_CAPPED
             and self.num_output_tokens < self.max_tokens
         )
-
-    @property
-    def grant_wait_s(self) -> float:
-        """P: how long D's blocks took."""
-        if self.asked_time is None or self.granted_time is None:
-            return 0.0
-        return max(0.0, self.granted_time - self.asked_time)
 
     @property
     def is_redrive(self) -> bool:

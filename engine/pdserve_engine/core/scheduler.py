@@ -64,6 +64,7 @@ from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVNews,
     StartAllowed,
+    StartDeferred,
     StartForbidden,
     TransferFailed,
     TransferFinished,
@@ -304,10 +305,17 @@ class Scheduler:
         """Return the load after a step."""
         pool = self.kv.block_pool
         num_remote = len(self.remote_prefills) + len(self.remote_decodes)
+        num_here = len(self.waiting) + len(self.kv_ready) + len(self.forks)
+        held_up = self.remote_decodes.held_up
+        num_tokens = self.waiting.num_tokens + self.remote_decodes.num_tokens
         return SchedulerStats(
+            num_slots=self.config.max_num_seqs,
             num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.waiting) + len(self.kv_ready) + num_remote + len(self.forks),
-            num_waiting_tokens=self.waiting.num_tokens + self.remote_decodes.num_tokens,
+            num_waiting_reqs=num_here + num_remote,
+            num_waiting_for_decode_reqs=num_here
+            - self.remote_decodes.num_granted
+            + held_up.num_requests,
+            num_waiting_tokens=num_tokens - held_up.num_tokens,
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_free_cached_blocks,
@@ -810,6 +818,8 @@ class Scheduler:
             case StartForbidden():
                 if self.remote_decodes.forbid(request):
                     self.waiting.remove_request(request)
+            case StartDeferred():
+                self.remote_decodes.defer(request)
             case BlocksClaimed():
                 self.remote_prefills.claim(request, news.claimed_time)
             case BlocksConfirmed():

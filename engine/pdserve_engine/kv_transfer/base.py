@@ -40,6 +40,13 @@ class StartForbidden:
 
 
 @dataclass(frozen=True, slots=True)
+class StartDeferred:
+    """P: D has no room or no seat for the request yet. StartAllowed follows unasked."""
+
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksClaimed:
     """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
 
@@ -117,6 +124,7 @@ class BlocksFreed:
 KVNews = (
     StartAllowed
     | StartForbidden
+    | StartDeferred
     | BlocksClaimed
     | BlocksConfirmed
     | BlocksReturned
@@ -157,7 +165,7 @@ class KVConnector(ABC):
     @abstractmethod
     def ask(self, request: "Request") -> None:
         """P: the request is among the next to start: have D reserve blocks for it. Answered by
-        StartAllowed or TransferFailed.
+        StartAllowed, maybe after StartDeferred, or TransferFailed.
         """
 
     @abstractmethod

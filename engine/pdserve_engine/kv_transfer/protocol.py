@@ -64,6 +64,7 @@ class ProducerAction(enum.Enum):
 
     ALLOW_START = enum.auto()
     FORBID_START = enum.auto()
+    DEFER_START = enum.auto()
     # BlocksReady for what is new.
     ANNOUNCE = enum.auto()
     SEND_PREFILL_DONE = enum.auto()
@@ -109,7 +110,7 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
     _P.ASKING: {
         **_BEFORE_HANDOFF,
         _PE.GRANTED: ProducerStep(_P.GRANTED, (_PA.ALLOW_START,)),
-        _PE.LATER: ProducerStep(_P.ASKING),
+        _PE.LATER: ProducerStep(_P.ASKING, (_PA.DEFER_START,)),
     },
     _P.GRANTED: {
         **_BEFORE_HANDOFF,

@@ -31,6 +31,7 @@ from pdserve_engine.kv_transfer.base import (
     KVNews,
     KVTransport,
     StartAllowed,
+    StartDeferred,
     StartForbidden,
     TransferFailed,
 )
@@ -105,6 +106,7 @@ class SessionMachine:
         self._actions: Mapping[ProducerAction, Callable[[Session], None]] = {
             ProducerAction.ALLOW_START: self._allow_start,
             ProducerAction.FORBID_START: self._forbid_start,
+            ProducerAction.DEFER_START: self._defer_start,
             ProducerAction.ANNOUNCE: self._announce,
             ProducerAction.SEND_PREFILL_DONE: self._send_prefill_done,
             ProducerAction.SEND_VALID_ACK: self._send_valid_ack,
@@ -227,14 +229,15 @@ class SessionMachine:
     # ---- actions
 
     def _allow_start(self, session: Session) -> None:
-        now = self._clock()
-        self._metrics.grant_wait.labels(session.engine_id).observe(now - session.asked_at)
-        if session.request.first_scheduled_time is None:  # else it was preempted
-            session.request.asked_time, session.request.granted_time = session.asked_at, now
+        waited_s = self._clock() - session.asked_at
+        self._metrics.grant_wait.labels(session.engine_id).observe(waited_s)
         self._tell(StartAllowed(session.request))
 
     def _forbid_start(self, session: Session) -> None:
         self._tell(StartForbidden(session.request))
+
+    def _defer_start(self, session: Session) -> None:
+        self._tell(StartDeferred(session.request))
 
     def _announce(self, session: Session) -> None:
         first_block = session.num_announced

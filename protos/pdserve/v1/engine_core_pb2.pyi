@@ -378,18 +378,18 @@ class EngineCoreEvent(_message.Message):
     def __init__(self, type: _Optional[_Union[EngineCoreEvent.Type, str]] = ..., monotonic_ns: _Optional[int] = ...) -> None: ...
 
 class PrefillStats(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns", "grant_ns")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "queue_ns", "prefill_ns", "decode_queue_ns")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
-    GRANT_NS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     queue_ns: int
     prefill_ns: int
-    grant_ns: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., grant_ns: _Optional[int] = ...) -> None: ...
+    decode_queue_ns: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ...) -> None: ...
 
 class KvTransferStats(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "num_reads", "transfer_ns", "exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns")
@@ -473,7 +473,7 @@ class EngineCoreOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs")
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +487,8 @@ class SchedulerStats(_message.Message):
     STEP_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_DURATION_NS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FOR_DECODE_REQS_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int
@@ -500,7 +502,9 @@ class SchedulerStats(_message.Message):
     step_num_tokens: int
     step_duration_ns: int
     num_common_prefix_blocks: int
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ...) -> None: ...
+    num_slots: int
+    num_waiting_for_decode_reqs: int
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_waiting_for_decode_reqs: _Optional[int] = ...) -> None: ...
 
 class UtilityOutput(_message.Message):
     __slots__ = ("call_id", "failure_message", "result")

@@ -257,6 +257,7 @@ _ACTIONS: Mapping[ProducerAction, Callable[[World, ProducerEvent], World]] = {
     # Said to a scheduler that asks before it starts the request anyway.
     _PA.ALLOW_START: lambda world, _: world,
     _PA.FORBID_START: lambda world, _: world,
+    _PA.DEFER_START: lambda world, _: world,
     _PA.ANNOUNCE: lambda world, _: _announce(world),
     _PA.SEND_PREFILL_DONE: lambda world, _: world.send_to_d(PrefillDone(world.p.session)),
     _PA.SEND_VALID_ACK: lambda world, _: _send_ack(world, is_valid=True),
