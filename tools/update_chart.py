@@ -76,6 +76,7 @@ def update_schema(text: str) -> str:
     schema["definitions"]["objectives"] = _object(
         {
             "ttftSeconds": {"enum": list(TTFT_BUCKETS)},
+            "firstItlSeconds": {"enum": list(TOKEN_BUCKETS)},
             "itlSeconds": {"enum": list(TOKEN_BUCKETS)},
             "missedRatio": {"type": "number", "exclusiveMinimum": 0, "maximum": 0.05},
         }

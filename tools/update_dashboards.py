@@ -1086,6 +1086,32 @@ def router() -> Dashboard:
                 ),
             ),
             Panel(
+                title="Refused or cut at the ports",
+                unit="ops",
+                queries={
+                    "{{component}} {{server}} {{limit}}": "topk(10, "
+                    + sum_rate("pdserve_connection_limits_total", by="component, server, limit")
+                    + ")"
+                },
+                description=(
+                    "Connections, calls and messages beyond a limit of docs/security.md. Steady: "
+                    "a client is broken or hostile, or a limit is too low for those who are not."
+                ),
+            ),
+            Panel(
+                title="Large requests",
+                unit="short",
+                queries={
+                    "waiting": f"sum(pdserve_large_requests_waiting{{{RELEASE}}})",
+                    "MB held": f"sum(pdserve_large_request_bytes{{{RELEASE}}}) / 1e6",
+                    "{{outcome}}/s": sum_rate("pdserve_large_requests_total", by="outcome"),
+                },
+                description=(
+                    "Prepared in processes of their own. `refused`: too many at a time, add "
+                    "routers. `timeout` or `crashed`: see the router's log for the request."
+                ),
+            ),
+            Panel(
                 title="Processes",
                 unit="short",
                 width=24,

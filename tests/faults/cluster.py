@@ -148,12 +148,17 @@ class Cluster:
         flags: Mapping[str, object] | None = None,
         router_flags: Mapping[str, object] | None = None,
         prefill_flags: Mapping[str, object] | None = None,
+        decode_flags: Mapping[str, object] | None = None,
     ) -> None:
         """`flags` are added to those of all workers, the others to those of one role."""
         self._model = model
         self._log_dir = log_dir
         self._flags = {**WORKER_FLAGS, "require-transport": transport, **(flags or {})}
-        self._role_flags = {"router": router_flags or {}, "prefill": prefill_flags or {}}
+        self._role_flags = {
+            "router": router_flags or {},
+            "prefill": prefill_flags or {},
+            "decode": decode_flags or {},
+        }
         self.workers = [f"prefill-{i}" for i in range(prefill)]
         self.workers += [f"decode-{i}" for i in range(decode)]
         self.routers = [f"router-{i}" for i in range(routers)]

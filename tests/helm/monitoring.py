@@ -93,6 +93,19 @@ def autoscaling_queries() -> list[Query]:
     ]
 
 
+def autoscaling_targets() -> list[tuple[str, str, float]]:
+    """Return what KEDA asks: the pool, the query and its target for each Pod."""
+    return [
+        (
+            scaled["metadata"]["labels"]["app.kubernetes.io/component"],
+            trigger["metadata"]["query"],
+            float(trigger["metadata"]["threshold"]),
+        )
+        for scaled in of_kind(render(EVERYTHING), "ScaledObject")
+        for trigger in scaled["spec"]["triggers"]
+    ]
+
+
 def selectors(expr: str) -> Iterator[promql_parser.VectorSelector]:
     """Yield the selectors of an expression. Raises ValueError if it does not parse."""
     found: list[promql_parser.VectorSelector] = []
@@ -131,6 +144,7 @@ def exported() -> dict[str, set[str]]:
     """Return the labels of all series that our processes export, those of targets included."""
     registry = _Recorder()
     metrics.BuildMetrics(registry, role="router", version="0", model="m")
+    metrics.LimitMetrics(registry, "grpc", "http", "metrics")
     metrics.RouterMetrics(registry)
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)

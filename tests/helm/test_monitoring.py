@@ -163,10 +163,11 @@ def test_objectives_are_boundaries_of_buckets() -> None:
     }
     assert limits == {
         ("pdserve_time_to_first_token_seconds_bucket", 2.5),
+        ("pdserve_first_inter_token_seconds_bucket", 0.5),
         ("pdserve_time_per_output_token_seconds_bucket", 0.1),
     }
     assert 2.5 in TTFT_BUCKETS
-    assert 0.1 in TOKEN_BUCKETS
+    assert {0.5, 0.1} <= set(TOKEN_BUCKETS)
 
 
 def test_the_operators_pages_name_only_what_exists(series: dict[str, set[str]]) -> None:
@@ -209,12 +210,13 @@ def test_every_number_of_an_alert_is_a_value() -> None:
             changed = changed_rules({"alerts": {name: {"minCount": 12345}}})
             assert {rule_name(rule) for rule in changed} == {name}
             assert all("12345" in rule["expr"] for rule in changed)
-    for objective, of in (("ttftSeconds", "ttft"), ("itlSeconds", "itl")):
+    objectives = {"ttftSeconds": "ttft", "firstItlSeconds": "first", "itlSeconds": "itl"}
+    for objective, of in objectives.items():
         changed = changed_rules({"objectives": {objective: 1}})
         assert len(changed) == 6
         assert all(of in rule_name(rule).lower() and "1.0" in str(rule) for rule in changed)
     changed = changed_rules({"objectives": {"missedRatio": 0.02}})
-    assert len(changed) == 4
+    assert len(changed) == 6
     assert all("14.4 * 0.02" in r["expr"] or "6 * 0.02" in r["expr"] for r in changed)
 
 

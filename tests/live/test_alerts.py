@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from checks import find_unproven
 from cluster import Member
-from monitoring import rule_name, rules, selectors
+from monitoring import autoscaling_targets, rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
 
 FIRE_TIMEOUT_S = 90.0
@@ -45,6 +45,16 @@ def slow_decode(world: World) -> Iterator[None]:
     with (
         world.load(clients=80, prompt_tokens=(200, 400), max_tokens=32),
         slowed(world, DECODE, step_s=0.3),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def full_slots(world: World) -> Iterator[None]:
+    """More answers than decode has places for; they are short, and need little KV."""
+    with (
+        world.load(clients=90, prompt_tokens=(1, 20), max_tokens=32),
+        slowed(world, DECODE, step_s=0.1),
     ):
         yield
 
@@ -207,12 +217,24 @@ class Case(NamedTuple):
 
     cause: Callable[[World], AbstractContextManager[None]]
     alerts: tuple[Mapping[str, str], ...]
+    # Those that would send people to the wrong pool.
+    never: tuple[Mapping[str, str], ...] = ()
+    # The pool that autoscaling wants to grow, and no other.
+    grows: str = ""
 
 
 def alert(name: str, **labels: str) -> dict[str, str]:
     return {"alertname": name, "release": RELEASE, "namespace": NAMESPACE, **labels}
 
 
+SHORT_OF_PREFILL = (
+    alert("PdservePrefillQueue"),
+    alert("PdservePrefillDecodeImbalance", short_of="prefill"),
+)
+SHORT_OF_DECODE = (
+    alert("PdserveDecodeSlots"),
+    alert("PdservePrefillDecodeImbalance", short_of="decode"),
+)
 # First those for which most requests within the scaled 6 hours have to be slow.
 CASES = [
     Case(
@@ -223,15 +245,26 @@ CASES = [
             alert("PdservePrefillQueue"),
             alert("PdservePrefillDecodeImbalance", short_of="prefill"),
         ),
+        never=SHORT_OF_DECODE,
+        grows="prefill",
     ),
     Case(
         slow_decode,
         (
+            alert("PdserveFirstITLBudgetBurn", severity="page"),
+            alert("PdserveFirstITLBudgetBurn", severity="ticket"),
             alert("PdserveITLBudgetBurn", severity="page"),
             alert("PdserveITLBudgetBurn", severity="ticket"),
             alert("PdserveDecodeKVPressure", component="decode"),
             alert("PdservePrefillDecodeImbalance", short_of="decode"),
         ),
+        never=SHORT_OF_PREFILL,
+    ),
+    Case(
+        full_slots,
+        SHORT_OF_DECODE,
+        never=(*SHORT_OF_PREFILL, alert("PdserveDecodeKVPressure")),
+        grows="decode",
     ),
     Case(full_prefill_queues, (alert("PdserveDowngrade", reason="prefill_queue"),)),
     Case(
@@ -308,7 +341,7 @@ def with_severity(labels: Mapping[str, str]) -> dict[str, str]:
 def test_alerts_fire_and_arrive(case: Case, world: World) -> None:
     webhook = world.prometheus.webhook
     world.wait_until(
-        lambda: not any(is_firing(world, labels) for labels in case.alerts),
+        lambda: not any(is_firing(world, labels) for labels in (*case.alerts, *case.never)),
         "none of the alerts fires",
         timeout_s=QUIET_TIMEOUT_S,
     )
@@ -322,12 +355,27 @@ def test_alerts_fire_and_arrive(case: Case, world: World) -> None:
                 f"{labels} at the webhook",
                 timeout_s=FIRE_TIMEOUT_S,
             )
+        if case.grows:
+            assert wanted_to_grow(world) == {case.grows}
+    for labels in case.never:
+        assert webhook.find(labels, since=start) is None, labels
     for labels in case.alerts:
         arrived = webhook.find(labels, since=start)
         assert arrived is not None
         check_texts(arrived["annotations"])
     for name in NEVER_BY_CHANCE - {labels["alertname"] for labels in case.alerts}:
         assert webhook.find({"alertname": name}, since=start) is None
+
+
+def wanted_to_grow(world: World) -> set[str]:
+    """Return the pools for which a trigger of KEDA's wants more Pods than there are."""
+    num_pods = {"prefill": len(PREFILL), "decode": len(DECODE)}
+    return {
+        role
+        for role, query, target in autoscaling_targets()
+        for sample in world.prometheus.query(query)
+        if float(sample["value"][1]) > target * num_pods[role]
+    }
 
 
 def is_firing(world: World, labels: Mapping[str, str]) -> bool:

@@ -76,13 +76,25 @@ def outcomes(**counts: str) -> dict[str, str]:
     return {f'{name}{{model="m", outcome="{key}"}}': value for key, value in counts.items()}
 
 
-def waits(queue: str, grant: str, usage: str, count: str = "0+60x60") -> dict[str, str]:
+def waits(prefill: str, decode: str, usage: str, count: str = "0+60x60") -> dict[str, str]:
+    """Seconds that requests wait for each pool, and the use of decode's slots."""
     stage = "pdserve_request_stage_seconds"
+    sums = {"prefill_queue": prefill, "decode_queue": decode}
     return {
-        f'{stage}_sum{{stage="prefill_queue"}}': queue,
-        f'{stage}_count{{stage="prefill_queue"}}': count,
-        'pdserve_kv_cache_usage_ratio{component="decode", pod="d"}': usage,
-    } | ({f'{stage}_sum{{stage="grant"}}': grant} if grant else {})
+        **{f'{stage}_sum{{stage="{name}"}}': values for name, values in sums.items()},
+        **{f'{stage}_count{{stage="{name}"}}': count for name in sums},
+        'pdserve_slot_usage_ratio{component="decode", pod="d"}': usage,
+        # Whoever has few slots has room for KV.
+        'pdserve_kv_cache_usage_ratio{component="decode", pod="d"}': "0.3x60",
+    }
+
+
+def slots(usage: str, waiting: str) -> dict[str, str]:
+    return {
+        'pdserve_slot_usage_ratio{component="decode", pod="d"}': usage,
+        'pdserve_requests_waiting_for_decode{component="prefill", pod="p"}': waiting,
+        'pdserve_requests_waiting_for_decode{component="decode", pod="d"}': "0x60",
+    }
 
 
 def routed(
@@ -139,6 +151,7 @@ def pairs(router: str = "r", **counts: str) -> dict[str, str]:
 
 CASES = [
     Case("PdserveTTFTBudgetBurn", 150, slow("time_to_first_token_seconds", "2.5"), SLOW_FIRES),
+    Case("PdserveFirstITLBudgetBurn", 150, slow("first_inter_token_seconds", "0.5"), SLOW_FIRES),
     Case("PdserveITLBudgetBurn", 150, slow("time_per_output_token_seconds", "0.1"), SLOW_FIRES),
     Case(
         "PdserveErrorRatio",
@@ -260,19 +273,25 @@ CASES = [
         "PdservePrefillDecodeImbalance",
         30,
         {
-            "short_of_prefill": waits("0+60x60", "0+6x60", "0.2x60"),
-            "short_of_prefill_without_grants": waits("0+60x60", "", "0.2x60"),
-            "short_of_decode": waits("0+60x60", "0+50x60", "0.95x60"),
-            "short_of_both": waits("0+60x60", "0+6x60", "0.8x60"),
+            "short_of_prefill": waits("0+54x60", "0+6x60", "0.2x60"),
+            "short_of_decode": waits("0+6x60", "0+54x60", "1x60"),
+            # More prefill would only have more wait for decode.
+            "short_of_both": waits("0+40x60", "0+20x60", "1x60"),
             "balanced": waits("0+6x60", "0+3x60", "0.2x60"),
             "one_request": waits("0x23 5x60", "0x60", "0.2x60", count="0x23 1x60"),
             "one_request_for_decode": waits("0x23 5x60", "0x23 5x60", "0.2x60", "0x23 1x60"),
         },
+        {"short_of_prefill": {TICKET}, "short_of_decode": {TICKET}},
+    ),
+    Case(
+        "PdserveDecodeSlots",
+        20,
         {
-            "short_of_prefill": {TICKET},
-            "short_of_prefill_without_grants": {TICKET},
-            "short_of_decode": {TICKET},
+            "full": slots("1x60", "20x60"),
+            "well_used": slots("1x60", "0x60"),
+            "full_of_long_prompts": slots("0.5x60", "20x60"),
         },
+        {"full": {TICKET}},
     ),
     Case(
         "PdserveDecodeKVPressure",

@@ -109,6 +109,8 @@ def make_world(model: Path, folder: Path) -> Iterator[World]:
         flags={"num-blocks": 400, "kv-checksums": True},
         # Sooner than anybody gives up a decode worker that does not get on.
         prefill_flags={"kv-session-timeout-s": 3.0},
+        # So few that short requests can take all, and that long ones fill the KV blocks before.
+        decode_flags={"max-num-seqs": 24},
         # No queue is so long but where a test wants that.
         router_flags={"redrive-wait-s": 1.0, "max-prefill-queue-tokens": 9000},
     )
