@@ -362,7 +362,7 @@ async def test_a_worker_may_be_gone_when_the_request_is_sent(
         make = stack.server.router._make
 
         def make_late(*args: object) -> object:
-            stack.server.pool.prefill[0].state = WorkerState.DRAINING
+            stack.server.pool.prefill[0].state = WorkerState.DOWN
             return make(*args)
 
         monkeypatch.setattr(stack.server.router, "_make", make_late)
