@@ -24,7 +24,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -97,6 +97,9 @@ fuzz: $(INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prin
 
 bench: $(INSTALLED) ## Run the benchmark of routers; prints tables for benchmarks/RESULTS.md, as all bench-* do
 	$(BIN)/python benchmarks/bench_router.py
+
+bench-edge: $(INSTALLED) ## Run the benchmark of what one client's message does to another's stream
+	$(BIN)/python benchmarks/bench_edge.py
 
 bench-handoff: $(INSTALLED) ## Run the handoff's benchmarks
 	$(BIN)/python benchmarks/bench_nixl.py

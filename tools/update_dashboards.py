@@ -964,6 +964,19 @@ def router() -> Dashboard:
                 ),
             ),
             Panel(
+                title="Large requests",
+                unit="reqps",
+                is_stacked=True,
+                queries={
+                    "{{outcome}}": sum_rate("pdserve_large_requests_total", by="outcome") + " > 0"
+                },
+                description=(
+                    "Parsed and tokenized in processes of their own, by how that ended. `timeout` "
+                    "and `crashed` are clients that send what takes 30 s or 256 MiB; `refused`: "
+                    "more than the processes get done."
+                ),
+            ),
+            Panel(
                 title="Recovered requests",
                 unit="reqps",
                 is_stacked=True,

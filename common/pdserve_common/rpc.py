@@ -5,6 +5,7 @@ to statuses.
 import asyncio
 import concurrent.futures
 import logging
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -217,6 +218,9 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except PdserveError as error:
+        # gRPC keeps the call's last exception, which keeps this one and what its frames have, such
+        # as messages of megabytes, until a garbage collection.
+        traceback.clear_frames(error.__traceback__)
         if error.retry_after_ms is not None:
             context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
         await context.abort(status_of(error), error.message)

@@ -484,7 +484,10 @@ async def _read_body(http: Request, limit: int, held: Held) -> bytes:
 
 def _check_size(num_bytes: int, limit: int, held: Held) -> None:
     if num_bytes > limit:
-        raise BodyTooLargeError(f"body has {num_bytes} bytes or more, at most {limit}")
+        raise BodyTooLargeError(
+            f"body has {num_bytes} bytes or more, at most {limit} are of use or allowed "
+            "(max_model_len, max_body_bytes)"
+        )
     if num_bytes > INLINE_BYTES:
         held.grow(num_bytes)
 

@@ -15,7 +15,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import wire
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
-from pdserve_common.rpc import rpc_errors, status_of
+from pdserve_common.rpc import status_of
 from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
 from pdserve_router.edge_processes import EdgeProcesses, Job
 from pdserve_router.input_processor import (
@@ -55,7 +55,7 @@ _ABORT_TIMEOUT_S = 0.5
 
 class InferenceService:
     """Serves InferenceService from a Router. Messages come as bytes: what is made of them depends
-    on how many there are.
+    on how many there are. Methods raise a PdserveError, of which ReceiveGuard makes a status.
     """
 
     def __init__(
@@ -81,19 +81,18 @@ class InferenceService:
         server.add_registered_method_handlers(SERVICE_NAME, handlers)
 
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
-        async with rpc_errors(context):
-            # Also when the call is cancelled: leaving ends the request on every worker.
-            with self._router.answering(), await self._take(raw, context) as live:
-                params = live.request.sampling_params
-                assert params is not None
-                # Without detokenization tokens stay numbers, also those of logprobs.
-                token_text = self._router.tokenizer.token_text if params.detokenize else None
-                try:
-                    await self._stream(live, context, token_text)
-                except ClientTooSlowError as error:
-                    # Not an error, which would be the service's: the client has left, in effect.
-                    live.cut(FinishReason.ABORT, error.to_engine_error())
-                    await _cut(context, error)
+        # Also when the call is cancelled: leaving ends the request on every worker.
+        with self._router.answering(), await self._take(raw, context) as live:
+            params = live.request.sampling_params
+            assert params is not None
+            # Without detokenization tokens stay numbers, also those of logprobs.
+            token_text = self._router.tokenizer.token_text if params.detokenize else None
+            try:
+                await self._stream(live, context, token_text)
+            except ClientTooSlowError as error:
+                # Not an error, which would be the service's: the client has left, in effect.
+                live.cut(FinishReason.ABORT, error.to_engine_error())
+                await _cut(context, error)
 
     async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
         most = self._router.max_request_bytes
@@ -115,16 +114,12 @@ class InferenceService:
                 await guard.write(context.write(message))
 
     async def Tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        async with rpc_errors(context):
-            limits = self._router.pool.model_limits()
-            most = self._router.max_request_bytes
-            return await self._run(prepare_tokenize, raw, most, context, limits)
-        raise AssertionError("unreachable: rpc_errors aborts")
+        limits = self._router.pool.model_limits()
+        most = self._router.max_request_bytes
+        return await self._run(prepare_tokenize, raw, most, context, limits)
 
     async def Detokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        async with rpc_errors(context):
-            return await self._run(prepare_detokenize, raw, MAX_DETOKENIZE_BYTES, context)
-        raise AssertionError("unreachable: rpc_errors aborts")
+        return await self._run(prepare_detokenize, raw, MAX_DETOKENIZE_BYTES, context)
 
     async def _run(
         self,
@@ -135,7 +130,9 @@ class InferenceService:
         *args: object,
     ) -> R:
         if most is not None and len(raw) > most:
-            raise InvalidRequestError(f"the message has {len(raw)} bytes, at most {most}")
+            raise InvalidRequestError(
+                f"the message has {len(raw)} bytes, at most {most} are of use (max_model_len)"
+            )
         client = _address(context.peer())
         # Each message within begins with it.
         small = is_small(raw, b"\n")
