@@ -130,10 +130,14 @@ class EdgeProcesses:
             except asyncio.CancelledError:
                 self._see_out(connection, stack.pop_all())
                 raise
-        if isinstance(error, PdserveError):
-            raise error
-        if error is not None:
-            raise RuntimeError(f"in the process of a large request: {error}")
+        try:
+            if isinstance(error, PdserveError):
+                raise error
+            if error is not None:
+                raise RuntimeError(f"in the process of a large request: {error}")
+        finally:
+            # Its traceback holds this frame, and those above with the request's megabytes.
+            del error
         return cast(R, value)
 
     async def _take_slot(self, client: str) -> None:

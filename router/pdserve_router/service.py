@@ -53,6 +53,16 @@ M = TypeVar("M", pb2.GenerateRequest, pb2.TokenizeRequest, pb2.DetokenizeRequest
 _ABORT_TIMEOUT_S = 0.5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcCall:
+    """What is known of a request besides its message."""
+
+    arrival_ns: int
+    # time.monotonic(), of the whole machine.
+    deadline: float | None
+    trace_headers: Mapping[str, str]
+
+
 class InferenceService:
     """Serves InferenceService from a Router. Messages come as bytes: what is made of them depends
     on how many there are. Methods raise a PdserveError, of which ReceiveGuard makes a status.
@@ -95,13 +105,16 @@ class InferenceService:
                 await _cut(context, error)
 
     async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
-        most = self._router.max_request_bytes
-        call = _call(context)
-
-        async def prepare(limits: ModelLimits) -> ProcessedInput:
-            return await self._run(prepare_generate, raw, most, context, call, limits)
-
+        # No closure: a frame keeps what its function has closed over, and gRPC keeps the frames of
+        # a call that fails until a garbage collection.
+        prepare = partial(self._prepare, raw, context, _call(context))
         return await self._router.submit(prepare)
+
+    async def _prepare(
+        self, raw: bytes, context: grpc.aio.ServicerContext, call: GrpcCall, limits: ModelLimits
+    ) -> ProcessedInput:
+        most = self._router.max_request_bytes
+        return await self._run(prepare_generate, raw, most, context, call, limits)
 
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
@@ -157,16 +170,6 @@ async def _cut(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
     except asyncio.TimeoutError:
         # The status is queued in gRPC; nothing here waits for the client any more.
         return
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpcCall:
-    """What is known of a request besides its message."""
-
-    arrival_ns: int
-    # time.monotonic(), of the whole machine.
-    deadline: float | None
-    trace_headers: Mapping[str, str]
 
 
 def _call(context: grpc.aio.ServicerContext) -> GrpcCall:

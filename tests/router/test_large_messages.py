@@ -3,6 +3,7 @@ is large is parsed or tokenized in the router's own process.
 """
 
 import asyncio
+import gc
 import json
 import re
 
@@ -441,6 +442,34 @@ async def test_a_client_with_too_many_bytes_is_told_to_come_back(start_stack, mo
         assert stack.server.edge_processes._held.num_bytes == 0
         assert (await http.post(COMPLETION, content=large)).status_code == 200
         await stack.assert_idle()
+
+
+async def test_a_refused_message_is_gone_without_a_garbage_collection(start_stack) -> None:
+    """It has megabytes; collections of all objects are rare."""
+    padding = b" " * INLINE_BYTES
+    async with (
+        start_stack(prefill=0, http=True) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        await http.post(COMPLETION, content=completion(b'""') + padding)
+        gc.collect()
+        gc.disable()
+        try:
+            answer = await http.post(COMPLETION, content=completion(b'""') + padding)
+            assert answer.status_code == 400
+            for method in ("Generate", "Tokenize"):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await send_raw(stack, method, b"\xff" + padding)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            kept = [each for part in gc.garbage for each in gc.get_referents(part)]
+            assert not [
+                each for each in kept if isinstance(each, bytes) and len(each) > len(padding)
+            ]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
 
 
 def test_strings_hide_what_looks_like_structure() -> None:
