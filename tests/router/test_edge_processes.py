@@ -59,14 +59,15 @@ class Edge:
 async def edge(tokenizer, model_dir, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     edge = Edge(tokenizer, model_dir)
+    before = psutil.Process().children()
     yield edge
     await edge.processes.close()
-    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().children() == before
 
 
-def template() -> psutil.Process:
-    (process,) = psutil.Process().children()
-    return process
+def template(edge: Edge) -> psutil.Process:
+    """What is forked."""
+    return psutil.Process(edge.processes._template._process.pid)
 
 
 def is_gone(pid: int) -> bool:
@@ -84,17 +85,17 @@ async def pid_in(file: Path) -> int:
 async def test_a_small_request_is_done_here_and_a_large_one_elsewhere(edge) -> None:
     raw = b"x" * 100_000
     assert await edge.run(edge_jobs.report, raw=raw, is_small=True) == (os.getpid(), len(raw))
-    assert not psutil.Process().children(), "nothing is started for small ones"
+    assert edge.processes._template is None, "nothing is started for small ones"
     raw = b"x" * (16 << 20)
     first, second = [await edge.run(edge_jobs.report, raw=raw) for _ in range(2)]
     assert first[1] == second[1] == len(raw)
-    assert len({first[0], second[0], os.getpid(), template().pid}) == 4
+    assert len({first[0], second[0], os.getpid(), template(edge).pid}) == 4
     assert edge.count("done") == 2
 
 
 async def test_what_is_forked_has_one_thread(edge) -> None:
     await edge.run(edge_jobs.report)
-    assert template().num_threads() == 1
+    assert template(edge).num_threads() == 1
 
 
 async def test_a_refusal_is_the_same_in_either_place(edge) -> None:
@@ -153,7 +154,8 @@ async def test_one_that_gets_no_turn_is_refused(edge, monkeypatch, tmp_path) -> 
     waiting = [
         asyncio.create_task(edge.run(edge_jobs.wait, str(go_on))) for _ in range(NUM_PER_CLIENT)
     ]
-    await until(lambda: len(psutil.Process().children(recursive=True)) == NUM_PER_CLIENT + 1, 60)
+    await until(lambda: edge.processes._template is not None, TIMEOUT_S)
+    await until(lambda: len(template(edge).children()) == NUM_PER_CLIENT, TIMEOUT_S)
     monkeypatch.setattr(edge_processes, "QUEUE_TIMEOUT_S", 0.05)
     with pytest.raises(OverloadedError, match=r"waited 0\.05 s to be tokenized") as caught:
         await edge.run(edge_jobs.report)
@@ -181,11 +183,11 @@ async def test_when_the_process_that_is_copied_ends_another_one_is_started(
     await edge.run(edge_jobs.report)
     monkeypatch.setattr(edge_processes, "_RESTART_AFTER_S", 0.0)
     edge.processes._may_start = 0.0
-    first = template()
+    first = template(edge)
     first.kill()
     await until(lambda: is_gone(first.pid), TIMEOUT_S)
     assert (await edge.run(edge_jobs.report))[1] == 0
-    assert template().pid != first.pid
+    assert template(edge).pid != first.pid
 
 
 async def test_one_that_cannot_start_is_not_tried_for_every_request(edge, monkeypatch) -> None:
