@@ -27,10 +27,11 @@ def exchange(port: int, pieces: Sequence[bytes], *, quiet_s: float | None = None
     data = b""
     with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What the server has refused it does not read, and says so.
+        # What the server has refused it does not read; its answer is there all the same.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for piece in pieces:
                 sock.sendall(piece)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.settimeout(ANSWER_S if quiet_s is None else quiet_s)
             try:
                 while chunk := sock.recv(2**16):

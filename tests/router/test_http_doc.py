@@ -1,0 +1,177 @@
+"""docs/http.md says what a router does: its examples are run, its tables are those of the code."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdserve_router.openai_fields import (
+    MESSAGE_WITHOUT_EFFECT,
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    WITHOUT_EFFECT,
+)
+from pdserve_router.openai_format import ERROR_STATUSES, http_status
+from pdserve_router.openai_types import (
+    ChatCompletionBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+)
+from pdserve_router.openapi import OPERATIONS
+
+DOC = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+MODEL = "pdserve-tiny"
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"prompt": "hello"}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+BLOCK = re.compile(
+    r"```http\n(?P<method>\w+) (?P<path>\S+)\n(?P<body>.*?)```\n\n"
+    r"```(?P<kind>json|sse)(?: (?P<status>\d+))?\n(?P<answer>.*?)```",
+    re.DOTALL,
+)
+
+
+@pytest.fixture
+async def http(start_stack):
+    async with (
+        start_stack(http=True, served_model_name=MODEL, info={"model": MODEL}) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        yield http
+        await stack.assert_idle()
+
+
+def table(section: str, number: int = 0) -> list[list[str]]:
+    """The cells of a section's table."""
+    text = DOC.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    rows = tables[number].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def names(rows: list[list[str]]) -> list[str]:
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+
+
+def code(cell: str) -> list:
+    """What stands in backticks, as JSON."""
+    return [json.loads(text) for text in re.findall(r"`([^`]+)`", cell)]
+
+
+def assert_equal(documented: object, found: object) -> None:
+    if documented == "...":
+        return
+    if isinstance(documented, dict):
+        assert isinstance(found, dict)
+        assert documented.keys() == found.keys()
+        for name, value in documented.items():
+            assert_equal(value, found[name])
+    elif isinstance(documented, list):
+        assert isinstance(found, list)
+        assert len(documented) == len(found)
+        for pair in zip(documented, found, strict=True):
+            assert_equal(*pair)
+    else:
+        assert documented == found
+
+
+async def test_every_example_is_answered_as_it_says(http) -> None:
+    examples = list(BLOCK.finditer(DOC))
+    assert len(examples) == DOC.count("```http")
+    for example in examples:
+        body = json.loads(example["body"]) if example["body"].strip() else None
+        response = await http.request(example["method"], example["path"], json=body)
+        assert response.status_code == int(example["status"] or 200), response.text
+        if example["kind"] == "json":
+            assert_equal(json.loads(example["answer"]), response.json())
+            continue
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        documented = example["answer"].splitlines()
+        assert (lines[-1], documented[-1]) == ("[DONE]", "[DONE]")
+        assert_equal(list(map(json.loads, documented[:-1])), list(map(json.loads, lines[:-1])))
+
+
+def test_every_endpoint_is_there() -> None:
+    rows = DOC.split("| endpoint | |", 1)[1].split("\n\n", 1)[0]
+    found = set(re.findall(r"`(\w+) (/[^`]*)`", rows))
+    described = {(each.method.upper(), each.path) for each in OPERATIONS}
+    assert found == described | {("GET", "/docs"), ("GET", "/openapi.json")}
+
+
+def test_the_tables_have_every_field() -> None:
+    shared = GenerationBody.model_fields.keys()
+    assert names(table("Fields of both")) == list(shared)
+    assert names(table("Fields of both", 1)) == list(StreamOptions.model_fields)
+    for section, body in (("Chat", ChatCompletionBody), ("Completions", CompletionBody)):
+        assert set(names(table(section))) == body.model_fields.keys() - shared
+    assert names(table("Fields without effect")) == list(WITHOUT_EFFECT)
+    refused = [(row[0].strip("`"), row[1]) for row in table("Fields that are refused")]
+    assert sorted(refused) == sorted(
+        (name, where)
+        for where, fields in (
+            ("both", REFUSED),
+            ("chat", REFUSED_IN_CHAT),
+            ("completions", REFUSED_IN_COMPLETIONS),
+        )
+        for name in fields
+    )
+    for name in MESSAGE_WITHOUT_EFFECT:
+        assert f"`{name}`" in DOC
+
+
+@pytest.mark.parametrize("section", ["Chat", "Completions", "Fields of both"])
+async def test_the_example_of_each_field_is_served(http, section) -> None:
+    for path, body in ((PATHS["chat"], CHAT), (PATHS["completions"], COMPLETION)):
+        own = "Chat" if body is CHAT else "Completions"
+        if section in ("Fields of both", own):
+            for name, example, _ in table(section):
+                fields = json.loads("{" + example.strip("`") + "}")
+                assert name.strip("`") in fields
+                response = await http.post(path, json={**body, **fields})
+                assert response.status_code == 200, (name, response.text)
+
+
+async def test_the_example_of_each_field_without_effect_is_taken(http) -> None:
+    for _, example, _ in table("Fields without effect"):
+        fields = json.loads("{" + example.strip("`") + "}")
+        for path, body in ((PATHS["chat"], CHAT), (PATHS["completions"], COMPLETION)):
+            assert (await http.post(path, json={**body, **fields})).status_code == 200
+
+
+async def test_what_is_refused_is_taken_with_the_values_of_the_table_alone(http) -> None:
+    for name, where, taken in table("Fields that are refused"):
+        for path, body in ((PATHS["chat"], CHAT), (PATHS["completions"], COMPLETION)):
+            if where not in ("both", "chat" if body is CHAT else "completions"):
+                continue
+            field = name.strip("`")
+            for value in code(taken):
+                response = await http.post(path, json={**body, field: value})
+                assert response.status_code == 200, (field, value)
+            response = await http.post(path, json={**body, field: {"x": 1}})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == field
+
+
+async def test_answers_have_the_headers_of_the_table(http) -> None:
+    documented = set(names(table("Headers", 1)))
+    response = await http.post(PATHS["chat"], json=CHAT)
+    own = {name for name in response.headers if name.startswith(("pdserve-", "x-"))}
+    stages = {name for name in own if name.endswith("-ms")}
+    assert stages
+    assert own - stages | {"pdserve-*-ms", "retry-after", "www-authenticate"} == documented
+
+
+def test_the_table_of_errors_has_every_status() -> None:
+    rows = table("Errors")
+    assert [int(row[0]) for row in rows] == sorted({*ERROR_STATUSES, 401, 404, 405, 413})
+    from pdserve_common.engine_types import EngineError, ErrorCode
+    from pdserve_common.errors import error_from_engine
+
+    for code in ErrorCode:
+        status = http_status(error_from_engine(EngineError(code=code, message="")))
+        (row,) = [row for row in rows if int(row[0]) == status]
+        assert f"`{code.name.lower()}`" in row[1]
