@@ -51,6 +51,16 @@ def test_grpc_js(stack: Stack, run_client: RunClient) -> None:
     run_client("grpc-js", ["node", script, stack.grpc_address, MODEL.name, ROOT / "protos"])
 
 
+def test_curl(stack: Stack, run_client: RunClient) -> None:
+    """The commands of docs/clients.md."""
+    commands = (ROOT / "docs" / "clients.md").read_text().split("```sh\n")[1].split("```")[0]
+    script = "curl --version | sed -n 's/^curl \\([^ ]*\\).*/version \\1/p'\nset -e\n"
+    script += commands.replace("http://127.0.0.1:8000", url(stack))
+    output = run_client("curl", ["sh", "-c", script])
+    assert '"chat.completion"' in output
+    assert output.rstrip().endswith("data: [DONE]")
+
+
 def test_guidellm_with_its_defaults(stack: Stack, run_client: RunClient, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [
