@@ -237,7 +237,7 @@ class GenerationEndpoint:
             )
             answering.enter_context(self._router.answering())
             preparation = _Preparation(self._edge, raw, call, client)
-            lives = await self._router.submit_all(preparation)
+            lives = await self._router.submit(preparation)
         assert preparation.options is not None, "a request that was taken is prepared"
         return lives, preparation.options
 

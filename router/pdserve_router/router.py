@@ -36,9 +36,8 @@ _REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING)
 # Their text is needed again, which takes about 3 us each; that of more is made in a thread.
 INLINE_RESUMED_TOKENS = 2048
 
-# Makes tokens of a request, within what the model can take.
-Prepare = Callable[[ModelLimits], Awaitable[ProcessedInput]]
-PrepareAll = Callable[[ModelLimits], Awaitable[Sequence[ProcessedInput]]]
+# Makes tokens of a request, or of several in one, within what the model can take.
+Prepare = Callable[[ModelLimits], Awaitable[Sequence[ProcessedInput]]]
 
 
 class Router:
@@ -118,19 +117,11 @@ class Router:
             self._num_answering -= 1
             self._note_idle()
 
-    async def submit(self, prepare: Prepare) -> LiveRequest:
-        """Have a request parsed, checked and tokenized, and dispatch it. Raises a PdserveError if
-        it cannot be taken; once taken it ends with exactly one finished output.
+    async def submit(self, prepare: Prepare) -> list[LiveRequest]:
+        """Have requests that came as one parsed, checked and tokenized, and dispatch them. Raises a
+        PdserveError if they cannot be taken, all of them; once taken each ends with exactly one
+        finished output.
         """
-
-        async def prepare_one(limits: ModelLimits) -> Sequence[ProcessedInput]:
-            return (await prepare(limits),)
-
-        (live,) = await self.submit_all(prepare_one)
-        return live
-
-    async def submit_all(self, prepare: PrepareAll) -> list[LiveRequest]:
-        """`submit` for several requests that came as one: all are taken, or none."""
         try:
             self._admit(1)
         except PdserveError as error:
@@ -141,7 +132,8 @@ class Router:
         try:
             requests = await prepare(self.pool.model_limits())
             request_id_var.set(requests[0].request.external_req_id)
-            self._admit(len(requests) - 1)
+            if len(requests) > 1:
+                self._admit(len(requests) - 1)
             return await self._dispatch_all(requests)
         except PdserveError as error:
             self._count_not_taken(error)
@@ -170,7 +162,7 @@ class Router:
     def _admit(self, num_more: int) -> None:
         if self._is_cut:
             raise DrainingError("the router is shutting down", retry_after_ms=1000)
-        if num_more and self.num_queued + num_more > self._max_num_queued_requests:
+        if self.num_queued + num_more > self._max_num_queued_requests:
             wanted = f", {num_more} more arrive" if num_more > 1 else ""
             raise OverloadedError(
                 f"{self.num_queued} requests wait for their first token{wanted}, "

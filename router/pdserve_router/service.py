@@ -108,13 +108,14 @@ class InferenceService:
         # No closure: a frame keeps what its function has closed over, and gRPC keeps the frames of
         # a call that fails until a garbage collection.
         prepare = partial(self._prepare, raw, context, _call(context))
-        return await self._router.submit(prepare)
+        (live,) = await self._router.submit(prepare)
+        return live
 
     async def _prepare(
         self, raw: bytes, context: grpc.aio.ServicerContext, call: GrpcCall, limits: ModelLimits
-    ) -> ProcessedInput:
+    ) -> Sequence[ProcessedInput]:
         most = self._router.max_request_bytes
-        return await self._run(prepare_generate, raw, most, context, call, limits)
+        return (await self._run(prepare_generate, raw, most, context, call, limits),)
 
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
