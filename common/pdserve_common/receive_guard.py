@@ -155,10 +155,8 @@ def _no_limit(context: grpc.aio.ServicerContext) -> Iterator[None]:
 def _guard_unary(handler: grpc.RpcMethodHandler, messages: _Messages) -> grpc.RpcMethodHandler:
     async def answer(_: object, context: grpc.aio.ServicerContext) -> Any:
         async with rpc_errors(context):
-            # Not a variable: it would live as long as gRPC keeps the call's error.
-            return await handler.unary_unary(
-                await messages.only(context, handler.request_deserializer), context
-            )
+            message = await messages.only(context, handler.request_deserializer)
+            return await handler.unary_unary(message, context)
         raise AssertionError("unreachable: rpc_errors aborts")
 
     return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)

@@ -5,7 +5,6 @@ to statuses.
 import asyncio
 import concurrent.futures
 import logging
-import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -218,15 +217,27 @@ async def rpc_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except PdserveError as error:
-        # gRPC keeps the call's last exception, which keeps this one and what its frames have, such
-        # as messages of megabytes, until a garbage collection.
-        traceback.clear_frames(error.__traceback__)
         if error.retry_after_ms is not None:
             context.set_trailing_metadata((("retry-after-ms", str(error.retry_after_ms)),))
-        await context.abort(status_of(error), error.message)
+        await _abort(context, status_of(error), error.message)
     # InternalError: the caller is gone, and nothing can be sent. If it is not that, gRPC logs it.
     except (grpc.aio.AbortError, grpc.aio.InternalError, asyncio.CancelledError):
         raise
     except Exception:
         logger.exception("unexpected error in an RPC")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error, see the server's log")
+        await _abort(context, grpc.StatusCode.INTERNAL, "internal error, see the server's log")
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, message: str) -> None:
+    try:
+        await context.abort(code, message)
+    except grpc.aio.AbortError as error:
+        asyncio.get_running_loop().call_soon(_forget_frames, error)
+        raise
+
+
+def _forget_frames(error: grpc.aio.AbortError) -> None:
+    """gRPC keeps the exception with its call, and its frames hold the call: until a garbage
+    collection nothing would go, the call's buffers and a message of megabytes among it.
+    """
+    error.__traceback__ = error.__context__ = None

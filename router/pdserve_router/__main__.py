@@ -1,5 +1,7 @@
 """The `pdserve-router` command."""
 
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +18,9 @@ from pdserve_router.no_torch import hide_torch
 
 logger = logging.getLogger(__name__)
 
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 1 << 18
+
 
 def main() -> None:
     """Run a router. Exits with 0 after a signal, 1 if it cannot start, 2 on a bad flag."""
@@ -25,6 +30,7 @@ def main() -> None:
     setup_logging(config.log_level, config.router_id)
     warn_of_unknown_variables(RouterConfig)
     hide_torch()
+    _give_back_large_blocks()
     from pdserve_router.server import serve
 
     try:
@@ -32,6 +38,14 @@ def main() -> None:
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
         sys.exit(1)
+
+
+def _give_back_large_blocks() -> None:
+    """Have glibc return the memory of large messages as soon as they are gone. By itself it learns
+    from the first ones to keep it, in pieces that later ones do not fit into.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def _stop_before_start(signum: int, frame: FrameType | None) -> NoReturn:

@@ -105,8 +105,6 @@ class InferenceService:
                 await _cut(context, error)
 
     async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
-        # No closure: a frame keeps what its function has closed over, and gRPC keeps the frames of
-        # a call that fails until a garbage collection.
         prepare = partial(self._prepare, raw, context, _call(context))
         (live,) = await self._router.submit(prepare)
         return live
