@@ -74,9 +74,8 @@ ARG VARIANT
 # PyPI's torch is the one for CUDA.
 RUN if [ $VARIANT = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; fi; \
     $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r worker.txt
-# NIXL brings itself for two CUDA versions, of which this is not torch's, and its expert parallelism; torch its headers,
-# tests and tools.
-RUN $PIP uninstall -y nixl-cu12 && sh /prune \
+# NIXL brings its expert parallelism, torch its headers, tests and tools.
+RUN sh /prune \
     && cd /opt/pdserve/lib/python3.*/site-packages \
     && rm -rf nixl_ep* torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete

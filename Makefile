@@ -7,6 +7,8 @@ SOAK_SCHEDULES ?= 200
 FUZZ_MINUTES ?= 5
 FUZZ_FACTOR ?= 10
 INSTALLED := $(VENV)/.installed
+# With what tests, benchmarks and generators need besides.
+DEV_INSTALLED := $(VENV)/.dev-installed
 # Has torch without CUDA; empty, or out of reach: PyPI's, which is the one for CUDA.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PEERS := .venv-peers
@@ -24,7 +26,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu images test-images protos chart lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -35,11 +37,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@index=; if $(BIN)/python -c '$(IS_REACHABLE)' '$(TORCH_INDEX)/torch/' 2> /dev/null; then \
 		index='--extra-index-url $(TORCH_INDEX)'; fi; \
 		$(BIN)/python -m pip install --disable-pip-version-check -q $$index -c constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker]'
 	@$(BIN)/python -m pdserve_kernels.cpu.build || echo "the CPU runs on reference kernels, which are several times slower"
 	@touch $@
 
-install: $(INSTALLED) ## Make .venv with everything in it
+$(DEV_INSTALLED): $(INSTALLED)
+	@echo "installing what tests need"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
+	@touch $@
+
+install: $(DEV_INSTALLED) ## Make .venv with everything in it, for development too
 
 run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
 	@$(BIN)/pdserve run --prompt "$(PROMPT)"
@@ -47,21 +54,21 @@ run: $(INSTALLED) ## Start a stack, send PROMPT="...", print its waterfall, stop
 up: $(INSTALLED) ## Keep a stack serving until Ctrl-C
 	@$(BIN)/pdserve up
 
-test: $(INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
+test: $(DEV_INSTALLED) ## Run all tests but the soak, and those of images and of Prometheus
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak and not images and not live and not clients' $(IN_PARALLEL) --ignore=tests/integration --ignore=tests/faults
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not soak' $(IN_PARALLEL) tests/integration tests/faults
 
-test-fast: $(INSTALLED) ## Run the tests that take under 2 minutes together
+test-fast: $(DEV_INSTALLED) ## Run the tests that take under 2 minutes together
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m 'not slow and not soak and not images and not live and not clients' $(IN_PARALLEL)
 
-test-live: $(INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
+test-live: $(DEV_INSTALLED) ## Test dashboards and alerts with a real Prometheus; installs it from Debian if it is missing
 	sh tests/live/install.sh
 	$(BIN)/python -m pytest -m live tests/live
 
-test-gpu: $(INSTALLED) ## Run the tests that need a GPU
+test-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
-test-sanitized: $(INSTALLED) ## Run the C++ kernels' tests under the address and undefined-behaviour sanitizers
+test-sanitized: $(DEV_INSTALLED) ## Run the C++ kernels' tests under the address and undefined-behaviour sanitizers
 	$(BIN)/python -m pdserve_kernels.cpu.build --sanitize --output $(SANITIZED)
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys tests/kernels/test_cpu_*.py
@@ -78,16 +85,16 @@ $(CLIENTS): tests/clients/install.sh tests/clients/requirements.txt
 		export PIP_EXTRA_INDEX_URL='$(TORCH_INDEX)'; fi; sh tests/clients/install.sh $(PYTHON) .clients
 	@touch $@
 
-clients: $(INSTALLED) $(CLIENTS) ## Run OpenAI's SDKs, LangChain, litellm, guidellm, lm-eval, grpc-js and Schemathesis against a stack
+clients: $(DEV_INSTALLED) $(CLIENTS) ## Run OpenAI's SDKs, LangChain, litellm, guidellm, lm-eval, grpc-js and Schemathesis against a stack
 	$(BIN)/python -m pytest -m clients tests/clients
 
 crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some tests of the chart are skipped
 
-soak: $(INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
+soak: $(DEV_INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak
 	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
 
-fuzz: $(INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prints the seed and the smallest input that fails
+fuzz: $(DEV_INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prints the seed and the smallest input that fails
 	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 		seed=$${FUZZ_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
 		echo "FUZZ_SEED=$$seed FUZZ_FACTOR=$(FUZZ_FACTOR)"; \
@@ -95,13 +102,13 @@ fuzz: $(INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prin
 			--hypothesis-seed=$$seed tests/fuzz || exit 1; \
 	done
 
-bench: $(INSTALLED) ## Run the benchmark of routers; prints tables for benchmarks/RESULTS.md, as all bench-* do
+bench: $(DEV_INSTALLED) ## Run the benchmark of routers; prints tables for benchmarks/RESULTS.md, as all bench-* do
 	$(BIN)/python benchmarks/bench_router.py
 
-bench-edge: $(INSTALLED) ## Run the benchmark of what one client's message does to another's stream
+bench-edge: $(DEV_INSTALLED) ## Run the benchmark of what one client's message does to another's stream
 	$(BIN)/python benchmarks/bench_edge.py
 
-bench-handoff: $(INSTALLED) ## Run the handoff's benchmarks
+bench-handoff: $(DEV_INSTALLED) ## Run the handoff's benchmarks
 	$(BIN)/python benchmarks/bench_nixl.py
 	$(BIN)/python benchmarks/bench_handoff.py
 	$(BIN)/python benchmarks/bench_exact.py
@@ -111,14 +118,14 @@ $(PEERS_INSTALLED): benchmarks/peers/install.sh
 	@sh benchmarks/peers/install.sh $(PYTHON) $(PEERS)
 	@touch $@
 
-bench-peers: $(INSTALLED) $(PEERS_INSTALLED) ## Run our pair of services against vLLM's
+bench-peers: $(DEV_INSTALLED) $(PEERS_INSTALLED) ## Run our pair of services against vLLM's
 	$(BIN)/python benchmarks/bench_pair.py
 
-bench-cpu: $(INSTALLED) $(PEERS_INSTALLED) ## Run our engine, vLLM and transformers on the CPU in turns, then our servers and vLLM's
+bench-cpu: $(DEV_INSTALLED) $(PEERS_INSTALLED) ## Run our engine, vLLM and transformers on the CPU in turns, then our servers and vLLM's
 	$(BIN)/python benchmarks/bench_cpu.py
 	$(BIN)/python benchmarks/bench_cpu.py --served
 
-protos: $(INSTALLED) ## Regenerate the code beside the .proto files
+protos: $(DEV_INSTALLED) ## Regenerate the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --pyi_out=protos --grpc_python_out=protos $(PROTOS)
 	@rm -f protos/pdserve/v1/engine_core_pb2_grpc.py
 
@@ -126,24 +133,27 @@ images: ## Build the images of routers and workers; VARIANT=cuda for GPUs
 	DOCKER_BUILDKIT=1 docker build $(BUILD_FLAGS) --target router --tag pdserve-router:$(VERSION) .
 	DOCKER_BUILDKIT=1 docker build $(BUILD_FLAGS) --target worker --build-arg VARIANT=$(VARIANT) --tag pdserve-worker:$(VERSION)-$(VARIANT) .
 
-test-images: $(INSTALLED) ## Build images and test them as containers; installs Docker from Debian, takes 10 minutes
+test-images: $(DEV_INSTALLED) ## Build images and test them as containers; installs Docker from Debian, takes 10 minutes
 	sh tests/images/install.sh
 	$(BIN)/python -m pytest -m images -rP tests/images
 
-chart: $(INSTALLED) ## Bring the chart's schema, README and dashboards up to date with the code and its values
+chart: $(DEV_INSTALLED) ## Bring the chart's schema, README and dashboards up to date with the code and its values
 	$(BIN)/python tools/update_chart.py
 	$(BIN)/python tools/update_dashboards.py
 
-lint: $(INSTALLED) ## Check style and, where npm is there, the protos
+pictures: $(DEV_INSTALLED) ## Take the docs' pictures anew from a running system; needs make test-live's packages and matplotlib
+	$(BIN)/python tools/take_pictures.py
+
+lint: $(DEV_INSTALLED) ## Check style and, where npm is there, the protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@if command -v npx >/dev/null; then npx --yes @bufbuild/buf@1.75.0 lint; else echo 'npx is missing: buf lint skipped'; fi
 
-format: $(INSTALLED) ## Rewrite the code in the project's style
+format: $(DEV_INSTALLED) ## Rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-typecheck: $(INSTALLED) ## Check types
+typecheck: $(DEV_INSTALLED) ## Check types
 	$(BIN)/mypy
 
 clean: ## Remove what the other targets made

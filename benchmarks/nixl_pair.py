@@ -36,10 +36,10 @@ class Bare:
     """NIXL without anything of ours: one descriptor, polled without a pause."""
 
     def __init__(self, name: str, pool: KVCache) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
+        from pdserve_engine.kv_transfer.nixl import _api
 
-        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent = nixl_agent(name, config)
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent = _api.nixl_agent(name, config)
         self._agent.register_memory([(pool.data_ptr, pool.num_bytes, 0, "")], "DRAM")
         self.metadata = self._agent.get_agent_metadata()
         self.progress = self._agent.get_new_notifs

@@ -20,6 +20,7 @@ OURS = {"pdserve", *PACKAGES}
 # Third-party modules and the only places that may import them.
 FENCED = {
     "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
+    "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),
     "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
     "grpc": ("common/", "prefill_svc/", "decode_svc/", "router/", "client/"),

@@ -8,20 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
-from nixl._bindings import (
-    nixlBackendError,
-    nixlCancelledError,
-    nixlInvalidParamError,
-    nixlMismatchError,
-    nixlNotAllowedError,
-    nixlNotFoundError,
-    nixlNotPostedError,
-    nixlNotSupportedError,
-    nixlRemoteDisconnectError,
-    nixlRepostActiveError,
-    nixlUnknownError,
-)
 from numpy.typing import NDArray
 
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
@@ -29,6 +15,12 @@ from pdserve_engine.kv_transfer.links import RecentKeys
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
+
+try:
+    # It picks the NIXL for the CUDA that is there, if it is installed.
+    from nixl import _api, _bindings
+except ImportError:
+    from nixl_cu13 import _api, _bindings
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +34,20 @@ MAX_LEFT_OPEN = 64
 
 # They have no base class of their own.
 NIXL_ERRORS = (
-    nixlBackendError,
-    nixlCancelledError,
-    nixlInvalidParamError,
-    nixlMismatchError,
-    nixlNotAllowedError,
-    nixlNotFoundError,
-    nixlNotPostedError,
-    nixlNotSupportedError,
-    nixlRemoteDisconnectError,
-    nixlRepostActiveError,
-    nixlUnknownError,
+    _bindings.nixlBackendError,
+    _bindings.nixlCancelledError,
+    _bindings.nixlInvalidParamError,
+    _bindings.nixlMismatchError,
+    _bindings.nixlNotAllowedError,
+    _bindings.nixlNotFoundError,
+    _bindings.nixlNotPostedError,
+    _bindings.nixlNotSupportedError,
+    _bindings.nixlRemoteDisconnectError,
+    _bindings.nixlRepostActiveError,
+    _bindings.nixlUnknownError,
 )
 
-RemoteDisconnectError = nixlRemoteDisconnectError
+RemoteDisconnectError = _bindings.nixlRemoteDisconnectError
 
 BlockIds = NDArray[np.int32]
 
@@ -70,8 +62,8 @@ class NixlAgent:
         memory_type = "VRAM" if kv_cache.tensor.is_cuda else "DRAM"
         device_id = kv_cache.tensor.get_device() if kv_cache.tensor.is_cuda else 0
         regions = _regions(kv_cache, device_id)
-        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent = nixl_agent(name, config)
+        config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent = _api.nixl_agent(name, config)
         self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
         memory = [
             (r.base_address, r.num_blocks * self._block_bytes, r.device_id, "") for r in regions
@@ -187,7 +179,7 @@ class NixlAgent:
         """
         try:
             state = self._agent.check_xfer_state(handle)
-        except nixlRemoteDisconnectError as error:
+        except RemoteDisconnectError as error:
             return True, str(error)
         except NIXL_ERRORS as error:
             return False, str(error)

@@ -8,12 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nixl._api import nixl_agent
-from nixl._bindings import nixlBackendError, nixlRemoteDisconnectError
-
 from pdserve_common.kv_types import KVEndpoint
-from pdserve_engine.kv_transfer import nixl, nixl_transport
-from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent
+from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent, _api, _bindings
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_cache import KVCache
@@ -40,8 +37,8 @@ class ReadFault(enum.Enum):
 
 
 _POST_ERRORS = {
-    ReadFault.POST_BACKEND_ERROR: nixlBackendError,
-    ReadFault.POST_REMOTE_DISCONNECT: nixlRemoteDisconnectError,
+    ReadFault.POST_BACKEND_ERROR: _bindings.nixlBackendError,
+    ReadFault.POST_REMOTE_DISCONNECT: _bindings.nixlRemoteDisconnectError,
 }
 # What `poll` returns.
 _POLL_ERRORS = {
@@ -110,7 +107,7 @@ class ReadFaults:
                 read.may_copy = True
 
 
-class CountingAgent(nixl_agent):  # type: ignore[misc]
+class CountingAgent(_api.nixl_agent):  # type: ignore[misc]
     """NIXL's own agent, with an account of the memory that is registered."""
 
     def register_memory(self, regions: Any, *args: Any, **options: Any) -> Any:
@@ -217,6 +214,6 @@ def install() -> ReadFaults:
     """Let the transport use a FaultyNixlAgent, and that count what it registers; return what tells
     it which READs fail.
     """
-    nixl.nixl_agent = CountingAgent
+    _api.nixl_agent = CountingAgent
     nixl_transport.NixlAgent = FaultyNixlAgent  # type: ignore[attr-defined]
     return FaultyNixlAgent.faults
