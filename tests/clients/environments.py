@@ -6,6 +6,7 @@ FOLDER = Path(__file__).parent
 SCRIPTS = FOLDER / "scripts"
 ROOT = FOLDER.parent.parent
 INSTALLED = ROOT / ".clients"
+NPM = INSTALLED / "npm"
 MODEL = ROOT / "models" / "pdserve-tiny"
 
 

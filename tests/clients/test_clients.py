@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from environments import MODEL, ROOT, SCRIPTS, command_of
+from environments import MODEL, NPM, ROOT, SCRIPTS, command_of
 
 from pdserve_client.stack import Stack
 
@@ -34,6 +34,15 @@ def test_openai_python(stack: Stack, run_client: RunClient) -> None:
 
 def test_openai_npm(stack: Stack, run_client: RunClient) -> None:
     run_client("openai (npm)", ["node", SCRIPTS / "openai_sdk.cjs", url(stack), MODEL.name])
+
+
+def test_the_example_in_typescript(stack: Stack, run_client: RunClient) -> None:
+    # It has no types, so it is JavaScript as well; packages are found beside a module.
+    module = NPM / "chat.mjs"
+    module.write_text((ROOT / "examples" / "chat.ts").read_text())
+    version = "console.log('version', process.versions.node)"
+    command = f'node -e "{version}" && PDSERVE_URL={url(stack)} node {module}'
+    assert "tokens)" in run_client("examples/chat.ts (node)", ["sh", "-c", command])
 
 
 def test_langchain(stack: Stack, run_client: RunClient) -> None:
