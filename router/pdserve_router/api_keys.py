@@ -22,7 +22,7 @@ MIN_KEY_CHARS = 16
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 _SCHEME = "bearer "
 # Served to everybody: they say nothing that is not public, and need no worker.
-OPEN_PATHS = ("/health", "/version", "/openapi.json", "/docs")
+OPEN_PATHS = ("/", "/health", "/version", "/openapi.json", "/docs")
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
 

@@ -25,6 +25,7 @@ from pdserve_common.errors import (
 )
 from pdserve_common.validation import validate_request_id
 from pdserve_common.version import VERSION
+from pdserve_router import chat_page
 from pdserve_router.api_keys import OPEN_PATHS
 from pdserve_router.edge_processes import EdgeProcesses, Job
 from pdserve_router.held_bytes import Held
@@ -102,6 +103,13 @@ def build_app(
         )
 
     info = InfoEndpoints(router)
+    pages = {
+        "/": chat_page.show,
+        "/health": info.health,
+        "/version": info.version,
+        "/openapi.json": info.openapi,
+        "/docs": info.docs,
+    }
     return Starlette(
         routes=[
             Route("/v1/completions", endpoint(CompletionBody), methods=["POST"]),
@@ -110,7 +118,7 @@ def build_app(
             Route("/v1/models/{model:path}", info.get_model),
             Route("/tokenize", job(tokenize), methods=["POST"]),
             Route("/detokenize", job(detokenize), methods=["POST"]),
-            *(Route(path, getattr(info, path[1:].partition(".")[0])) for path in OPEN_PATHS),
+            *(Route(path, pages[path]) for path in OPEN_PATHS),
         ],
         exception_handlers={
             HTTPException: _on_http_exception,

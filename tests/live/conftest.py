@@ -1,4 +1,4 @@
-"""Tests with a real Prometheus and Alertmanager: `make test-live` installs them."""
+"""Tests with a real Prometheus, Alertmanager and browser: `make test-live` installs them."""
 
 import importlib
 import shutil
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent.parent
 # chart's.
 sys.path += [str(Path(__file__).parent), str(TESTS / "faults"), str(TESTS / "helm")]
 
-COMMANDS = ("prometheus", "promtool", "prometheus-alertmanager")
+COMMANDS = ("prometheus", "promtool", "prometheus-alertmanager", "chromium", "chromedriver")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,7 @@ async def test_others_get_openais_401(stack: Any) -> None:
     assert error.value.code == "invalid_api_key"
     assert error.value.type == "invalid_request_error"
     async with httpx.AsyncClient(base_url=stack.url, timeout=30) as http:
-        for path in ("/v1/completions", "/v1/models", "/nowhere", "//health"):
+        for path in ("/v1/completions", "/v1/models", "/nowhere", "/health/"):
             answer = await http.post(path, content=b"{}")
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"

@@ -139,7 +139,7 @@ async def test_every_path_is_described_and_answers_as_described(http) -> None:
         content = operation["responses"]["200"]["content"]["application/json"]
         schema = {**content["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(response.json())
-    paths = {"/openapi.json", "/docs", *spec["paths"]}
+    paths = {"/", "/openapi.json", "/docs", *spec["paths"]}
     assert {route.path.replace(":path", "") for route in routes_of(http)} == paths
 
 
