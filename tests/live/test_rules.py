@@ -275,13 +275,19 @@ CASES = [
         {
             "short_of_prefill": waits("0+54x60", "0+6x60", "0.2x60"),
             "short_of_decode": waits("0+6x60", "0+54x60", "1x60"),
+            # A burst of prompts, before decode's blocks were full.
+            "short_of_decode_with_free_slots": waits("0+40x60", "0+54x60", "0.8x60"),
             # More prefill would only have more wait for decode.
             "short_of_both": waits("0+40x60", "0+20x60", "1x60"),
             "balanced": waits("0+6x60", "0+3x60", "0.2x60"),
             "one_request": waits("0x23 5x60", "0x60", "0.2x60", count="0x23 1x60"),
             "one_request_for_decode": waits("0x23 5x60", "0x23 5x60", "0.2x60", "0x23 1x60"),
         },
-        {"short_of_prefill": {TICKET}, "short_of_decode": {TICKET}},
+        {
+            "short_of_prefill": {TICKET},
+            "short_of_decode": {TICKET},
+            "short_of_decode_with_free_slots": {TICKET},
+        },
     ),
     Case(
         "PdserveDecodeSlots",
