@@ -28,7 +28,7 @@ from pdserve_client.stack import Stack
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "images"
-WINDOW = (1000, 860)
+WINDOW = (1000, 1040)
 WAIT_S = 60
 # In turns, so that the curves have something to show: clients, and tokens of prompts and answers.
 LOADS = ((1, 128, 32), (6, 512, 64), (3, 1024, 16))
