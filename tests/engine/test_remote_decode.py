@@ -278,7 +278,7 @@ def test_what_is_behind_a_later_waits_for_d_as_well(
     engine.run()
     assert load_of(engine) == (0, 0)
     assert {name: decode_queue_s(engine, name) for name in ("a", "b", "c", "d", "other")} == {
-        "a": 5, "b": 5, "c": 5, "d": 5, "other": 0
+        "a": 6, "b": 6, "c": 6, "d": 6, "other": 6
     }  # fmt: skip
 
 
@@ -339,4 +339,18 @@ def test_one_that_ends_holds_up_nobody(connector: ScriptedConnector, clock: Cloc
     clock.now_s += 1
     connector.allow("b")
     engine.run()
-    assert decode_queue_s(engine, "b") == 2
+    assert decode_queue_s(engine, "b") == 3
+
+
+def test_an_answer_that_comes_while_p_computes_ends_the_wait_for_d(
+    connector: ScriptedConnector, clock: Clock
+) -> None:
+    engine = Engine(connector=connector)
+    engine.add("a", [1] * 10, kv_transfer_params=ON_P)
+    engine.run()
+    clock.now_s += 2
+    connector.allow("a")
+    clock.now_s += 3  # the rest of P's step
+    engine.run()
+    stats = engine.outputs["a"][0].prefill_stats
+    assert (decode_queue_s(engine, "a"), stats.queue_s) == (2, 5)

@@ -266,8 +266,7 @@ CASES = [
             alert("PdserveITLBudgetBurn", severity="page"),
             alert("PdserveITLBudgetBurn", severity="ticket"),
         ),
-        # D answers P between two of its steps, which are long here: that wait is prefill's.
-        never=(alert("PdservePrefillQueue"),),
+        never=SHORT_OF_PREFILL,
     ),
     Case(
         full_blocks,

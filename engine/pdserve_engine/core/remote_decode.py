@@ -26,23 +26,18 @@ class HeldUp(NamedTuple):
 
 
 class _Stopwatch:
-    """Adds up the seconds during which something was so."""
+    """Adds up the seconds during which something was so, in points of time.monotonic()."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
         self._since: float | None = None
 
-    def set(self, is_so: bool) -> None:
-        self._total_s = self.total_s
-        self._since = time.monotonic() if is_so else None
+    def set(self, is_so: bool, at: float) -> None:
+        self._total_s = self.total_s(at)
+        self._since = at if is_so else None
 
-    @property
-    def is_running(self) -> bool:
-        return self._since is not None
-
-    @property
-    def total_s(self) -> float:
-        return self._total_s + (time.monotonic() - self._since if self._since is not None else 0.0)
+    def total_s(self, at: float) -> float:
+        return self._total_s + (max(0.0, at - self._since) if self._since is not None else 0.0)
 
 
 class RemoteDecodes:
@@ -57,7 +52,7 @@ class RemoteDecodes:
         self._granted: set[Request] = set()
         # Asked for, and D is full.
         self._deferred: set[Request] = set()
-        # By D, how long it has held up its whole queue, asked for or not.
+        # By D, for how long nothing of its queue could start without its answer, asked for or not.
         self._held_up: dict[str, _Stopwatch] = {}
 
     def __len__(self) -> int:
@@ -89,8 +84,14 @@ class RemoteDecodes:
 
     @property
     def held_up(self) -> HeldUp:
-        """Of the requests that may not start yet, those whose D is full."""
-        engine_ids = [name for name, watch in self._held_up.items() if watch.is_running]
+        """Of the requests that may not start yet, those whose D has said that it is full, if it has
+        granted none that still waits for P.
+        """
+        engine_ids = [
+            name
+            for name, asked in self._asked.items()
+            if not self._deferred.isdisjoint(asked) and self._granted.isdisjoint(asked)
+        ]
         asked = [request for name in engine_ids for request in self._asked.get(name, ())]
         queues = [self._queues[name] for name in engine_ids if name in self._queues]
         return HeldUp(
@@ -100,7 +101,7 @@ class RemoteDecodes:
 
     def add(self, request: Request) -> None:
         self._queue_of(request).add_request(request)
-        request.held_up_before_s = self._held_up[_engine_id(request)].total_s
+        request.held_up_before_s = self._held_up[_engine_id(request)].total_s(time.monotonic())
 
     def prepend(self, request: Request) -> None:
         """Put a preempted request first; it needs a grant again."""
@@ -125,6 +126,7 @@ class RemoteDecodes:
         for engine_id, request in preempted:
             self._queues[engine_id].remove_request(request)
             self._asked.setdefault(engine_id, {})[request] = None
+            self._watch(engine_id)
         return [request for _, request in preempted]
 
     def take_back(self, *, even_preempted: bool) -> list[tuple[Request, bool]]:
@@ -146,19 +148,21 @@ class RemoteDecodes:
         """D is full: the request has to wait for it."""
         if request in self._asked.get(_engine_id(request), ()) and request not in self._granted:
             self._deferred.add(request)
-            self._watch(_engine_id(request))
 
-    def allow(self, request: Request) -> bool:
-        """D has reserved blocks; False if the request does not wait for that any more."""
+    def allow(self, request: Request, granted_time: float) -> bool:
+        """D has reserved blocks, as it has told at `granted_time`; False if the request does not
+        wait for that any more.
+        """
         is_asked = request in self._asked.get(_engine_id(request), ())
         if not is_asked or request in self._granted:
             return False
         if request.first_scheduled_time is None:  # else it was preempted
-            held_up_s = self._held_up[_engine_id(request)].total_s
-            request.decode_queue_s = held_up_s - request.held_up_before_s
+            held_up_s = self._held_up[_engine_id(request)].total_s(granted_time)
+            request.decode_queue_s = max(0.0, held_up_s - request.held_up_before_s)
         self._granted.add(request)
         self._deferred.discard(request)
-        self._watch(_engine_id(request))
+        # P may have been in the midst of a step: that was no wait for D.
+        self._watch(_engine_id(request), granted_time)
         return True
 
     def forbid(self, request: Request) -> bool:
@@ -192,6 +196,7 @@ class RemoteDecodes:
         while len(queue) and self._may_ask(asked):
             request = queue.pop_request()
             asked[request] = None
+            self._watch(engine_id)
             yield request
         if not len(queue) and not asked:
             del self._queues[engine_id], self._asked[engine_id], self._held_up[engine_id]
@@ -207,11 +212,11 @@ class RemoteDecodes:
             self._held_up[engine_id] = _Stopwatch()
         return self._queues[engine_id]
 
-    def _watch(self, engine_id: str) -> None:
-        """D holds up its queue if it has said so, and nothing that it has granted waits for P."""
+    def _watch(self, engine_id: str, at: float | None = None) -> None:
+        """D holds up its queue while it is asked, and nothing that it has granted waits for P."""
         asked = self._asked[engine_id]
-        is_held_up = not self._deferred.isdisjoint(asked) and self._granted.isdisjoint(asked)
-        self._held_up[engine_id].set(is_held_up)
+        is_held_up = bool(asked) and self._granted.isdisjoint(asked)
+        self._held_up[engine_id].set(is_held_up, time.monotonic() if at is None else at)
 
 
 def _engine_id(request: Request) -> str:

@@ -813,7 +813,7 @@ class Scheduler:
             return  # it has ended meanwhile
         match news:
             case StartAllowed():
-                if self.remote_decodes.allow(request):
+                if self.remote_decodes.allow(request, news.granted_time):
                     self.waiting.add_request(request)
             case StartForbidden():
                 if self.remote_decodes.forbid(request):

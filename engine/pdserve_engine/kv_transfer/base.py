@@ -30,6 +30,8 @@ class StartAllowed:
     """P: D has reserved blocks for the request."""
 
     request: "Request"
+    # time.monotonic() when D's answer came.
+    granted_time: float = field(default_factory=lambda: time.monotonic(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
