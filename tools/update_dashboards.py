@@ -964,6 +964,19 @@ def router() -> Dashboard:
                 ),
             ),
             Panel(
+                title="Unknown fields",
+                unit="reqps",
+                queries={
+                    "{{field}}": "topk(10, "
+                    + sum_rate("pdserve_http_unknown_fields_total", by="field")
+                    + ")"
+                },
+                description=(
+                    "Fields of HTTP requests that nobody here knows, by name; they are ignored. A "
+                    "client may expect something of one: docs/http.md has what is served."
+                ),
+            ),
+            Panel(
                 title="Large requests",
                 unit="reqps",
                 is_stacked=True,

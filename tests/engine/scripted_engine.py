@@ -106,7 +106,11 @@ class ScriptedExecutor:
         return ModelRunnerOutput(
             request_ids=tuple(step.num_scheduled_tokens),
             sampled_token_ids=tuple(sampled),
-            num_nans_in_logits=self.num_nans,
+            num_nans_in_logits={
+                name: num
+                for name, num in self.num_nans.items()
+                if name in step.num_scheduled_tokens
+            },
             errors=self.errors,
         )
 

@@ -45,7 +45,7 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
     for expected in (
         "time to first token (TTFT)",
         "prefill queue",
-        "waiting for D's blocks",
+        "decode queue",
         "first to second token (first ITL)",
         "waiting for P's word",
         "into D's batch",
