@@ -620,6 +620,6 @@ class _MetricsWSGIServer(socketserver.ThreadingMixIn, WSGIServer):
     def _cut(self, request: socket.socket, limit: str) -> None:
         """Its thread sees the end and closes it."""
         del self._since[request]
+        self._on_limit(limit)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
-        self._on_limit(limit)
