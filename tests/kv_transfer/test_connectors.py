@@ -23,6 +23,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksConfirmed,
     BlocksLanded,
     StartAllowed,
+    StartDeferred,
     StartForbidden,
     TransferFailed,
     TransferFinished,
@@ -136,7 +137,7 @@ def test_p_waits_for_ds_room_without_holding_blocks(pair: Any) -> None:
     pair.has_room = False
     request = pair.ticket()
     prefill = pair.ask()
-    assert [type(n) for n in pair.collect()] == [BlocksClaimed]
+    assert [type(n) for n in pair.collect()] == [BlocksClaimed, StartDeferred]
     assert not pair.start(prefill)
     assert len(pair.p_blocks.free) == 64
     pair.has_room = True
