@@ -133,8 +133,7 @@ def test_every_stage_of_a_handoff_is_known(measured: list[Measured]) -> None:
 
     assert median("prefill") > median("ttft") / 2
     assert median("prefill_queue") > 0
-    assert each("decode_queue") == [0] * NUM_REQUESTS, "D has always a place"
-    for stage in ("decode_admit", "first_decode_step"):
+    for stage in ("decode_queue", "decode_admit", "first_decode_step"):
         assert median(stage) > 0
     # At best: on a busy machine P may be late.
     assert min(each("release_ack")) < median("first_decode_step") / 2, "the step hides most of it"
