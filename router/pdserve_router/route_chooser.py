@@ -193,7 +193,7 @@ class RouteChooser:
 
 
 _REASONS: dict[LocalReason, str] = {
-    "no_prefill_worker": "no prefill worker is ready",
+    "no_prefill_worker": "no prefill worker with the weights that serve is ready",
     "no_proven_pair": "no prefill worker has proven to work with a ready decode worker",
     "prefill_queue": "every prefill worker has more waiting tokens than --max-prefill-queue-tokens",
 }

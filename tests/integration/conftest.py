@@ -125,18 +125,17 @@ class RunningStack(Stack):
         return psutil.Process(self.process(name).pid).memory_info().rss / 2**20
 
     def _is_whole(self) -> bool:
-        """Pairs of workers that do not fit are known as such."""
+        """Workers of other weights and pairs that do not fit are known as such."""
         config, samples = self.config, self.metrics("router")
-        num_known = sum(
-            samples.get(f'pdserve_worker_pairs{{state="{state}"}}', 0)
-            for state in ("proven", "mismatched")
-        )
-        wanted = {
-            'pdserve_workers{role="prefill",state="ready"}': config.prefill,
-            'pdserve_workers{role="decode",state="ready"}': config.decode,
-        }
-        return num_known == config.prefill * config.decode and all(
-            samples.get(sample, 0) == value for sample, value in wanted.items()
+
+        def count(name: str, labels: str, *states: str) -> float:
+            return sum(samples.get(f'{name}{{{labels}state="{state}"}}', 0) for state in states)
+
+        roles = {"prefill": config.prefill, "decode": config.decode}
+        num_pairs = count("pdserve_worker_pairs", "", "proven", "mismatched")
+        return num_pairs == config.prefill * config.decode and all(
+            count("pdserve_workers", f'role="{role}",', "ready", "mismatched") == number
+            for role, number in roles.items()
         )
 
     def _left_over(self, without: str) -> dict[str, float]:

@@ -39,7 +39,8 @@ def run(*args: str, cwd: Path, timeout_s: float = 180) -> "subprocess.CompletedP
 
 def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -> None:
     # Ready only when it hands over, which may come after both workers are.
-    flags = ["--require-disaggregation", "--prompt", "hi", "--max-tokens", "8"]
+    # With a seed that does not end the answer at once.
+    flags = ["--require-disaggregation", "--prompt", "hi", "--max-tokens", "8", "--seed", "1"]
     result = run("run", "--model", model, *flags, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for expected in (

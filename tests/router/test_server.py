@@ -162,7 +162,10 @@ async def test_what_is_required_is_refused_rather_than_done_otherwise(start_stac
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_all(stack.stub.Generate(pb2.GenerateRequest(text="hello")))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "--require-disaggregation: no prefill worker is ready" in caught.value.details()
+        assert (
+            "--require-disaggregation: no prefill worker with the weights that serve is ready"
+            in caught.value.details()
+        )
 
 
 async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(

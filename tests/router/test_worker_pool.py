@@ -489,7 +489,9 @@ async def test_required_disaggregation_refuses_instead(start) -> None:
         assert caught.value.retry_after_ms
         await stage.prefill[0].stop()
         await until(lambda: not prefill.is_ready)
-        with pytest.raises(NoWorkerError, match="no prefill worker is ready"):
+        with pytest.raises(
+            NoWorkerError, match="no prefill worker with the weights that serve is ready"
+        ):
             stage.route()
         assert not stage.pool.is_ready
 
