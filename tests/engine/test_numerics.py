@@ -82,7 +82,7 @@ def test_the_kernels_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         lambda patch: patch.setattr(numerics, "VERSION", "0.0.0"),
         lambda patch: patch.setattr(torch, "__version__", "2.0.0"),
-        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
         lambda patch: patch.setattr(numerics, "_processor", lambda: ("another",)),
     ],
     ids=["our version", "torch's version", "instruction set", "processor"],
