@@ -1,5 +1,8 @@
 """The `pdserve` command: up, run, generate, bench, ctl."""
 
+import pdserve_common.grpc_verbosity  # noqa: F401
+
+# isort: split
 import argparse
 import os
 import signal

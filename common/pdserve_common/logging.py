@@ -1,5 +1,8 @@
 """Logging set up once per process: text on a terminal, JSON lines otherwise, request ids from a
 context variable, or from `extra` where a line is about another request.
+
+A line whose numbers are for machines too has them in a mapping: `logger.info("%(num)d left",
+{"num": 3})` reads `3 left` everywhere, and its JSON has `"num": 3` besides.
 """
 
 import contextvars
@@ -7,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 
 request_id_var: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "request_id", default=None
@@ -39,9 +43,25 @@ class _JsonFormatter(logging.Formatter):
         for key, value in vars(record).items():
             if key not in _STANDARD_ATTRIBUTES and value is not None and key != "taskName":
                 entry[key] = value
+        if isinstance(record.args, Mapping):
+            entry.update(record.args)
         if record.exc_info:
             entry["exc"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+# What would begin a line, or tell a terminal what to do.
+_CONTROL_CHARACTERS = {
+    code: chr(code).encode("unicode_escape").decode()
+    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+}
+
+
+class _TextFormatter(logging.Formatter):
+    """A message is one line, whatever is in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_CONTROL_CHARACTERS)
 
 
 def setup_logging(level: str, worker_id: str) -> None:
@@ -50,7 +70,7 @@ def setup_logging(level: str, worker_id: str) -> None:
     handler.addFilter(_ContextFilter(worker_id))
     if sys.stderr.isatty():
         handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname)-7s %(worker_id)s %(name)s: %(message)s")
+            _TextFormatter("%(asctime)s %(levelname)-7s %(worker_id)s %(name)s: %(message)s")
         )
     else:
         handler.setFormatter(_JsonFormatter())

@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
+import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
 from pdserve_common.worker.process import Worker, WorkerContext, run_worker
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint

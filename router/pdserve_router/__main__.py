@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import uvloop
 
+import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.logging import setup_logging
 from pdserve_router.config import RouterConfig
