@@ -218,6 +218,7 @@ def _print_addresses(stack: Stack) -> None:
         print(
             f"metrics  http://{join_address(host, process.metrics_port)}/metrics  ({process.name})"
         )
+    print(f"logs     {stack.config.log_dir}/*.log")
     print("Ctrl-C stops", flush=True)
 
 

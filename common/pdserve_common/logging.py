@@ -19,6 +19,10 @@ request_id_var: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({})))
 
 
+# `json.dumps` with an argument makes one for each call.
+_ENCODER = json.JSONEncoder(default=str)
+
+
 class _ContextFilter(logging.Filter):
     def __init__(self, worker_id: str) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class _ContextFilter(logging.Filter):
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        entry = {
+        entry: dict[str, object] = {
             "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
@@ -47,7 +51,7 @@ class _JsonFormatter(logging.Formatter):
             entry.update(record.args)
         if record.exc_info:
             entry["exc"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
+        return _ENCODER.encode(entry)
 
 
 # What would begin a line, or tell a terminal what to do.
@@ -64,16 +68,18 @@ class _TextFormatter(logging.Formatter):
         return super().formatMessage(record).translate(_CONTROL_CHARACTERS)
 
 
+def make_formatter(*, is_json: bool) -> logging.Formatter:
+    """Return what writes lines for machines, or for a terminal."""
+    if is_json:
+        return _JsonFormatter()
+    return _TextFormatter("%(asctime)s %(levelname)-7s %(worker_id)s %(name)s: %(message)s")
+
+
 def setup_logging(level: str, worker_id: str) -> None:
     """Configure the root logger. `worker_id` is on every line, so that mixed logs stay readable."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_ContextFilter(worker_id))
-    if sys.stderr.isatty():
-        handler.setFormatter(
-            _TextFormatter("%(asctime)s %(levelname)-7s %(worker_id)s %(name)s: %(message)s")
-        )
-    else:
-        handler.setFormatter(_JsonFormatter())
+    handler.setFormatter(make_formatter(is_json=not sys.stderr.isatty()))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

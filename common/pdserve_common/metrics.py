@@ -111,6 +111,17 @@ def begin(counter: Counter, **values: Iterable[str]) -> None:
         counter.labels(**dict(zip(values, combination, strict=True)))
 
 
+def total(metric: Counter | Gauge | Histogram, **labels: str) -> float:
+    """Return the sum over its series with these labels; a histogram's of what it has observed."""
+    suffix = {Counter: "_total", Histogram: "_sum"}.get(type(metric), "")
+    return sum(
+        sample.value
+        for family in metric.collect()
+        for sample in family.samples
+        if sample.name == family.name + suffix and labels.items() <= sample.labels.items()
+    )
+
+
 class BuildMetrics:
     """Every process: what it is. `kernels` is EngineInfo's, empty where nothing computes."""
 

@@ -30,7 +30,7 @@ from pdserve_common.rpc import rpc_errors
 
 # Calls that need no key, some of which stay open for ever: they are few, and take no place of
 # requests.
-_FREE = ("/grpc.health.", "/grpc.reflection.")
+FREE_METHODS = ("/grpc.health.", "/grpc.reflection.")
 _FREE_LIMITS = ReceiveLimits(num_places=4, num_per_address=3, num_per_connection=1, num_waiting=64)
 _MAX_FREE_STREAMS = 256
 _MAX_FREE_STREAMS_OF_CONNECTION = 16
@@ -59,7 +59,7 @@ class ReceiveGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
-        is_free = handler_call_details.method.startswith(_FREE)
+        is_free = handler_call_details.method.startswith(FREE_METHODS)
         if handler is None:
             return handler
         if handler.request_streaming and not is_free:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve_common.followed import Followed
 from pdserve_router.openai_format import plain_error_object
+from pdserve_router.request_log import note_api_key
 from pdserve_router.service import SERVICE_NAME
 
 MAX_FILE_BYTES = 1 << 20
@@ -25,6 +26,10 @@ _SCHEME = "bearer "
 OPEN_PATHS = ("/", "/health", "/version", "/openapi.json", "/docs")
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
+
+
+class UnauthorizedError(Exception):
+    """A caller has no key; the message tells them."""
 
 
 class ApiKeys:
@@ -40,35 +45,40 @@ class ApiKeys:
         # Keys are compared by digests that nobody can foretell: how long a look-up takes says
         # nothing about them, however many there are.
         self._salt = secrets.token_bytes(32)
-        self._digests = Followed([path], lambda: frozenset(map(self._digest, _read_keys(path))))
+        self._names = Followed(
+            [path], lambda: {self._digest(key): name for key, name in _read_keys(path).items()}
+        )
 
-    def refusal(self, authorization: str, *, api: str) -> str | None:
-        """Return what to say to a caller whose header says `authorization`, None if it may pass."""
+    def check(self, authorization: str, *, api: str) -> None:
+        """Let a caller pass whose header says `authorization`. Raises UnauthorizedError."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             self._refused.labels(api=api, reason="missing").inc()
-            return "no API key: send it as Authorization: Bearer KEY"
-        if self._digest(authorization[len(_SCHEME) :].strip()) not in self._digests.get():
+            raise UnauthorizedError("no API key: send it as Authorization: Bearer KEY")
+        name = self._names.get().get(self._digest(authorization[len(_SCHEME) :].strip()))
+        if name is None:
             self._refused.labels(api=api, reason="unknown").inc()
-            return "the API key is not known here"
-        return None
+            raise UnauthorizedError("the API key is not known here")
+        note_api_key(name)
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._salt).digest()
 
 
-def _read_keys(path: str) -> list[str]:
-    """Raises OSError or ValueError; neither says what is in the file."""
-    keys = []
+def _read_keys(path: str) -> dict[str, str]:
+    """Return the keys' names, "" of one that has none. Raises OSError or ValueError; neither says
+    what is in the file.
+    """
+    keys = {}
     for number, line in enumerate(_read_text(path).splitlines(), 1):
         if not (entry := line.strip()) or entry.startswith("#"):
             continue
-        key = entry.rpartition(":")[2].strip()
+        name, _, key = (part.strip() for part in entry.rpartition(":"))
         if not _KEY.fullmatch(key):
             raise ValueError(
                 f"api_keys_file {path}: the key in line {number} must be {MIN_KEY_CHARS} or more "
                 "visible ASCII characters"
             )
-        keys.append(key)
+        keys[key] = name
     if not keys:
         raise ValueError(f"api_keys_file {path} has no keys, must have at least 1")
     return keys
@@ -99,8 +109,10 @@ class HttpApiKeyGuard:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             authorization = Headers(scope=scope).get("authorization", "")
-            if (refusal := self._keys.refusal(authorization, api="http")) is not None:
-                app = _refuse(refusal)
+            try:
+                self._keys.check(authorization, api="http")
+            except UnauthorizedError as error:
+                app = _refuse(str(error))
         await app(scope, receive, send)
 
 
@@ -123,8 +135,10 @@ class GrpcApiKeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         if handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):
             authorization = _authorization(handler_call_details.invocation_metadata)
-            if (refusal := self._keys.refusal(authorization, api="grpc")) is not None:
-                return _abort(refusal)
+            try:
+                self._keys.check(authorization, api="grpc")
+            except UnauthorizedError as error:
+                return _abort(str(error))
         return await continuation(handler_call_details)
 
 

@@ -103,6 +103,10 @@ class BeamSearchRequest(LiveRequest):
         return self._ending
 
     @property
+    def route(self) -> Route:
+        return self._route
+
+    @property
     def begun_origins(self) -> Set[Origin]:
         return self.origins if self._search.num_tokens else frozenset()
 

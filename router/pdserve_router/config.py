@@ -118,6 +118,9 @@ class RouterConfig(TlsConfig):
     )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
+    log_requests: bool = opt(
+        True, "A line at info for each request when it ends; nothing of its text is in it."
+    )
 
     def __post_init__(self) -> None:
         # Not super(): a dataclass with slots is another class than the one that it was made from.

@@ -90,7 +90,6 @@ class Handoff(LiveRequest):
 
     @property
     def route(self) -> Route:
-        """Of the last attempt."""
         return self._attempt.route
 
     @property

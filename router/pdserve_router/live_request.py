@@ -10,6 +10,7 @@ from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishRe
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
 from pdserve_router.output_processor import Ending, RequestOutput
 from pdserve_router.request_metrics import RequestMetrics
+from pdserve_router.route_chooser import Route
 
 
 class LiveRequest(ABC):
@@ -71,6 +72,11 @@ class LiveRequest(ABC):
     @abstractmethod
     def ending(self) -> Ending | None:
         """How it ended; None while it runs."""
+
+    @property
+    @abstractmethod
+    def route(self) -> Route:
+        """Of the last attempt, and of the first completion."""
 
     @abstractmethod
     def start(self) -> None:

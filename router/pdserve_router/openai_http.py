@@ -50,6 +50,7 @@ from pdserve_router.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.openapi import docs_page, openapi
 from pdserve_router.output_processor import RequestOutput, Usage
 from pdserve_router.request_limits import INLINE_BYTES, is_small
+from pdserve_router.request_log import note_error
 from pdserve_router.request_metrics import RequestMetrics
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
@@ -525,6 +526,7 @@ def _body_message(data: memoryview) -> dict[str, object]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PdserveError)
+    note_error(error)
     return JSONResponse(
         error_object(error), status_code=http_status(error), headers=error_headers(error)
     )

@@ -87,6 +87,10 @@ class ParentRequest(LiveRequest):
     def ending(self) -> Ending | None:
         return self._ending
 
+    @property
+    def route(self) -> Route:
+        return self._children[0].route
+
     def start(self) -> None:
         # In order: forks have to find the first child. Nothing else runs meanwhile, so a worker
         # that takes the first takes them all.

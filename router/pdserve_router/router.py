@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
 from pdserve_common.engine_types import ErrorCode
 from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError, PdserveError
+from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
-from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin
+from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
 from pdserve_router.attempt import HandoffOutcome
 from pdserve_router.beam_search_request import BeamSearchRequest
 from pdserve_router.handoff import Handoff
@@ -18,6 +19,7 @@ from pdserve_router.live_request import LiveRequest
 from pdserve_router.parent_request import ParentRequest
 from pdserve_router.redrive import REDRIVE_REASONS, RedriveQueue
 from pdserve_router.request_limits import max_request_bytes
+from pdserve_router.request_log import note_taken
 from pdserve_router.request_metrics import (
     RequestMetrics,
     Timeline,
@@ -30,6 +32,8 @@ from pdserve_router.worker_pool import ModelLimits, WorkerPool
 
 logger = logging.getLogger(__name__)
 
+# Outcomes of requests that no worker got.
+_NOT_TAKEN = ("refused", "rejected")
 OVERLOADED_RETRY_AFTER_MS = 1000
 # Of a request that would have been served at another time.
 _REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.NO_WORKER, ErrorCode.DRAINING)
@@ -80,6 +84,7 @@ class Router:
         # Nothing arrives, nothing is live and no answer is still being sent.
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._load_log = LoadLog(self._totals, self._report)
 
     @property
     def is_ready(self) -> bool:
@@ -122,6 +127,7 @@ class Router:
         PdserveError if they cannot be taken, all of them; once taken each ends with exactly one
         finished output.
         """
+        self._load_log.note()
         try:
             self._admit(1)
         except PdserveError as error:
@@ -134,7 +140,9 @@ class Router:
             request_id_var.set(requests[0].request.external_req_id)
             if len(requests) > 1:
                 self._admit(len(requests) - 1)
-            return await self._dispatch_all(requests)
+            lives = await self._dispatch_all(requests)
+            note_taken(lives)
+            return lives
         except PdserveError as error:
             self._count_not_taken(error)
             raise
@@ -276,6 +284,36 @@ class Router:
         self._unobserved.discard(live)
         observe_first_token(self._metrics, metrics, model=self.model_name)
 
+    def _totals(self) -> Mapping[str, float]:
+        def num_requests(outcomes: Sequence[str]) -> float:
+            return sum(total(self._metrics.requests, outcome=outcome) for outcome in outcomes)
+
+        return {
+            "ended": num_requests(FINISH_REASONS),
+            "not_taken": num_requests(_NOT_TAKEN),
+            "prompt_tokens": total(self._metrics.prompt_tokens),
+            "generation_tokens": total(self._metrics.generation_tokens),
+        }
+
+    def _report(self, per_s: Mapping[str, float]) -> bool:
+        ready = {
+            role: total(self._metrics.workers, role=role, state="ready")
+            for role in ("prefill", "decode")
+        }
+        logger.info(
+            "load: %(num_in_flight)d requests in flight, of which %(num_queued)d have no token; "
+            "per second %(ended_per_s).1f ended, %(not_taken_per_s).1f not taken, "
+            "%(prompt_tokens_per_s).1f prompt tokens, %(generation_tokens_per_s).1f generated; "
+            "ready workers: %(num_ready_prefill)d prefill, %(num_ready_decode)d decode",
+            {
+                "num_in_flight": self.num_in_flight,
+                "num_queued": self.num_queued,
+                **{f"{name}_per_s": round(rate, 3) for name, rate in per_s.items()},
+                **{f"num_ready_{role}": int(number) for role, number in ready.items()},
+            },
+        )
+        return bool(self.num_in_flight or self.num_queued)
+
     def _note_idle(self) -> None:
         if not self._live and not self._num_arriving and not self._num_answering:
             self._is_idle.set()
@@ -288,7 +326,7 @@ class Router:
 
 
 def _begin_series(metrics: RouterMetrics, model: str) -> None:
-    begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, "refused", "rejected"))
+    begin(metrics.requests, model=(model,), outcome=(*FINISH_REASONS, *_NOT_TAKEN))
     begin(metrics.prompt_tokens, model=(model,))
     begin(metrics.requests_routed, path=("disaggregated",), reason=("",))
     begin(metrics.requests_routed, path=("local",), reason=get_args(LocalReason))

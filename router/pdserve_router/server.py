@@ -23,7 +23,7 @@ from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
-from pdserve_router.api_keys import ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
+from pdserve_router.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
 from pdserve_router.attach_client import LinkTimings
 from pdserve_router.body_guard import BodyGuard
 from pdserve_router.config import RouterConfig
@@ -32,6 +32,7 @@ from pdserve_router.http_connections import NUM_REFUSING, ConnectionLimits, Conn
 from pdserve_router.http_server import HttpServer
 from pdserve_router.input_processor import InputProcessor
 from pdserve_router.openai_http import build_app
+from pdserve_router.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
 from pdserve_router.router import Router
 from pdserve_router.served_model import ServedModel
 from pdserve_router.service import SERVICE_NAME, InferenceService
@@ -115,11 +116,13 @@ class RouterServer:
             max_redrives=config.max_redrives,
             redrive_wait_s=config.redrive_wait_s,
         )
+        self._request_log = RequestLog() if config.log_requests else None
         self._rpc = RpcServer(
             config.host,
             config.grpc_port,
             credentials=self._tls.server_credentials(verifies_clients=False) if self._tls else None,
             interceptors=[
+                *([GrpcRequestLog(self._request_log)] if self._request_log else []),
                 *([GrpcApiKeyGuard(self._api_keys)] if self._api_keys else []),
                 ReceiveGuard(partial(self._limits.count, "grpc")),
             ],
@@ -177,16 +180,18 @@ class RouterServer:
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         if self._api_keys:
             app = HttpApiKeyGuard(app, self._api_keys)
-        if not self.config.cors_origins:
+        if self.config.cors_origins:
+            # Around the keys: a browser asks first without one.
+            app = CORSMiddleware(
+                app,
+                allow_origins=self.config.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
+        if self._request_log is None:
             return app
-        # Around the keys: a browser asks first without one.
-        return CORSMiddleware(
-            app,
-            allow_origins=self.config.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["*"],
-        )
+        return HttpRequestLog(app, self._request_log, silent=OPEN_PATHS)
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Become not ready, send clients elsewhere, finish what runs, close everything."""

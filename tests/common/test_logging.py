@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve_common.logging import log_request, request_id_var, setup_logging
+from pdserve_common.logging import log_request, make_formatter, request_id_var, setup_logging
 
 logger = logging.getLogger("pdserve_test")
 
@@ -40,3 +40,16 @@ def test_a_line_about_a_request_has_its_id_whoever_writes_it(lines: io.StringIO)
     assert another["request_id"] == "another"
     assert another["msg"] == "request another, attempt 2: lost p0"
     assert (another["level"], another["worker_id"]) == ("WARNING", "prefill-0")
+
+
+def test_the_values_of_a_mapping_are_fields(lines: io.StringIO) -> None:
+    logger.info("%(num_left)d are left of %(name)s", {"num_left": 3, "name": "a\nb", "more": None})
+    (entry,) = map(json.loads, lines.getvalue().splitlines())
+    assert entry["msg"] == "3 are left of a\nb"
+    assert (entry["num_left"], entry["name"], entry["more"]) == (3, "a\nb", None)
+
+
+def test_a_message_is_one_line_of_a_terminal() -> None:
+    record = logging.makeLogRecord({"msg": "a\r\nb\x1b[31m\x9b\u2028é", "worker_id": "p"})
+    text = make_formatter(is_json=False).format(record)
+    assert text.endswith(": a\\r\\nb\\x1b[31m\\x9b\\u2028é")

@@ -1,5 +1,7 @@
 """docs/metrics.md and what is declared say the same."""
 
+import asyncio
+import logging
 import re
 import urllib.request
 from pathlib import Path
@@ -10,7 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
-from pdserve_common.engine_types import SchedulerStats
+from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.limits import LIMITS
 from pdserve_common.worker.stats import EngineStatsRecorder
 
@@ -117,3 +119,35 @@ def test_slots_are_used_or_free() -> None:
     assert states == [6, 2]
     assert registry.get_sample_value("pdserve_slot_usage_ratio") == 0.75
     assert registry.get_sample_value("pdserve_requests_waiting_for_decode") == 3
+
+
+async def test_a_worker_logs_its_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve_common.load_log.INTERVAL_S", 0.05)
+    caplog.set_level(logging.INFO)
+    record = EngineStatsRecorder(metrics.EngineMetrics(CollectorRegistry()))
+    stats = SchedulerStats(
+        num_running_reqs=2,
+        num_waiting_reqs=1,
+        num_total_blocks=8,
+        num_free_blocks=6,
+        prefix_cache_queries=40,
+        prefix_cache_hits=10,
+        step_num_tokens=32,
+    )
+    outputs = [EngineCoreOutput(request_id="r", new_token_ids=(5, 6))]
+    record(stats, outputs, has_computed=True)
+    await asyncio.sleep(0.1)
+    line = caplog.records[0]
+    assert isinstance(line.args, dict)
+    fields = dict(line.args)
+    prompt, generated = (fields.pop(f"{kind}_tokens_per_s") for kind in ("prompt", "generation"))
+    assert prompt / generated == pytest.approx(15, rel=1e-3)
+    assert fields == {
+        "num_running": 2,
+        "num_waiting": 1,
+        "kv_cache_usage_percent": 25.0,
+        "prefix_cache_hit_percent": 25.0,
+    }
+    assert line.getMessage().startswith("load: 2 running, 1 waiting, KV usage 25.0%; per second ")

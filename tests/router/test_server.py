@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -91,6 +92,30 @@ async def test_the_drain_timeout_ends_the_rest_with_a_typed_error(start_stack) -
         assert outputs[-1].outputs[0].error.code == core.ERROR_CODE_DRAINING
         assert outputs[-1].outputs[0].error.retryable
         await until(lambda: len(stack.decode.aborted) == 1)
+
+
+async def test_the_router_logs_its_load(start_stack, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("pdserve_common.load_log.INTERVAL_S", 0.05)
+    caplog.set_level(logging.INFO, logger="pdserve_router.router")
+
+    def loads() -> list[dict]:
+        return [each.args for each in caplog.records if each.getMessage().startswith("load: ")]
+
+    async with start_stack(http=True) as stack:
+        assert not loads()
+        stack.decode.behave = hang
+        call = stack.stub.Generate(pb2.GenerateRequest(text="a"))
+        await call.read()
+        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+            await http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
+        await until(lambda: bool(loads()) and loads()[-1]["num_in_flight"] == 1)
+        assert loads()[-1]["num_queued"] == 0
+        call.cancel()
+        await stack.assert_idle()
+        await until(lambda: loads()[-1]["num_in_flight"] == 0)
+        for name in ("prompt_tokens", "generation_tokens", "ended", "not_taken"):
+            assert any(load[f"{name}_per_s"] > 0 for load in loads())
+        assert (loads()[-1]["num_ready_prefill"], loads()[-1]["num_ready_decode"]) == (1, 1)
 
 
 def hold_back(stack, monkeypatch) -> asyncio.Event:

@@ -1,22 +1,32 @@
 """Turns what an engine's steps brought into Prometheus metrics."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 
 from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
-from pdserve_common.metrics import EngineMetrics
+from pdserve_common.load_log import LoadLog
+from pdserve_common.metrics import EngineMetrics, total
+
+logger = logging.getLogger(__name__)
 
 
 class EngineStatsRecorder:
-    """Feeds EngineMetrics after every step. Counters grow by the difference to the last stats."""
+    """Feeds EngineMetrics after every step, and logs the load. Counters grow by the difference to
+    the last stats.
+    """
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
         self._last = SchedulerStats()
+        self._num_generation_tokens = 0
+        self._load_log = LoadLog(self._totals, self._report)
 
     def __call__(
         self, stats: SchedulerStats, outputs: Iterable[EngineCoreOutput], has_computed: bool
     ) -> None:
         """Take in one step; `has_computed` tells whether it ran the model."""
+        if has_computed:
+            self._load_log.note()
         self._record_load(stats)
         if has_computed:
             self._metrics.step_duration.observe(stats.step_duration_s)
@@ -45,9 +55,39 @@ class EngineStatsRecorder:
         self._last = stats
 
     def _record_output(self, output: EngineCoreOutput) -> None:
+        self._num_generation_tokens += len(output.new_token_ids)
         if output.finish_reason is not None:
             self._metrics.engine_requests.labels(outcome=str(output.finish_reason)).inc()
         if output.prefill_stats is not None:
             self._metrics.queue_duration.observe(output.prefill_stats.queue_s)
         if output.num_nans_in_logits:
             self._metrics.nan_logits.inc(output.num_nans_in_logits)
+
+    def _totals(self) -> Mapping[str, float]:
+        return {
+            "computed_tokens": total(self._metrics.step_tokens),
+            "generation_tokens": self._num_generation_tokens,
+            "prefix_cache_queries": total(self._metrics.prefix_cache_queries),
+            "prefix_cache_hits": total(self._metrics.prefix_cache_hits),
+        }
+
+    def _report(self, per_s: Mapping[str, float]) -> bool:
+        stats = self._last
+        computed, generated = per_s["computed_tokens"], per_s["generation_tokens"]
+        hits, queries = per_s["prefix_cache_hits"], per_s["prefix_cache_queries"]
+        logger.info(
+            "load: %(num_running)d running, %(num_waiting)d waiting, KV usage "
+            "%(kv_cache_usage_percent).1f%%; per second %(prompt_tokens_per_s).1f prompt tokens, "
+            "%(generation_tokens_per_s).1f generated; prefix cache hits "
+            "%(prefix_cache_hit_percent).1f%%",
+            {
+                "num_running": stats.num_running_reqs,
+                "num_waiting": stats.num_waiting_reqs,
+                "kv_cache_usage_percent": round(100 * stats.kv_cache_usage, 1),
+                # All but those that bring the next one.
+                "prompt_tokens_per_s": round(max(0.0, computed - generated), 3),
+                "generation_tokens_per_s": round(generated, 3),
+                "prefix_cache_hit_percent": round(100 * hits / queries, 1) if queries else 0.0,
+            },
+        )
+        return bool(stats.num_running_reqs or stats.num_waiting_reqs)
