@@ -29,7 +29,7 @@ PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 .PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
@@ -141,7 +141,7 @@ chart: $(DEV_INSTALLED) ## Bring the chart's schema, README and dashboards up to
 	$(BIN)/python tools/update_chart.py
 	$(BIN)/python tools/update_dashboards.py
 
-pictures: $(DEV_INSTALLED) ## Take the docs' pictures anew from a running system; needs make test-live's packages and matplotlib
+pictures: $(DEV_INSTALLED) ## Take the docs' pictures anew from a running system; needs make test-live's packages; some 5 minutes
 	$(BIN)/python tools/take_pictures.py
 
 lint: $(DEV_INSTALLED) ## Check style and, where npm is there, the protos

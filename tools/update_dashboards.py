@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pdserve_client.waterfall import FIRST_ITL_STAGES, TTFT_STAGES
+
 FOLDER = Path(__file__).parent.parent / "helm" / "dashboards"
 SCHEMA_VERSION = 41  # of Grafana 11.6
 COLUMNS = 24
@@ -19,8 +21,7 @@ HEIGHT = {"timeseries": 8, "stat": 4}
 
 RELEASE = 'namespace=~"$namespace", release=~"$release"'
 MODEL = f'{RELEASE}, model=~"$model"'
-TTFT_STAGES = "router_queue|tokenize|dispatch|prefill_queue|decode_queue|prefill|return"
-FIRST_ITL_STAGES = "kv_transfer_exposed|decode_admit|first_decode_step|release_ack|decode_return"
+STAGES = TTFT_STAGES | FIRST_ITL_STAGES
 QUANTILES = (0.5, 0.95, 0.99)
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -98,14 +99,14 @@ def of_component(component: str) -> str:
     return f'{RELEASE}, component="{component}"'
 
 
-def of_stages(stages: str) -> str:
-    return f'{RELEASE}, stage=~"{stages}"'
+def of_stages(*stages: str) -> str:
+    return f'{RELEASE}, stage=~"{"|".join(stages)}"'
 
 
-def mean_stages(stages: str, *, counted: str) -> str:
+def mean_stages(*stages: str, counted: str) -> str:
     """Each stage's share of the mean over all requests that have the stage `counted`."""
     count = sum_rate("pdserve_request_stage_seconds_count", of_stages(counted))
-    total = sum_rate("pdserve_request_stage_seconds_sum", of_stages(stages), by="stage")
+    total = sum_rate("pdserve_request_stage_seconds_sum", of_stages(*stages), by="stage")
     return f"{total} / scalar({count})"
 
 
@@ -351,10 +352,10 @@ def waterfall() -> Dashboard:
                 unit="s",
                 is_stacked=True,
                 width=12,
-                queries={"{{stage}}": mean_stages(TTFT_STAGES, counted="return")},
+                queries={"{{stage}}": mean_stages(*TTFT_STAGES, counted="return")},
                 description=(
                     "Stages exclude each other: the stack is the mean TTFT. Look at the largest. "
-                    "prefill_queue: more prefill; decode_queue: more decode, it has no free slots "
+                    "Prefill queue: more prefill; decode queue: more decode, it has no free slots "
                     "or no room for KV; prefill: shorter prompts or faster workers; return: "
                     "network, or requests that were sent again."
                 ),
@@ -363,7 +364,7 @@ def waterfall() -> Dashboard:
                 title="TTFT by stage, p99",
                 unit="s",
                 width=12,
-                queries={"{{stage}}": quantile(0.99, stage, of_stages(TTFT_STAGES), by="stage")},
+                queries={"{{stage}}": quantile(0.99, stage, of_stages(*TTFT_STAGES), by="stage")},
                 description=(
                     "1% of requests spend more in this stage; these do not sum. One stage far "
                     "above its mean: bursts, or one slow worker; see the pools by Pod."
@@ -374,9 +375,11 @@ def waterfall() -> Dashboard:
                 unit="s",
                 width=12,
                 bad=0.5,
-                queries={"{{stage}}": mean_stages("prefill_queue|decode_queue", counted="return")},
+                queries={
+                    "{{stage}}": mean_stages("prefill_queue", "decode_queue", counted="return")
+                },
                 description=(
-                    "prefill_queue: add prefill workers. decode_queue: decode is full, add decode "
+                    "Prefill queue: add prefill workers. Decode queue: decode is full, add decode "
                     "workers; *Slots in use* and *KV blocks held* in the decode pool say of what."
                 ),
             ),
@@ -401,12 +404,12 @@ def waterfall() -> Dashboard:
                 unit="s",
                 is_stacked=True,
                 width=12,
-                queries={"{{stage}}": mean_stages(FIRST_ITL_STAGES, counted="decode_return")},
+                queries={"{{stage}}": mean_stages(*FIRST_ITL_STAGES, counted="decode_return")},
                 description=(
                     "Stages exclude each other: the stack is the mean time from the first to the "
-                    "second token. kv_transfer_exposed: see the KV transfer; decode_admit: fewer "
-                    "decode slots got free than was foreseen; decode_return: network, or all of "
-                    "it for requests without a handoff."
+                    "second token. KV transfer: see its dashboard; into decode's batch: fewer "
+                    "slots got free than was foreseen; return: network, or all of it for requests "
+                    "without a handoff."
                 ),
             ),
             Panel(
@@ -414,11 +417,11 @@ def waterfall() -> Dashboard:
                 unit="s",
                 width=12,
                 queries={
-                    "{{stage}}": quantile(0.99, stage, of_stages(FIRST_ITL_STAGES), by="stage")
+                    "{{stage}}": quantile(0.99, stage, of_stages(*FIRST_ITL_STAGES), by="stage")
                 },
                 description=(
-                    "1% of requests spend more in this stage; these do not sum. release_ack: "
-                    "prefill's thread for transfers is busy, or the way between the pair is long."
+                    "1% of requests spend more in this stage; these do not sum. Prefill confirms "
+                    "late: its thread for transfers is busy, or the way between the pair is long."
                 ),
             ),
             Panel(
@@ -1071,7 +1074,7 @@ def router() -> Dashboard:
                 width=6,
                 queries={
                     "{{stage}}": quantile(
-                        0.99, stage, of_stages("router_queue|tokenize|dispatch"), by="stage"
+                        0.99, stage, of_stages("router_queue", "tokenize", "dispatch"), by="stage"
                     )
                 },
                 description=(
@@ -1247,6 +1250,20 @@ def _laid_out(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         y += height
 
 
+def _overrides(panel: Panel) -> list[dict[str, Any]]:
+    """Show stages by the names that `pdserve run` prints."""
+    if "{{stage}}" not in panel.queries:
+        return []
+    return [
+        {
+            "matcher": {"id": "byName", "options": stage},
+            "properties": [{"id": "displayName", "value": name}],
+        }
+        for stage, name in STAGES.items()
+        if stage != name and stage in panel.queries["{{stage}}"]
+    ]
+
+
 def _panel(panel: Panel) -> dict[str, Any]:
     steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
     if panel.bad is not None:
@@ -1268,7 +1285,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.description,
         "datasource": DATASOURCE,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": _overrides(panel)},
         "options": _OPTIONS[panel.kind],
         "targets": [
             {

@@ -3,29 +3,31 @@
 from pdserve.v1 import inference_service_pb2 as pb2
 
 BAR_WIDTH = 32
+# What people read for a stage of docs/metrics.md, here, on the chat page and on dashboards.
+TTFT_STAGES = {
+    "router_queue": "router queue",
+    "tokenize": "tokenize",
+    "dispatch": "dispatch",
+    "prefill_queue": "prefill queue",
+    "decode_queue": "decode queue",
+    "prefill": "prefill",
+    "return": "return",
+}
+FIRST_ITL_STAGES = {
+    "kv_transfer_exposed": "KV transfer, not hidden",
+    "decode_admit": "into decode's batch",
+    "first_decode_step": "first decode step",
+    "release_ack": "prefill confirms the KV",
+    "decode_return": "return",
+}
 
 
 def format_waterfall(metrics: pb2.RequestMetrics, usage: pb2.Usage) -> str:
     """Return a table of the exclusive stages of TTFT and of the first inter-token latency."""
-    ttft = [
-        ("router queue", metrics.router_queue_ns),
-        ("tokenize", metrics.tokenize_ns),
-        ("dispatch", metrics.dispatch_ns),
-        ("prefill queue", metrics.prefill_queue_ns),
-        ("decode queue", metrics.decode_queue_ns),
-        ("prefill", metrics.prefill_ns),
-        ("return", metrics.return_ns),
-    ]
-    first_itl = [
-        ("KV transfer, exposed", metrics.kv_transfer_exposed_ns),
-        ("into D's batch", metrics.decode_admit_ns),
-        ("first decode step", metrics.first_decode_step_ns),
-        ("waiting for P's word", metrics.release_ack_ns),
-        ("return", metrics.decode_return_ns),
-    ]
-    lines = _group("time to first token (TTFT)", metrics.ttft_ns, ttft)
+    lines = _group("time to first token (TTFT)", metrics.ttft_ns, TTFT_STAGES, metrics)
     if metrics.first_itl_ns:
-        lines += _group("first to second token (first ITL)", metrics.first_itl_ns, first_itl)
+        title = "first to second token (first ITL)"
+        lines += _group(title, metrics.first_itl_ns, FIRST_ITL_STAGES, metrics)
     if metrics.kv_transfer_bytes:
         lines += _transfer(metrics)
     lines.append(f"mean ITL         {_ms(metrics.mean_itl_ns)} ms")
@@ -57,14 +59,17 @@ def _transfer(metrics: pb2.RequestMetrics) -> list[str]:
     ]
 
 
-def _group(title: str, total_ns: int, stages: list[tuple[str, int]]) -> list[str]:
-    lines = [f"{title:<38}{_ms(total_ns)} ms"]
+def _group(
+    title: str, total_ns: int, stages: dict[str, str], metrics: pb2.RequestMetrics
+) -> list[str]:
+    lines = [f"{title:<40}{_ms(total_ns)} ms"]
     done = 0
-    for name, value in stages:
+    for stage, name in stages.items():
+        value: int = getattr(metrics, f"{stage}_ns")
         left = round(BAR_WIDTH * done / max(total_ns, 1))
         done += value
         width = max(round(BAR_WIDTH * done / max(total_ns, 1)) - left, 1 if value else 0)
-        lines.append(f"  {name:<22}{_ms(value)} ms  {' ' * left}{'█' * width}")
+        lines.append(f"  {name:<24}{_ms(value)} ms  {' ' * left}{'█' * width}")
     return lines
 
 

@@ -1,10 +1,12 @@
 """What `pdserve run` prints of a request's time."""
 
 from itertools import pairwise
+from pathlib import Path
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_client.waterfall import BAR_WIDTH, format_waterfall
+from pdserve_client.waterfall import BAR_WIDTH, FIRST_ITL_STAGES, TTFT_STAGES, format_waterfall
 
+ROOT = Path(__file__).parents[2]
 MS = 1_000_000
 USAGE = pb2.Usage(num_prompt_tokens=9, num_cached_tokens=4, num_output_tokens=3)
 METRICS = {
@@ -39,7 +41,7 @@ def lines_of(**changes: object) -> list[str]:
 
 def stages_of(lines: list[str]) -> list[tuple[str, float]]:
     """Names and ms of the lines with a bar."""
-    return [(line[2:24].strip(), float(line[24:35])) for line in lines if "█" in line]
+    return [(line[2:26].strip(), float(line[26:37])) for line in lines if "█" in line]
 
 
 def test_what_is_printed_sums_and_its_bars_follow_each_other() -> None:
@@ -71,3 +73,13 @@ def test_a_recovered_request_says_so() -> None:
     assert "redrives         2" in lines_of(num_redrives=2)
     assert not any(line.startswith("redrives") for line in lines_of())
     assert "determinism      exact" in lines_of()
+
+
+def test_the_chat_page_and_the_docs_call_stages_the_same() -> None:
+    page = (ROOT / "router" / "pdserve_router" / "chat_page.html").read_text()
+    docs = (ROOT / "docs" / "metrics.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for stage, name in (TTFT_STAGES | FIRST_ITL_STAGES).items():
+        assert f'["{stage}", "{name}", ' in page
+        assert f"| `{stage}` | {name} |" in docs
+        assert f"\n  {name:<24} " in readme
