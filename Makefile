@@ -6,6 +6,8 @@ SOAK_SEED ?= 1
 SOAK_SCHEDULES ?= 200
 FUZZ_MINUTES ?= 5
 FUZZ_FACTOR ?= 10
+# Byte code is made of what is imported, at its first import; the build backend is in the environment.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile --no-build-isolation -c constraints.txt
 INSTALLED := $(VENV)/.installed
 # With what tests, benchmarks and generators need besides.
 DEV_INSTALLED := $(VENV)/.dev-installed
@@ -35,15 +37,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(PYTHON) -m venv $(VENV)
 	@index=; if $(BIN)/python -c '$(IS_REACHABLE)' '$(TORCH_INDEX)/torch/' 2> /dev/null; then \
-		index='--extra-index-url $(TORCH_INDEX)'; fi; \
-		$(BIN)/python -m pip install --disable-pip-version-check -q $$index -c constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker]'
-	@$(BIN)/python -m pdserve_kernels.cpu.build || echo "the CPU runs on reference kernels, which are several times slower"
+		index='--extra-index-url $(TORCH_INDEX)'; fi; $(PIP) $$index torch numpy hatchling editables
+	@(PYTHONPATH=kernels $(BIN)/python -m pdserve_kernels.cpu.build || \
+		echo "the CPU runs on reference kernels, which are several times slower") & \
+		$(PIP) -e '.[router,worker]'; status=$$?; wait; exit $$status
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)
 	@echo "installing what tests need"
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[router,worker,dev]'
+	@$(PIP) -e '.[router,worker,dev]'
 	@touch $@
 
 install: $(DEV_INSTALLED) ## Make .venv with everything in it, for development too

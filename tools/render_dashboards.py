@@ -1,137 +1,232 @@
-"""Draws the dashboards from what a Prometheus knows: `python tools/render_dashboards.py URL OUT`.
+"""Draws panels of the dashboards as a page of SVG, from what a Prometheus knows.
 
-For pictures where no Grafana is: titles, places, units, stacking, thresholds and queries are those
-of helm/dashboards, the numbers are Prometheus'; the drawing is matplotlib's, which is no dependency
-of pdserve (`pip install matplotlib`).
+For pictures where no Grafana is: titles, places, names, units, stacking, thresholds and queries are
+those of helm/dashboards, the numbers are Prometheus'; the drawing is ours.
 """
 
-import argparse
 import json
 import math
 import re
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib import pyplot
-from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, PercentFormatter
-from PIL import Image
-
-matplotlib.use("Agg")
+from pdserve_client.waterfall import FIRST_ITL_STAGES, TTFT_STAGES
 
 FOLDER = Path(__file__).parent.parent / "helm" / "dashboards"
-# Grafana's grid: 24 columns, and rows of 30 pixels.
-INCHES = {"column": 0.55, "row": 0.28}
+COLUMNS = 24
 VARIABLES = {"$namespace": ".*", "$release": ".*", "$model": ".*"}
-UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "req/s", "ops": "/s", "x": "x"}
+UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s", "x": "x"}
+PREFIXES = {-6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G"}
+# Told apart by people who do not tell red from green, too.
+COLORS = [
+    "#4477aa",
+    "#ee7733",
+    "#228833",
+    "#ccbb44",
+    "#aa3377",
+    "#66ccee",
+    "#bbbbbb",
+    "#222255",
+    "#994f00",
+    "#009988",
+]
+# Both end with one of the same name.
+STAGES = {name: at for at, name in enumerate([*TTFT_STAGES.values(), *FIRST_ITL_STAGES.values()])}
+MAX_LEGENDS = 8
+STEP_S = 2
 TIMEOUT_S = 30.0
-# Half the size, and nothing that one would see.
-COLORS = 256
+# Around a panel's curves, in pixels.
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 8, 18
 
-# By their times, in minutes before the end: a legend's samples.
+STYLE = """
+body { margin: 0; padding: 14px; font: 12px system-ui, "DejaVu Sans", sans-serif; color: #1f2328 }
+h1 { font-size: 16px; margin: 0 0 2px } p { margin: 0 0 10px; color: #59636e }
+main { display: grid; grid-template-columns: repeat(24, 1fr); gap: 10px }
+h2 { grid-column: 1 / -1; font-size: 13px; margin: 4px 0 -4px }
+section { border: 1px solid #d1d9e0; border-radius: 6px; padding: 7px 9px 4px; min-width: 0 }
+h3 { font-size: 12px; margin: 0 0 3px } .stat { font-size: 22px; padding: 2px 0 5px }
+.legend { line-height: 1.35 } .legend span { margin-right: 9px; white-space: nowrap }
+.legend i { display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 4px }
+svg { display: block } text { font-size: 10.5px; fill: #59636e }
+"""
+
+# By their times, in seconds since the first: a legend's samples.
 Lines = dict[str, dict[float, float]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", help="of Prometheus")
-    parser.add_argument("out", type=Path, help="folder for the pictures")
-    parser.add_argument("--minutes", type=float, default=5.0, help="how far back")
-    parser.add_argument("--rate-interval", default="15s", help="four scrapes at least")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.end = time.time()
-    for path in sorted(FOLDER.glob("*.json")):
-        draw(json.loads(path.read_text()), args, args.out / f"{path.stem}.png")
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a Prometheus saw in the seconds before `end`."""
 
+    url: str
+    seconds: float
+    # Four scrapes at least.
+    rate_interval: str
+    end: float = field(default_factory=time.time)
 
-def draw(dashboard: dict[str, Any], args: argparse.Namespace, out: Path) -> None:
-    """Write the picture of one dashboard."""
-    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-    width_in, height_in = 24 * INCHES["column"], height * INCHES["row"]
-    figure = pyplot.figure(figsize=(width_in, height_in), dpi=80)
-    for panel in panels:
-        place = panel["gridPos"]
-        top = 1 - (place["y"] + 0.9) / height
-        bottom = 1 - (place["y"] + place["h"] - 1.1) / height
-        box = (
-            (place["x"] + 1.3) / 24,
-            bottom,
-            (place["w"] - 1.6) / 24,
-            top - bottom,
-        )
-        draw_panel(figure.add_axes(box), panel, read(panel, args), minutes=args.minutes)
-    figure.savefig(out)
-    pyplot.close(figure)
-    with Image.open(out) as picture:
-        picture.convert("RGB").quantize(COLORS).save(out, optimize=True)
+    def read(self, panel: dict[str, Any]) -> Lines:
+        """Ask the queries of a panel."""
+        lines: Lines = {}
+        shown_as = {
+            override["matcher"]["options"]: override["properties"][0]["value"]
+            for override in panel["fieldConfig"]["overrides"]
+        }
+        for target in panel["targets"]:
+            for labels, samples in self._ask(target["expr"]):
+                legend = target["legendFormat"]
+                for label, value in labels.items():
+                    legend = legend.replace(f"{{{{{label}}}}}", value)
+                # Prometheus leaves out what is empty.
+                legend = re.sub(r"\{\{\w+\}\}", "", legend)
+                start = self.end - self.seconds
+                line = {at - start: value for at, value in samples if math.isfinite(value)}
+                if line:
+                    lines[shown_as.get(legend, legend)] = line
+        return dict(sorted(lines.items(), key=_by_stage))
 
-
-def draw_panel(axes: Axes, panel: dict[str, Any], lines: Lines, *, minutes: float) -> None:
-    """Draw curves over the last minutes, or the newest number of a stat."""
-    defaults = panel["fieldConfig"]["defaults"]
-    axes.set_title(panel["title"], fontsize=8, loc="left")
-    axes.tick_params(labelsize=6)
-    unit = defaults["unit"]
-    form = PercentFormatter(1.0) if unit == "percentunit" else EngFormatter(UNITS.get(unit, ""))
-    axes.yaxis.set_major_formatter(form)
-    if panel["type"] == "stat":
-        axes.axis("off")
-        newest = [line[max(line)] for line in lines.values() if line]
-        axes.text(0, 0.3, form(newest[0]) if newest else "no data", fontsize=16)
-        return
-    if not lines:
-        axes.text(0.5, 0.5, "no data", fontsize=8, ha="center")
-        return
-    times = sorted({at for line in lines.values() for at in line})
-    curves = [[line.get(at, math.nan) for at in times] for line in lines.values()]
-    if defaults["custom"]["stacking"]["mode"] == "normal":
-        filled = [[0.0 if math.isnan(value) else value for value in curve] for curve in curves]
-        axes.stackplot(times, filled, labels=list(lines), alpha=0.7)
-    else:
-        for legend, curve in zip(lines, curves, strict=True):
-            axes.plot(times, curve, linewidth=1, label=legend)
-    _, high = axes.get_ylim()
-    for step in defaults["thresholds"]["steps"][1:]:
-        if step["value"] < high:
-            axes.axhline(step["value"], color="red", linewidth=0.7, linestyle="--")
-    # Curves at zero and at the top stay visible.
-    axes.set_ylim(-0.02 * high, 1.05 * high)
-    axes.set_xlim(-minutes, 0)
-    axes.legend(fontsize=5, loc="upper left", framealpha=0.6)
-
-
-def read(panel: dict[str, Any], args: argparse.Namespace) -> Lines:
-    """Ask the queries of a panel."""
-    lines: Lines = {}
-    for target in panel["targets"]:
-        expr = target["expr"].replace("$__rate_interval", args.rate_interval)
-        for variable, value in VARIABLES.items():
+    def _ask(self, expr: str) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
+        for variable, value in {"$__rate_interval": self.rate_interval, **VARIABLES}.items():
             expr = expr.replace(variable, value)
-        for series in ask(args.url, expr, end=args.end, minutes=args.minutes):
-            legend = target["legendFormat"]
-            for label, value in series["metric"].items():
-                legend = legend.replace(f"{{{{{label}}}}}", value)
-            # Prometheus leaves out what is empty.
-            legend = re.sub(r"\{\{\w+\}\}", "", legend)
-            samples = (((at - args.end) / 60, float(value)) for at, value in series["values"])
-            lines[legend] = {at: value for at, value in samples if math.isfinite(value)}
-    return {legend: line for legend, line in lines.items() if line}
+        parameters = {"start": self.end - self.seconds, "end": self.end, "step": STEP_S}
+        query = urllib.parse.urlencode({"query": expr, **parameters})
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/query_range?{query}", timeout=TIMEOUT_S
+        ) as response:
+            for series in json.load(response)["data"]["result"]:
+                yield series["metric"], [(at, float(value)) for at, value in series["values"]]
 
 
-def ask(url: str, expr: str, *, end: float, minutes: float) -> list[dict[str, Any]]:
-    """Return the series of a range query, a sample every two seconds."""
-    parameters = {"query": expr, "start": end - 60 * minutes, "end": end, "step": 2}
-    address = f"{url}/api/v1/query_range?{urllib.parse.urlencode(parameters)}"
-    with urllib.request.urlopen(address, timeout=TIMEOUT_S) as response:
-        result: list[dict[str, Any]] = json.load(response)["data"]["result"]
-    return result
+def _by_stage(item: tuple[str, object]) -> int:
+    return STAGES.get(item[0], -1)
 
 
-if __name__ == "__main__":
-    main()
+def panels_of(name: str, titles: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the panels of a dashboard's file, all or those with the titles, in their order."""
+    panels: list[dict[str, Any]] = json.loads((FOLDER / f"{name}.json").read_text())["panels"]
+    if not titles:
+        return panels
+    by_title = {panel["title"]: panel for panel in panels}
+    return [by_title[title] for title in titles]
+
+
+def page(title: str, note: str, panels: list[dict[str, Any]], source: Source, width: int) -> str:
+    """Return HTML of `width` pixels."""
+    colors: dict[str, str] = {}
+    column = (width - 28 + 10) / COLUMNS
+    sections = []
+    for panel in panels:
+        if panel["type"] == "row":
+            sections.append(f"<h2>{escape(panel['title'])}</h2>")
+            continue
+        span = panel["gridPos"]["w"]
+        lines = source.read(panel)
+        body = _stat if panel["type"] == "stat" else _chart
+        inner = body(panel, lines, colors, int(span * column) - 30, source.seconds)
+        sections.append(
+            f'<section style="grid-column: span {span}"><h3>{escape(panel["title"])}</h3>'
+            f"{inner}</section>"
+        )
+    head = f"<h1>{escape(title)}</h1><p>{escape(note)}</p>"
+    return (
+        f'<!doctype html><meta charset="utf-8"><style>{STYLE}</style>{head}'
+        f"<main>{''.join(sections)}</main>"
+    )
+
+
+def _stat(
+    panel: dict[str, Any], lines: Lines, _colors: dict[str, str], _width: int, _seconds: float
+) -> str:
+    newest = [line[max(line)] for line in lines.values()]
+    text = _number(newest[0], panel["fieldConfig"]["defaults"]["unit"]) if newest else "no data"
+    return f'<div class="stat">{text}</div>'
+
+
+def _chart(
+    panel: dict[str, Any], lines: Lines, colors: dict[str, str], width: int, seconds: float
+) -> str:
+    defaults = panel["fieldConfig"]["defaults"]
+    height = 150 if width > 300 else 130
+    if not lines:
+        return f'<svg width="{width}" height="{height}"><text x="8" y="60">no data</text></svg>'
+    lines = dict(list(lines.items())[:MAX_LEGENDS])
+    is_stacked = defaults["custom"]["stacking"]["mode"] == "normal"
+    times = sorted({at for line in lines.values() for at in line})
+    high = max(
+        sum(line.get(at, 0.0) for line in lines.values())
+        if is_stacked
+        else max(line.get(at, 0.0) for line in lines.values())
+        for at in times
+    )
+    step = _tick(high or 1.0)
+    room = 1.0 if defaults["unit"] == "percentunit" else 1.02
+    top = max(step * math.ceil(room * high / step - 1e-9), step)
+
+    def x(at: float) -> float:
+        return LEFT + (width - LEFT - RIGHT) * at / seconds
+
+    def y(value: float) -> float:
+        return height - BOTTOM - (height - TOP - BOTTOM) * value / top
+
+    marks = []
+    for index in range(round(top / step) + 1):
+        at = y(index * step)
+        marks.append(f'<path d="M{LEFT} {at:.1f}H{width - RIGHT}" stroke="#e4e8ec"/>')
+        label = _number(index * step, defaults["unit"])
+        marks.append(f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
+    for minute in range(int(seconds // 60) + 1):
+        label = f"{minute} min" if minute else "0"
+        place = f'x="{x(60 * minute):.0f}" y="{height - 4}" text-anchor="middle"'
+        marks.append(f"<text {place}>{label}</text>")
+    bases = dict.fromkeys(times, 0.0)
+    legend = []
+    for name, line in lines.items():
+        color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
+        legend.append(f'<span><i style="background: {color}"></i>{escape(name)}</span>')
+        if is_stacked:
+            tops = {at: bases[at] + line.get(at, 0.0) for at in times}
+            edge = [(x(at), y(tops[at])) for at in times]
+            edge += [(x(at), y(bases[at])) for at in reversed(times)]
+            marks.append(f'<path d="{_path(edge)}Z" fill="{color}" fill-opacity="0.75"/>')
+            bases = tops
+        else:
+            curve = [(x(at), y(line[at])) for at in times if at in line]
+            marks.append(
+                f'<path d="{_path(curve)}" fill="none" stroke="{color}" stroke-width="2"/>'
+            )
+    for bad in defaults["thresholds"]["steps"][1:]:
+        if bad["value"] < top:
+            line_at = f"M{LEFT} {y(bad['value']):.1f}H{width - RIGHT}"
+            marks.append(f'<path d="{line_at}" stroke="#d1242f" stroke-dasharray="4 3"/>')
+    return (
+        f'<svg width="{width}" height="{height}">{"".join(marks)}</svg>'
+        f'<div class="legend">{"".join(legend)}</div>'
+    )
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _tick(high: float) -> float:
+    """A round number of which three to five make up `high`."""
+    power = 10.0 ** math.floor(math.log10(high / 3))
+    return max(power * factor for factor in (1, 2, 2.5, 5) if power * factor <= high / 3)
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "percentunit":
+        return f"{100 * value:.3g}%"
+    exponent = 3 * math.floor(math.log10(abs(value)) / 3 + 1e-9) if value else 0
+    exponent = min(max(exponent, min(PREFIXES)), max(PREFIXES))
+    # Nobody counts thousandths of requests.
+    if exponent < 0 and unit != "s":
+        exponent = 0
+    name = UNITS.get(unit, "")
+    space = " " if name and name[0] not in "/x" else ""
+    return f"{value / 10.0**exponent:.3g}{space}{PREFIXES[exponent]}{name}"

@@ -1,20 +1,21 @@
 """Takes the pictures of the docs from a running system: `make pictures`.
 
 Starts a stack with the bundled model and a Prometheus that watches it, loads it for some minutes,
-takes the chat page with headless Chromium and draws the dashboards (`render_dashboards.py`).
+and takes the chat page and the dashboards (`render_dashboards.py`) with headless Chromium.
 """
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions
@@ -25,31 +26,73 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
+from render_dashboards import Source, page, panels_of
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "images"
-WINDOW = (1000, 1040)
+WIDTH = 900
 WAIT_S = 60
-# In turns, so that the curves have something to show: clients, and tokens of prompts and answers.
-LOADS = ((1, 128, 32), (6, 512, 64), (3, 1024, 16))
+# Above the README; of the dashboards, what tells most.
+FRONT = {
+    "pdserve-overview": [
+        *("Requests", "Errors", "TTFT, p95", "Time per token, p95"),
+        *("Ready prefill workers", "Ready decode workers"),
+    ],
+    "pdserve-waterfall": [
+        "TTFT by stage, mean",
+        "What requests wait for, mean",
+        "First ITL by stage, mean",
+        "Transfer that the prefill hides",
+    ],
+}
+DASHBOARDS = ("overview", "waterfall", "prefill-pool", "decode-pool", "kv-transfer", "router")
+SLOTS = 16
+NOTE = (
+    "{:.0f} minutes of one prefill and one decode worker with the bundled model on {} CPU cores: "
+    "calm, then long prompts, then more long answers than decode has places for. Drawn from "
+    "Prometheus' data, not by Grafana."
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent from `at` on, in shares of the whole time."""
+
+    at: float
+    flags: str
+
+
+LOADS = (
+    Load(0.0, "--rate 3 --num-requests {calm} --input-len 128 --output-len 32"),
+    Load(0.15, "--num-requests 400 --concurrency 24 --input-len 768 --output-len 8"),
+    Load(0.55, "--num-requests 300 --concurrency 40 --input-len 64 --output-len 256"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=3.0, help="how long the load goes on")
+    parser.add_argument("--minutes", type=float, default=4.0, help="how long the load goes on")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, running_stack(Path(folder)) as stack:
-        with prometheus(Path(folder), stack) as url:
-            load(stack, seconds=args.minutes * 60)
-            draw_dashboards(url, args.minutes)
-        take_chat_page(f"http://127.0.0.1:{stack.http_port}/", PICTURES / "chat-page.png")
+    seconds = args.minutes * 60
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_stack(Path(folder)) as stack,
+        prometheus(Path(folder), stack) as url,
+        chromium() as browser,
+    ):
+        load(stack, seconds=seconds)
+        source = Source(url=url, seconds=seconds, rate_interval="15s")
+        take_dashboards(browser, source, Path(folder) / "page.html")
+        take_chat_page(browser, f"http://127.0.0.1:{stack.http_port}/")
 
 
 @contextmanager
 def running_stack(folder: Path) -> Iterator[Stack]:
     ports = dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0)
     model = str(ROOT / "models" / "pdserve-tiny")
-    stack = Stack(StackConfig(model=model, log_dir=str(folder / "logs"), **ports))
+    stack = Stack(
+        StackConfig(model=model, log_dir=str(folder / "logs"), max_num_seqs=SLOTS, **ports)
+    )
     try:
         stack.start()
         for waiting in stack.wait_until_ready():
@@ -77,6 +120,7 @@ def prometheus(folder: Path, stack: Stack) -> Iterator[str]:
     ]
     config = {
         "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
+        "rule_files": [str(ROOT / "helm" / "alerts" / "pdserve.yaml")],
         "scrape_configs": [{"job_name": "pdserve", "static_configs": targets}],
     }
     # JSON is YAML.
@@ -100,42 +144,63 @@ def prometheus(folder: Path, stack: Stack) -> Iterator[str]:
 
 
 def load(stack: Stack, *, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        for clients, input_len, output_len in LOADS:
-            print(f"\r{max(0, left):4.0f} s of load left\x1b[K", end="", flush=True)
-            command = [sys.executable, "-m", "pdserve_client", "bench"]
-            command += ["--address", stack.grpc_address, "--num-requests", str(10 * clients)]
-            command += ["--concurrency", str(clients), "--input-len", str(input_len)]
-            command += ["--output-len", str(output_len)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            left = end - time.monotonic()
-    print()
+    command = [sys.executable, "-m", "pdserve_client", "bench", "--address", stack.grpc_address]
+    start = time.monotonic()
+    running = []
+    for seed, part in enumerate(LOADS):
+        time.sleep(max(0.0, start + part.at * seconds - time.monotonic()))
+        flags = part.flags.format(calm=int(3 * seconds)).split()
+        print(f"{time.monotonic() - start:.0f} s: {' '.join(flags)}", flush=True)
+        process = subprocess.Popen(
+            [*command, *flags, "--seed", str(seed)], stdout=subprocess.DEVNULL
+        )
+        running.append(process)
+    for process in running:
+        if process.wait(WAIT_S + seconds):
+            raise SystemExit("requests failed")
 
 
-def draw_dashboards(url: str, minutes: float) -> None:
-    script = ROOT / "tools" / "render_dashboards.py"
-    flags = ["--minutes", str(minutes), "--rate-interval", "15s"]
-    subprocess.run([sys.executable, str(script), url, str(PICTURES), *flags], check=True)
-
-
-def take_chat_page(url: str, out: Path) -> None:
+@contextmanager
+def chromium() -> Iterator[Chrome]:
     options = ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
         options.add_argument(flag)
-    with (
-        urllib.request.urlopen(url, timeout=WAIT_S),
-        Chrome(options=options, service=Service(shutil.which("chromedriver"))) as browser,
-    ):
-        browser.set_window_size(*WINDOW)
-        browser.get(url)
-        wait = WebDriverWait(browser, WAIT_S)
-        wait.until(lambda _: "pdserve-tiny" in browser.find_element(By.ID, "model").text)
-        browser.switch_to.active_element.send_keys("Tell me a story.", Keys.ENTER)
-        wait.until(lambda _: browser.find_element(By.ID, "timing").is_displayed())
-        browser.find_element(By.CSS_SELECTOR, "#timing summary").click()
-        browser.save_screenshot(str(out))
+    options.add_argument("--hide-scrollbars")
+    with Chrome(options=options, service=Service(shutil.which("chromedriver"))) as browser:
+        yield browser
+
+
+def take_dashboards(browser: Chrome, source: Source, html: Path) -> None:
+    note = NOTE.format(source.seconds / 60, len(os.sched_getaffinity(0)))
+    chosen = [panel for name, titles in FRONT.items() for panel in panels_of(name, titles)]
+    pages = {"dashboard": ("pdserve: panels of its dashboards", chosen)}
+    for name in DASHBOARDS:
+        pages[f"pdserve-{name}"] = (f"pdserve: {name}", panels_of(f"pdserve-{name}"))
+    for name, (title, panels) in pages.items():
+        html.write_text(page(title, note, panels, source, WIDTH))
+        browser.get(html.as_uri())
+        # The README's is to be sharp on dense screens, too.
+        take(browser, name, scale=2 if name == "dashboard" else 1)
+
+
+def take_chat_page(browser: Chrome, url: str) -> None:
+    browser.get(url)
+    wait = WebDriverWait(browser, WAIT_S)
+    wait.until(lambda _: "pdserve-tiny" in browser.find_element(By.ID, "model").text)
+    browser.switch_to.active_element.send_keys("Tell me a story.", Keys.ENTER)
+    wait.until(lambda _: browser.find_element(By.ID, "timing").is_displayed())
+    browser.find_element(By.CSS_SELECTOR, "#timing summary").click()
+    take(browser, "chat-page", scale=2)
+
+
+def take(browser: Chrome, name: str, *, scale: int) -> None:
+    """Save the whole page, however long it is."""
+    size = {"width": WIDTH, "height": 800, "deviceScaleFactor": scale, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    height = browser.execute_script("return document.body.scrollHeight")
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "height": height})
+    (PICTURES / f"{name}.png").write_bytes(browser.get_screenshot_as_png())
 
 
 if __name__ == "__main__":
