@@ -35,7 +35,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.stats.get(outcome, ()):
             for client, version_and_checks in report.user_properties:
                 cells = (client, *version_and_checks, outcome)
-                terminalreporter.write_line("".join(cell.ljust(20) for cell in cells).rstrip())
+                terminalreporter.write_line("".join(cell.ljust(24) for cell in cells).rstrip())
 
 
 @pytest.fixture(scope="session")
