@@ -57,7 +57,7 @@ def main() -> None:
         log_dir=".bench/handoff",
         **dict.fromkeys(("grpc_port", "http_port", "metrics_port", "worker_port"), 0),
     )
-    print(describe("grpcio", "nixl", "torch"))
+    print(describe("grpcio", "nixl-cu13", "torch"))
     with Stack(config) as stack, Client(stack.grpc_address) as client:
         for _ in stack.wait_until_ready():
             pass

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=5.0, help="how long to watch a quiet P")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops both sides too
-    print(describe("nixl", "numpy", "torch"))
+    print(describe("nixl-cu13", "numpy", "torch"))
     num_blocks = 2 * max(_counts(args)) + 2  # room for every other block of the largest READ
     for transport_name in args.transports:
         run_pair(transport_name, num_blocks, measure, args)

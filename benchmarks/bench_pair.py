@@ -33,7 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops what was started
     if args.model == DEFAULT_MODEL:
         make_model(args.model)
-    print(describe("torch", "nixl"))
+    print(describe("torch", "nixl-cu13"))
     print(f"{args.model.name}, {args.requests} requests a load\n")
     print_header()
     with ours(args) as url:

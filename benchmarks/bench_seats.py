@@ -40,7 +40,7 @@ def main() -> None:
     systems = {"new": sys.executable}
     if args.baseline:
         systems = {"old": args.baseline, **systems}
-    print(describe("grpcio", "nixl", "torch"))
+    print(describe("grpcio", "nixl-cu13", "torch"))
     print(f"\n| round | system | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 2)}")
     found: dict[str, list[list[float]]] = {name: [] for name in systems}
     for number in range(args.rounds):

@@ -103,9 +103,10 @@ async def test_requests_over_grpc(stack: Any, stub: Any) -> None:
     assert (entry["status"], entry["finish_reason"]) == ("CANCELLED", "abort")
     assert entry["num_output_tokens"] > 0
     with pytest.raises(grpc.aio.AioRpcError):
-        await read_all(stub.Generate(request("", top_p=7)))
-    entry = await line(stack, "router", lambda e: e.get("status") == "INVALID_ARGUMENT")
-    assert (entry["path"], entry["field"]) == (GENERATE, "top_p")
+        await read_all(stub.Generate(request("refused-by-grpc", top_p=7)))
+    entry = await end_of(stack, "refused-by-grpc")
+    assert (entry["path"], entry["status"]) == (GENERATE, "INVALID_ARGUMENT")
+    assert entry["field"] == "top_p"
 
 
 async def test_every_process_says_what_it_has_to_do(stack: Any, stub: Any) -> None:

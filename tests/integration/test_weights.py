@@ -1,8 +1,9 @@
 """A pool answers with one set of weights, whatever else is in its lists."""
 
+import contextlib
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +40,31 @@ def copy_model(source: Path, folder: Path, *, retrained: bool) -> Path:
 def questions() -> list[tuple[list[int], SamplingParams]]:
     """24 of one token, 8 beam searches and 8 that cross the handoff."""
     rng = random.Random(5)
-    params = [GREEDY] * 24 + [BEAMS] * 8 + [LONG] * 7 + [LONGEST]
+    params = [GREEDY] * 24 + [BEAMS] * 8 + [LONG] * 8
     return [([rng.randrange(3, 190) for _ in range(24)], each) for each in params]
 
 
 async def answers_of(client: AsyncClient) -> list[list[list[int]]]:
     """Return each question's tokens, completion by completion."""
-    found = []
-    for prompt, params in questions():
-        tokens: list[list[int]] = [[] for _ in range(params.n)]
-        async for output in client.generate(prompt, params, timeout_s=60):
-            for completion in output.outputs:
-                assert not completion.HasField("error"), completion.error
-                tokens[completion.index] += completion.token_ids
-        found.append(tokens)
-    return found
+    return [await answer_of(client, *question) for question in questions()]
 
 
-async def reference(stack: Any) -> list[list[list[int]]]:
+async def answer_of(
+    client: AsyncClient, prompt: list[int], params: SamplingParams
+) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in range(params.n)]
+    async for output in client.generate(prompt, params, timeout_s=60):
+        for completion in output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens[completion.index] += completion.token_ids
+    return tokens
+
+
+@contextlib.asynccontextmanager
+async def client_of(stack: Any) -> AsyncIterator[AsyncClient]:
     client = AsyncClient(stack.grpc_address)
     try:
-        return await answers_of(client)
+        yield client
     finally:
         await client.close()
 
@@ -92,7 +97,12 @@ async def test_other_weights_answer_nothing_until_they_take_over(
         start_stack(model=models[0], dtype="bfloat16", num_threads=1) as old,
         start_stack(model=models[1], dtype=dtype, num_threads=1, flags=names) as new,
     ):
-        expected_old, expected_new = await reference(old), await reference(new)
+        prompt, _ = questions()[-1]
+        async with client_of(old) as client:
+            expected_old = await answers_of(client)
+            expected_long = await answer_of(client, prompt, LONGEST)
+        async with client_of(new) as client:
+            expected_new = await answers_of(client)
         assert any(num_wrong(expected_new, expected_old).values()), "they tell nothing apart"
         lists = {role: tmp_path / role for role in ("prefill", "decode")}
 
@@ -114,8 +124,7 @@ async def test_other_weights_answer_nothing_until_they_take_over(
             await routed.until(2, "pdserve_worker_pairs", state="proven")
             assert num_wrong(await answers_of(routed.client), expected_old) == NONE_WRONG
             # An answer that has begun, while all others of its weights are sent away.
-            prompt, params = questions()[-1]
-            stream = routed.client.generate(prompt, params, timeout_s=60)
+            stream = routed.client.generate(prompt, LONGEST, timeout_s=60)
             begun = [token async for token in first_tokens(stream)]
             write("decode", new)
             await routed.until(0, "pdserve_workers", role="decode", state="mismatched")
@@ -123,7 +132,7 @@ async def test_other_weights_answer_nothing_until_they_take_over(
             write("prefill", new)
             await routed.until(0, "pdserve_workers", role="prefill", state="mismatched")
             begun += [token async for token in all_tokens(stream)]
-            assert begun == expected_old[-1][0]
+            assert begun == expected_long[0]
             assert num_wrong(await answers_of(routed.client), expected_new) == NONE_WRONG
 
 

@@ -6,6 +6,8 @@ import time
 from monitoring import Query, autoscaling_queries, panel_queries, rules
 from world import NAMESPACE, RELEASE, World
 
+from pdserve_router.request_limits import INLINE_BYTES
+
 ANSWER_TIMEOUT_S = 90.0
 VICTIM = "decode-1"
 
@@ -28,7 +30,8 @@ def find_model(world: World) -> str:
 def test_all_queries_have_data(world: World) -> None:
     """Under load. Only what counts lost workers, lost transfers and alerts needs a fault."""
     empty = queries(world)
-    with world.restored(), world.load(clients=8, max_tokens=48):
+    large = world.load(clients=1, pause_s=0.5, fields={"user": "x" * INLINE_BYTES})
+    with world.restored(), world.load(clients=8, max_tokens=48), large:
         time.sleep(3)
         world.cluster.controls("decode-0").inject("remote_disconnect", count=4)
         world.cluster.kill(VICTIM)

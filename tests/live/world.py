@@ -5,7 +5,7 @@ import random
 import string
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Load:
         prompt_tokens: tuple[int, int] = (1, 300),
         max_tokens: int = 24,
         pause_s: float = 0.0,
+        fields: Mapping[str, object] | None = None,
     ) -> None:
         self._client = openai.OpenAI(
             base_url=base_url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
@@ -40,6 +41,7 @@ class Load:
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._pause_s = pause_s
+        self._fields = {"ignore_eos": True, **(fields or {})}
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._send) for _ in range(clients)]
 
@@ -67,7 +69,7 @@ class Load:
                     model=model,
                     prompt=prompt,
                     max_tokens=self._max_tokens,
-                    extra_body={"ignore_eos": True},
+                    extra_body=self._fields,
                 )
             except openai.APIError:
                 self._is_over.wait(RETRY_S)
