@@ -56,6 +56,8 @@ from pdserve_engine.subprocess_client.messages import (
 )
 from pdserve_engine.subprocess_client.metrics import EngineProcessCollector, take_snapshot
 
+Children = Callable[[], list[psutil.Process]]
+
 ERROR = EngineError(code=ErrorCode.OVERLOADED, message="full", is_retryable=True, retry_after_ms=5)
 SESSION = KVSessionId(p_epoch="p", d_epoch="d", link=1, seq=2**40)
 SAMPLES: list[Message] = [
@@ -318,26 +320,25 @@ async def load(config: EngineConfig) -> SubprocessEngineClient:
 
 @pytest.mark.slow
 async def test_a_process_that_dies_while_loading_is_a_typed_error(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     loading = asyncio.create_task(load(config))
-    me = psutil.Process()
-    await until(me.children)
-    me.children()[0].kill()
+    await until(children)
+    children()[0].kill()
     with pytest.raises(Exception, match="was ended by SIGKILL"):
         await loading
-    assert not me.children()
+    assert not children()
 
 
 @pytest.mark.slow
-async def test_giving_loading_up_ends_the_process(config: EngineConfig) -> None:
+async def test_giving_loading_up_ends_the_process(config: EngineConfig, children: Children) -> None:
     loading = asyncio.create_task(load(config))
-    await until(psutil.Process().children)
+    await until(children)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.slow
@@ -398,6 +399,12 @@ def test_a_process_ends_with_its_parent(config: EngineConfig, signum: int) -> No
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_process() -> Iterator[None]:
-    yield
-    assert not psutil.Process().children()
+def children() -> Iterator[Children]:
+    """Processes that the test has started; none is to be left."""
+    before = set(psutil.Process().children())
+
+    def started() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child not in before]
+
+    yield started
+    assert not started()
