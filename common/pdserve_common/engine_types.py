@@ -433,8 +433,13 @@ class SchedulerStats:
     step_duration_s: float = 0.0
 
     @property
+    def num_used_slots(self) -> int:
+        """Probes run beside a full batch."""
+        return min(self.num_running_reqs, self.num_slots)
+
+    @property
     def slot_usage(self) -> float:
-        return self.num_running_reqs / self.num_slots if self.num_slots else 0.0
+        return self.num_used_slots / self.num_slots if self.num_slots else 0.0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -22,7 +22,13 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_SEED = 2**64 - 1
 # Of a seed that is drawn because none was given.
 DRAWN_SEED_BITS = 63
-PRIORITY_LIMIT = 2**31 - 1
+# Of clients' requests.
+PRIORITY_LIMIT = 2**31 - 2
+# Of routers' own tiny requests, which show whether workers can be used. Workers compute these
+# before all others, and beside a full batch, so no other may look like one.
+PROBE_PRIORITY = -PRIORITY_LIMIT - 1
+MAX_PROBE_BLOCKS = 2
+MAX_PROBE_TOKENS = 2
 MAX_N = 64
 MAX_LOGPROBS = 20
 # All logprobs of a prompt are in one message of at most 16 MiB: an entry has a token id, a float
@@ -319,7 +325,7 @@ def id_problem(field: str, value: str) -> str | None:
 
 
 def validate_priority(priority: int) -> None:
-    """Raise InvalidRequestError for a priority that does not fit into the wire's field."""
+    """Raise InvalidRequestError for a priority that no client's request may have."""
     if abs(priority) > PRIORITY_LIMIT:
         raise InvalidRequestError(
             f"priority is {priority}, must be -{PRIORITY_LIMIT} to {PRIORITY_LIMIT}",
@@ -336,7 +342,10 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
             raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
     if request.sampling_params is None:
         raise InvalidRequestError("sampling_params is unset", field="sampling_params")
-    validate_priority(request.priority)
+    if request.priority == PROBE_PRIORITY:
+        _validate_probe(request, request.sampling_params, info)
+    else:
+        validate_priority(request.priority)
     _validate_trace_headers(request.trace_headers)
     validate_prompt(
         request.prompt_token_ids, max_model_len=info.max_model_len, vocab_size=info.vocab_size
@@ -376,6 +385,24 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
                 f"timeout is {timeout_s:.0f} s, must be at most {MAX_TIMEOUT_S} s",
                 field="timeout_ns",
             )
+
+
+def _validate_probe(request: EngineCoreRequest, params: SamplingParams, info: EngineInfo) -> None:
+    """It goes ahead of clients' requests, so it has to be tiny."""
+    why = f"priority is {PROBE_PRIORITY}, which is for probes"
+    limit = MAX_PROBE_BLOCKS * info.block_size
+    if len(request.prompt_token_ids) > limit:
+        raise InvalidRequestError(
+            f"{why}: the prompt has {len(request.prompt_token_ids)} tokens, at most {limit}",
+            field="priority",
+        )
+    if params.max_tokens is None or params.max_tokens > MAX_PROBE_TOKENS:
+        raise InvalidRequestError(
+            f"{why}: max_tokens is {params.max_tokens}, at most {MAX_PROBE_TOKENS}",
+            field="priority",
+        )
+    if request.fork_of is not None:
+        raise InvalidRequestError(f"{why}: fork_of is set, leave it unset", field="priority")
 
 
 def _validate_resume(request: EngineCoreRequest, info: EngineInfo) -> None:

@@ -19,6 +19,9 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # prompt's last chunk.
 DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
+# Places in the batch besides max_num_seqs, for probes: as many as one router has under way.
+NUM_PROBE_SEATS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -32,6 +35,11 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 1
     kv_watermark: float = 0.0
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests in one batch, probes among them."""
+        return self.max_num_seqs + NUM_PROBE_SEATS
 
     @property
     def has_chunked_prefill(self) -> bool:

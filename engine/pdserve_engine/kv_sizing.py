@@ -55,7 +55,7 @@ def measure_largest_step(
     try:
         scheduler = _make_plain_scheduler(config, pool)
         runner = ModelRunner(
-            model, pool, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+            model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
         )
         for index, length in enumerate(lengths):
             request = _warm_up_request(f"warm-up-{index}", length)
@@ -121,7 +121,7 @@ def fit_max_model_len(config: EngineConfig, max_model_len: int, kv: KVCacheManag
 def _prompt_lengths(config: EngineConfig, longest: int) -> list[int]:
     """Prompts that fill a step, as many and, of those, as long as may be."""
     num_left, lengths = config.scheduler.max_num_batched_tokens, []
-    for num_after in reversed(range(min(config.max_num_seqs, num_left))):
+    for num_after in reversed(range(min(config.scheduler.max_batch_size, num_left))):
         length = max(1, min(longest, num_left - num_after))
         lengths.append(length)
         num_left -= length
@@ -143,7 +143,8 @@ def _make_plain_scheduler(config: EngineConfig, pool: KVCache) -> Scheduler:
         scheduling_mode="v1",
         enable_chunked_prefill=True,
         long_prefill_token_threshold=0,
-        max_num_partial_prefills=config.max_num_seqs,
+        max_num_seqs=config.scheduler.max_batch_size,
+        max_num_partial_prefills=config.scheduler.max_batch_size,
         kv_watermark=0.0,
     )
     plain = dataclasses.replace(config, enable_prefix_caching=False)

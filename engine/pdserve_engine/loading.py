@@ -231,7 +231,7 @@ def _make_runner(
     return ModelRunner(
         model,
         kv_cache,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.scheduler.max_batch_size,
         max_model_len=max_model_len,
         logits_processors=source.logits_processors,
     )

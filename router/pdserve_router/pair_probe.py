@@ -16,13 +16,12 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
-from pdserve_common.validation import PRIORITY_LIMIT
+from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_router.legs import has_failed, make_legs
 from pdserve_router.worker_client import WorkerClient
 
 PROBE_PREFIX = "probe-"
-_NUM_TOKENS = 2
-_NUM_BLOCKS = 2
+_NUM_TOKENS = MAX_PROBE_TOKENS
 
 
 class ProbeFailedError(Exception):
@@ -87,7 +86,7 @@ def _request(
 ) -> EngineCoreRequest:
     others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
     ordinary = list(itertools.islice(others, info.block_size))
-    num_prompt_tokens = min(_NUM_BLOCKS * info.block_size, info.max_model_len - num_tokens)
+    num_prompt_tokens = min(MAX_PROBE_BLOCKS * info.block_size, info.max_model_len - num_tokens)
     request_id = PROBE_PREFIX + secrets.token_hex(8)
     return EngineCoreRequest(
         request_id=request_id,
@@ -95,9 +94,9 @@ def _request(
         sampling_params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
         # Blocks that D has cached would not be pulled.
         cache_salt=request_id,
-        # Before all others: it is short, and behind a long queue it would fail, and have decode
-        # workers compute prompts that prefill workers are there for.
-        priority=-PRIORITY_LIMIT,
+        # Before all others, and beside a full batch: behind a long queue it would fail, and have
+        # decode workers compute prompts that prefill workers are there for.
+        priority=PROBE_PRIORITY,
         deadline=time.monotonic() + timeout_s,
     )
 

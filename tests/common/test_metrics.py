@@ -1,6 +1,7 @@
 """docs/metrics.md and what is declared say the same."""
 
 import asyncio
+import dataclasses
 import logging
 import re
 import urllib.request
@@ -119,6 +120,10 @@ def test_slots_are_used_or_free() -> None:
     assert states == [6, 2]
     assert registry.get_sample_value("pdserve_slot_usage_ratio") == 0.75
     assert registry.get_sample_value("pdserve_requests_waiting_for_decode") == 3
+    record(dataclasses.replace(stats, num_running_reqs=9), (), has_computed=False)
+    states = [registry.get_sample_value("pdserve_slots", {"state": s}) for s in ("used", "free")]
+    assert states == [8, 0], "a probe runs beside a full batch"
+    assert registry.get_sample_value("pdserve_slot_usage_ratio") == 1
 
 
 async def test_a_worker_logs_its_load(

@@ -22,6 +22,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
 from pdserve_common.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
+    PROBE_PRIORITY,
     validate_choice,
     validate_engine_core_request,
     validate_prompt_logprobs,
@@ -251,13 +252,39 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
             "fork_of and kv_transfer_params are both set",
         ),
         ({"fork_of": "parent", "attempt": 1}, "fork_of is set, attempt is 1, must be 0"),
+        ({"priority": 2**31 - 1}, "priority is 2147483647, must be -2147483646 to 2147483646"),
+        ({"priority": -(2**31)}, "priority is -2147483648, must be -2147483646 to 2147483646"),
+        (
+            {"priority": PROBE_PRIORITY},
+            "priority is -2147483647, which is for probes: max_tokens is None, at most 2",
+        ),
+        (
+            {"priority": PROBE_PRIORITY, "sampling_params": SamplingParams(max_tokens=3)},
+            "priority is -2147483647, which is for probes: max_tokens is 3, at most 2",
+        ),
+        (
+            {
+                "priority": PROBE_PRIORITY,
+                "sampling_params": SamplingParams(max_tokens=2),
+                "prompt_token_ids": (1,) * 5,
+            },
+            "priority is -2147483647, which is for probes: the prompt has 5 tokens, at most 4",
+        ),
+        (
+            {
+                "priority": PROBE_PRIORITY,
+                "sampling_params": SamplingParams(max_tokens=2),
+                "fork_of": "parent",
+            },
+            "priority is -2147483647, which is for probes: fork_of is set, leave it unset",
+        ),
     ],
 )
 def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         validate_engine_core_request(
             dataclasses.replace(REQUEST, **fields),  # type: ignore[arg-type]
-            INFO,
+            dataclasses.replace(INFO, block_size=2),
         )
 
 

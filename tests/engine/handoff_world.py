@@ -36,7 +36,8 @@ from pdserve_common.kv_types import (
     new_epoch,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.config import SchedulerConfig
+from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
 from pdserve_engine.core.block_pool import BlockPool
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.kv_cache_manager import KVCacheManager
@@ -94,6 +95,7 @@ class Executor:
         for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
             for table, ids in zip(self._known[request_id].tables, block_ids or (), strict=False):
                 table.extend(ids)
+        self._check_seats()
         self._worker.world.other_threads()
         sampled = [self._compute(r, n) for r, n in step.num_scheduled_tokens.items()]
         self._worker.world.other_threads()
@@ -118,6 +120,13 @@ class Executor:
             return ()
         known.token_ids.append(next_token(known.token_ids) if is_right else DEAD)
         return (known.token_ids[-1],)
+
+    def _check_seats(self) -> None:
+        scheduler = self._worker.scheduler
+        num_probes = sum(request.is_probe for request in scheduler.running)
+        assert num_probes <= NUM_PROBE_SEATS
+        assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
+        assert len(self._known) <= scheduler.config.max_batch_size, "no row is left"
 
     def _watch(self, request_id: str, is_right: bool) -> None:
         request = self._worker.scheduler.requests.get(request_id)
@@ -401,6 +410,7 @@ class Live:
     p: str | None
     d: str
     fork_of: str | None = None
+    is_probe: bool = False
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -537,9 +547,14 @@ class World:
         prompt = tuple(chance.choices(range(chance.choice([1, 3])), k=chance.randrange(1, 30)))
         num_tokens = chance.randrange(1, 12)
         p = chance.choice(["p0", "p1", None]) if num_tokens > 1 else None
-        live = Live(f"r{next(self._ids)}", prompt, num_tokens, p, chance.choice(["d0", "d1"]))
+        is_probe = chance.random() < 0.2
+        if is_probe:
+            prompt = prompt[: MAX_PROBE_BLOCKS * BLOCK_SIZE]
+            num_tokens = min(num_tokens, MAX_PROBE_TOKENS)
+        d = chance.choice(["d0", "d1"])
+        live = Live(f"r{next(self._ids)}", prompt, num_tokens, p, d, is_probe=is_probe)
         self._dispatch(live)
-        for _ in range(chance.choice([0, 0, 0, 2])):
+        for _ in range(0 if is_probe else chance.choice([0, 0, 0, 2])):
             fork_id = f"f{next(self._ids)}"
             self._dispatch(Live(fork_id, prompt, num_tokens, None, live.d, live.request_id))
 
@@ -564,6 +579,7 @@ class World:
             attempt=live.attempt,
             resume_output_token_ids=tuple(live.tokens),
             fork_of=live.fork_of,
+            priority=PROBE_PRIORITY if live.is_probe else 0,
         )
         self.workers[worker].add(request)
 

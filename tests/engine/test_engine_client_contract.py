@@ -31,7 +31,8 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
 )
-from pdserve_engine.config import EngineConfig
+from pdserve_common.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.inproc_client import InprocEngineClient
 from pdserve_engine.launch import WorkerEngine, launch_engine
 from pdserve_engine.subprocess_client import metrics
@@ -167,6 +168,21 @@ async def kill(engine: WorkerEngine) -> str:
 
 
 # ---- requests
+
+
+async def test_probes_are_answered_beside_a_full_batch(client: Client) -> None:
+    running = [f"running-{index}" for index in range(2 * MAX_NUM_SEQS)]
+    probes = [f"probe-{index}" for index in range(2 * NUM_PROBE_SEATS)]
+    for name in running:
+        client.add(name, max_tokens=500)
+    for name in probes:
+        client.add(name, max_tokens=MAX_PROBE_TOKENS, priority=PROBE_PRIORITY)
+    for name in probes:
+        assert await client.finish_reason(name) is FinishReason.LENGTH
+    assert set(client.ended()) == set(probes)
+    client.engine.abort_requests(client.index, running)
+    for name in running:
+        await client.end_of(name)
 
 
 async def test_the_info_tells_what_is_served(engine: WorkerEngine) -> None:

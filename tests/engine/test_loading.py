@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine import kv_sizing
-from pdserve_engine.config import EngineConfig
+from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import TransferLost
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
@@ -110,8 +110,9 @@ def test_the_largest_step_fills_token_budget_and_batch(
     monkeypatch.setattr(kv_sizing.ModelRunner, "execute_model", record)
     with loaded(model, max_num_batched_tokens=512, max_num_seqs=9):
         pass
-    assert steps[0] == (512, 9)
-    assert (9, 9) in steps, "and the largest decode step"
+    largest = 9 + NUM_PROBE_SEATS
+    assert steps[0] == (512, largest)
+    assert (largest, largest) in steps, "and the largest decode step"
 
 
 def test_a_model_that_cannot_be_computed_is_not_served(

@@ -7,9 +7,19 @@ from concurrent.futures import wait
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Engine, ScriptedConnector, expected
+from scripted_engine import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConnector,
+    expected,
+)
 
 from pdserve_common.engine_types import FinishReason
+from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core.request import Request
 from pdserve_engine.core.sched_output import SchedulerOutput
 from pdserve_engine.core.scheduler import PauseState
@@ -104,17 +114,19 @@ class Traffic:
 
     def add(self, kind: str, params: object, fork_of: str | None = None) -> str:
         request_id = f"{kind}-{next(self._ids)}"
+        is_probe = fork_of is None and self.rng.random() < 0.1
         if fork_of is not None:
             prompt = self.added[fork_of].prompt
         else:
-            prompt = [self.rng.randrange(3)] * self.rng.randrange(1, 41)
-        num_tokens = self.rng.randrange(1, 13)
+            max_tokens = MAX_PROBE_BLOCKS * BLOCK_SIZE if is_probe else 40
+            prompt = [self.rng.randrange(3)] * self.rng.randrange(1, max_tokens + 1)
+        num_tokens = self.rng.randrange(1, 1 + (MAX_PROBE_TOKENS if is_probe else 12))
         self.engine.add(
             request_id,
             prompt,
             num_tokens,
             kv_transfer_params=params,
-            priority=self.rng.randrange(3),
+            priority=PROBE_PRIORITY if is_probe else self.rng.randrange(3),
             fork_of=fork_of,
             deadline=FAR + self.rng.random() if self.rng.random() < 0.1 else None,
         )
@@ -195,7 +207,10 @@ class Traffic:
         core._last = core._last._replace(duration_s=self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
-        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        num_probes = sum(request.is_probe for request in scheduler.running)
+        assert all(request.is_probe for request in scheduler.running[:num_probes])
+        assert num_probes <= NUM_PROBE_SEATS
+        assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
         planned = [sum(step.values()) for step in scheduler._in_flight]
         assert all(num <= scheduler.config.max_num_batched_tokens for num in planned)
         # Suspects of a failed step come first, and short prompts may overtake chunked ones.
@@ -203,7 +218,8 @@ class Traffic:
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
             forbidden = set(scheduler.remote_decodes)
-            before = [request for request in queue if request not in forbidden]
+            # Probes have seats of their own to wait for.
+            before = [r for r in queue if r not in forbidden and not r.is_probe]
             self._check_order(before, set(scheduler.waiting))
 
     def settle(self) -> None:

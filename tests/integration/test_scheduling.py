@@ -1,4 +1,6 @@
-"""Scheduling settings of real workers, seen from a client: V0 mode, and priorities of both APIs."""
+"""Scheduling settings of real workers, seen from a client: V0 mode, and priorities of both APIs;
+and from a router that starts while they are full.
+"""
 
 import asyncio
 import json
@@ -22,6 +24,8 @@ PROMPT_LEN = 40
 NUM_TOKENS = 300
 # Runs until somebody ends it.
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+# So many of them, one after the other, take longer than a router waits for a pair's proof.
+NUM_HOLDING = 12
 WAIT_S = 60.0
 STEP = re.compile(r"step \d+: (\d+) running, \d+ waiting, (\d+) tokens in")
 
@@ -150,6 +154,31 @@ async def test_a_lower_priority_number_goes_first_over_both_apis(
         runs.cancel()
         await asyncio.gather(*waiting)
     assert ends == ["highest", "high", "normal", "low"]
+
+
+async def test_a_router_proves_a_pair_whose_decode_worker_is_full(
+    stack: Any, start_router: Any
+) -> None:
+    async with start_router(stack, decode="decode-2") as busy:
+
+        async def hold() -> None:
+            async for output in busy.client.generate([5, 6], ENDLESS, timeout_s=WAIT_S):
+                assert not any(c.HasField("error") for c in output.outputs)
+
+        # One has the only seat, the next one takes it over.
+        holding = [asyncio.create_task(hold()) for _ in range(NUM_HOLDING)]
+        await wait_for(stack, "pdserve_requests_running", 1)
+        await wait_for(stack, "pdserve_requests_waiting", NUM_HOLDING - 1)
+        async with start_router(stack, prefill="prefill-0", decode="decode-2") as routed:
+            await routed.until(1, "pdserve_worker_pairs", state="proven")
+            assert not all(task.done() for task in holding), "the seat was free"
+        for task in holding:
+            task.cancel()
+        assert not [e for e in await asyncio.gather(*holding, return_exceptions=True) if is_bad(e)]
+
+
+def is_bad(result: BaseException | None) -> bool:
+    return not isinstance(result, asyncio.CancelledError | None)
 
 
 async def wait_for(stack: Any, sample: str, value: float) -> None:

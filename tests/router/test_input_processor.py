@@ -7,6 +7,7 @@ from tokenizers import processors
 
 from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.input_processor import ChatMessage, GenerationRequest, InputProcessor
 from pdserve_router.worker_pool import ModelLimits
 
@@ -90,7 +91,9 @@ async def test_deadlines_are_defaulted_and_bounded(processor) -> None:
         ({"messages": [ChatMessage(role="robot", content="hi")]}, "messages"),
         ({"messages": [ChatMessage(role="user", content="forbidden")]}, "messages"),
         ({"text": "a", "token_ids": [5]}, "prompt"),
-        ({"priority": 2**31}, "priority"),
+        ({"priority": 2**31 - 1}, "priority"),
+        ({"priority": PROBE_PRIORITY}, "priority"),
+        ({"priority": -(2**31)}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"params": {"min_tokens": 99}}, "min_tokens"),

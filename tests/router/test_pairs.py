@@ -24,6 +24,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.validation import PROBE_PRIORITY, validate_engine_core_request
 from pdserve_router import pair_probe, pairs, worker_pool
 from pdserve_router.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.route_chooser import RoutingRules
@@ -149,7 +150,9 @@ async def test_a_pair_is_proven_by_a_generation_over_both(start) -> None:
         assert not set(p_leg.prompt_token_ids) & set(info.eos_token_ids)
         assert p_leg.sampling_params.max_tokens == 2
         assert p_leg.sampling_params.is_greedy
-        assert p_leg.priority < 0
+        for leg, worker in ((p_leg, stage.prefill[0]), (d_leg, stage.decode[0])):
+            assert leg.priority == PROBE_PRIORITY
+            validate_engine_core_request(leg, worker.info)
         assert p_leg.kv_transfer_params.remote_engine_id == "decode-0"
         assert d_leg.kv_transfer_params.remote_engine_id == "prefill-0"
         assert stage.pool.prefill[0].num_in_flight == stage.pool.decode[0].num_in_flight == 0

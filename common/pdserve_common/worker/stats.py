@@ -40,8 +40,8 @@ class EngineStatsRecorder:
         metrics.requests_waiting.set(stats.num_waiting_reqs)
         metrics.requests_waiting_for_decode.set(stats.num_waiting_for_decode_reqs)
         metrics.waiting_tokens.set(stats.num_waiting_tokens)
-        metrics.slots.labels(state="used").set(stats.num_running_reqs)
-        metrics.slots.labels(state="free").set(stats.num_slots - stats.num_running_reqs)
+        metrics.slots.labels(state="used").set(stats.num_used_slots)
+        metrics.slots.labels(state="free").set(stats.num_slots - stats.num_used_slots)
         metrics.slot_usage.set(stats.slot_usage)
         used = stats.num_total_blocks - stats.num_free_blocks
         metrics.kv_blocks.labels(state="used").set(used)

@@ -193,7 +193,7 @@ class RemoteDecodes:
 
     def _take_next_of(self, engine_id: str) -> Iterator[Request]:
         queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})
-        while len(queue) and self._may_ask(asked):
+        while len(queue) and (queue.peek_request().is_probe or self._may_ask(asked)):
             request = queue.pop_request()
             asked[request] = None
             self._watch(engine_id)
@@ -202,8 +202,9 @@ class RemoteDecodes:
             del self._queues[engine_id], self._asked[engine_id], self._held_up[engine_id]
 
     def _may_ask(self, asked: dict[Request, None]) -> bool:
-        num_tokens = sum(request.num_tokens for request in asked)
-        return len(asked) < NUM_ASKED_AHEAD or num_tokens < self._step_tokens
+        ordinary = [request for request in asked if not request.is_probe]
+        num_tokens = sum(request.num_tokens for request in ordinary)
+        return len(ordinary) < NUM_ASKED_AHEAD or num_tokens < self._step_tokens
 
     def _queue_of(self, request: Request) -> RequestQueue:
         engine_id = _engine_id(request)

@@ -4,7 +4,8 @@ router's ticket until they can run.
 A ticket holds nothing. When P asks, the request gets its blocks, if there is room and a seat in
 sight, and P may start.
 Among claims and local requests whoever has had to wait for long is the next to get blocks, so that
-nobody starves; preempted requests come before all of them.
+nobody starves; preempted requests come before all of them. Probes, of which few are let in at a
+time, need only free blocks.
 """
 
 import bisect
@@ -51,6 +52,10 @@ class _Room(NamedTuple):
     outlook: Outlook
 
 
+# A probe finds a seat of its own, and is too small for the other limits.
+_ROOM_OF_PROBES = _Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
+
+
 class RemotePrefills:
     """Requests that wait for their KV, and the claims of P on blocks for them."""
 
@@ -73,6 +78,7 @@ class RemotePrefills:
         # And when P claimed blocks last; before that, or if it has run ahead in vain: when it came.
         self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
+        self._probe_claims: deque[_Claim] = deque()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -111,15 +117,25 @@ class RemotePrefills:
         it gets its blocks when grant_claims finds room.
         """
         # It may have asked, withdrawn and asked again before the first claim had its turn.
-        if all(claim.request is not request for claim in self._claims):
+        claims = self._claims_like(request)
+        if all(claim.request is not request for claim in claims):
             self._requests[request] = since
             # P may have asked before its ticket was here: then younger claims are here already.
-            bisect.insort(self._claims, _Claim(request, since), key=lambda other: other.since)
+            bisect.insort(claims, _Claim(request, since), key=lambda other: other.since)
 
     def drop_claim(self, request: Request) -> None:
         """P's claim, if there is one, does not count any more, whether granted or not."""
         self._seats.withdraw(request)
-        self._claims = deque(claim for claim in self._claims if claim.request is not request)
+        claims = self._claims_like(request)
+        for claim in [claim for claim in claims if claim.request is request]:
+            claims.remove(claim)
+
+    def grant_probes(self, num_free_seats: Callable[[], int]) -> None:
+        """Give blocks to probes' claims, however many others wait."""
+        while self._probe_claims and num_free_seats() > 0:
+            if not self._reserve(self._probe_claims[0].request, _ROOM_OF_PROBES):
+                return
+            self._probe_claims.popleft()
 
     def grant_claims(self, waiting_since: float, num_ahead: int) -> None:
         """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
@@ -157,8 +173,11 @@ class RemotePrefills:
         self._seats.withdraw(request)
         self._free(request)
         claim = _Claim(request, self._requests[request], is_deferred=True)
-        bisect.insort_left(self._claims, claim, key=lambda other: other.since)
+        bisect.insort_left(self._claims_like(request), claim, key=lambda other: other.since)
         return True
+
+    def _claims_like(self, request: Request) -> deque[_Claim]:
+        return self._probe_claims if request.is_probe else self._claims
 
     def _defer(self, claim: _Claim) -> None:
         """Have P know that it has to wait, once."""

@@ -16,6 +16,7 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     SamplingParams,
 )
+from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_engine.core.sched_output import ModelRunnerOutput
 
 
@@ -73,6 +74,7 @@ class Request:
         "held_result",
         "held_up_before_s",
         "is_kv_loaded",
+        "is_probe",
         "kv_ready_time",
         "kv_transfer_stats",
         "max_tokens",
@@ -109,6 +111,8 @@ class Request:
         self.request = request
         self.request_id = request.request_id
         self.sampling_params: SamplingParams = params
+        # A router's own, tiny: it comes before all others, in a seat of its own.
+        self.is_probe = request.priority == PROBE_PRIORITY
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)

@@ -1,11 +1,12 @@
-"""The waiting queue: first come first served, or by priority (lower number first). Requests that
-their front end has sent again after a failure come before new ones.
+"""The waiting queue: first come first served, or by priority (lower number first). Probes come
+before all others, and requests that their front end has sent again after a failure before new ones.
 """
 
 import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pdserve_engine.core.request import Request, RequestStatus
@@ -74,18 +75,24 @@ class FCFSRequestQueue(RequestQueue):
         self._queue: deque[Request] = deque()
 
     def _add(self, request: Request) -> None:
-        if request.is_redrive:
+        if request.is_probe:
+            self._queue.insert(self._num_probes(), request)
+        elif request.is_redrive:
             self._queue.insert(self._num_ahead(), request)
         else:
             self._queue.append(request)
 
+    def _num_probes(self) -> int:
+        return _num_leading(request.is_probe for request in self._queue)
+
     def _num_ahead(self) -> int:
         """Return how many in front have been admitted or sent before, and so come first."""
-        was_here = (r.is_redrive or r.status is RequestStatus.PREEMPTED for r in self._queue)
-        return next((i for i, is_ahead in enumerate(was_here) if not is_ahead), len(self._queue))
+        return _num_leading(
+            r.is_probe or r.is_redrive or r.status is RequestStatus.PREEMPTED for r in self._queue
+        )
 
     def _prepend(self, request: Request) -> None:
-        self._queue.appendleft(request)
+        self._queue.insert(0 if request.is_probe else self._num_probes(), request)
 
     def peek_request(self) -> Request:
         return self._queue[0]
@@ -101,6 +108,10 @@ class FCFSRequestQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._queue)
+
+
+def _num_leading(values: Iterable[bool]) -> int:
+    return sum(1 for _ in itertools.takewhile(bool, values))
 
 
 class _Entry:

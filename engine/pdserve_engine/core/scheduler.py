@@ -41,7 +41,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
 )
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
-from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
 from pdserve_engine.core.deadlines import Deadlines
 from pdserve_engine.core.forks import Forks, find_source
 from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
@@ -112,6 +112,7 @@ class Scheduler:
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
+        # Probes first.
         self.running: list[Request] = []
         self.remote_decodes = RemoteDecodes(
             lambda: make_request_queue(config.scheduling_policy), config.max_num_batched_tokens
@@ -246,6 +247,7 @@ class Scheduler:
             elif self.config.scheduling_mode == "v0":
                 self._schedule_phase(plan)
             else:
+                self._schedule_probes(plan)
                 self._schedule_running(plan)
                 self._schedule_newcomers(plan)
         return self._commit(plan)
@@ -331,8 +333,10 @@ class Scheduler:
     # ---- planning
 
     def _schedule_phase(self, plan: StepPlan) -> None:
-        """V0: a step of whole prompts, or else a step of decodes."""
-        self._schedule_newcomers(plan, is_decode=False)
+        """V0: a step of probes, or else of whole prompts, or else of decodes."""
+        self._schedule_probes(plan)
+        if not plan.scheduled:
+            self._schedule_newcomers(plan, is_decode=False)
         if not plan.scheduled:
             self._schedule_running(plan)
             self._schedule_kv_ready(plan, is_decode=True)
@@ -344,15 +348,31 @@ class Scheduler:
         else:
             self._schedule_preempted(plan)
 
+    def _schedule_probes(self, plan: StepPlan) -> None:
+        """Before all else: they are to find out in time that a worker works, however busy it is."""
+        self._schedule_those(itertools.takewhile(_is_probe, list(self.running)), plan)
+        if self.kv_ready and self.kv_ready[0].is_probe:
+            self._schedule_kv_ready(plan, is_probe=True)
+        while self.pause_state is PauseState.UNPAUSED and len(self.waiting):
+            request = self.waiting.peek_request()
+            if not (request.is_probe and self._may_add(request, plan)):
+                return
+            if self._try_to_admit(request, plan) is not _Admission.ADMITTED:
+                return
+
     def _schedule_running(self, plan: StepPlan) -> None:
-        for request in list(self.running):
+        self._schedule_those(list(self.running), plan)
+
+    def _schedule_those(self, running: Iterable[Request], plan: StepPlan) -> None:
+        for request in running:
             if plan.token_budget == 0 or self.needs_drain:
                 return
             # Preempted in this step, its last token is on its way, or it has run ahead.
             is_running = request.status is RequestStatus.RUNNING
             if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
-            self._continue_running(request, plan)
+            if request not in plan.scheduled:  # else it is a probe
+                self._continue_running(request, plan)
 
     def _continue_running(self, request: Request, plan: StepPlan) -> None:
         num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
@@ -433,14 +453,19 @@ class Scheduler:
         else:
             self.waiting.prepend_request(request)
 
-    def _schedule_kv_ready(self, plan: StepPlan, *, is_decode: bool | None = None) -> None:
+    def _schedule_kv_ready(
+        self, plan: StepPlan, *, is_decode: bool | None = None, is_probe: bool = False
+    ) -> None:
         """Requests that own their prompt's blocks come before the waiting ones.
 
-        `is_decode` takes only those that have one token left to compute, or only the others.
+        `is_decode` takes only those that have one token left to compute, or only the others;
+        `is_probe` only probes.
         """
-        while self.kv_ready and self._may_add(plan):
+        while self.kv_ready and self._may_add(self.kv_ready[0], plan):
             request = self.kv_ready[0]
             if is_decode is not None and is_decode != (request.num_uncomputed_tokens == 1):
+                return
+            if is_probe and not request.is_probe:
                 return
             num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
             if self._allocate(request, request.num_computed_tokens + num_tokens) is None:
@@ -453,15 +478,20 @@ class Scheduler:
             self._schedule_preempted(plan)
             return
         skipped: list[Request] = []
-        while len(self.waiting) and self._may_add(plan):
+        while len(self.waiting):
             request = self.waiting.peek_request()
+            if request.is_probe:  # it has had its turn
+                skipped.append(self.waiting.pop_request())
+                continue
+            if not self._may_add(request, plan):
+                break
             if not (_has_begun(request) or self.seats.may_run()):
                 break
             admission = self._try_to_admit(request, plan)
             if admission is _Admission.NO_ROOM:
                 break
             if admission is _Admission.NO_PARTIAL_PREFILL:
-                if len(skipped) == MAX_SKIPPED:
+                if len(skipped) >= MAX_SKIPPED:
                     break
                 skipped.append(self.waiting.pop_request())
         for request in reversed(skipped):
@@ -480,7 +510,7 @@ class Scheduler:
         if self._num_preempted == 0:
             return
         for request in list(filter(_is_preempted, self.waiting)):
-            if not self._may_add(plan):
+            if not self._may_add(request, plan):
                 return
             if self._admit(request, *self._find_cached(request), plan) is _Admission.ADMITTED:
                 self.waiting.remove_request(request)
@@ -510,7 +540,7 @@ class Scheduler:
                 return _Admission.NO_PARTIAL_PREFILL
         # The whole prompt has to fit besides what admitted requests still need, or they would
         # evict each other.
-        if not self._can_allocate(request.num_tokens, blocks, plan):
+        if not self._can_allocate(request, blocks, plan):
             return _Admission.NO_ROOM
         if self._allocate(request, num_hit_tokens + num_tokens, blocks) is None:
             return _Admission.NO_ROOM
@@ -533,7 +563,10 @@ class Scheduler:
         request.record_event(EngineCoreEventType.SCHEDULED)
         self._num_preempted -= request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
-        self.running.append(request)
+        if request.is_probe:
+            self.running.insert(0, request)
+        else:
+            self.running.append(request)
         self._num_common_prefix_blocks = None
         plan.take(request, num_tokens)
         plan.new_reqs.append(
@@ -561,7 +594,7 @@ class Scheduler:
             self._schedule_kv_ready(plan)
 
     def _admit_suspect(self, suspect: Request, plan: StepPlan) -> bool:
-        if not self._may_add(plan):
+        if not self._may_add(suspect, plan):
             return False
         return self._admit(suspect, *self._find_cached(suspect), plan) is _Admission.ADMITTED
 
@@ -593,20 +626,33 @@ class Scheduler:
 
     # ---- room
 
-    def _may_add(self, plan: StepPlan) -> bool:
-        """May another request join the batch? Not if somebody has just given way for room."""
-        has_place = plan.token_budget > 0 and len(self.running) < self.config.max_num_seqs
-        return has_place and not (plan.has_preempted or self.needs_drain)
+    def _may_add(self, request: Request, plan: StepPlan) -> bool:
+        """May the request join the batch? Not if somebody has just given way for room."""
+        if plan.token_budget == 0 or plan.has_preempted or self.needs_drain:
+            return False
+        if not request.is_probe:
+            return self.seats.num_free > 0
+        # A pull has its seat with its blocks.
+        return request.num_slots > 0 or self._num_free_probe_seats() > 0
+
+    def _num_free_probe_seats(self) -> int:
+        """Of those that only probes may have: they take them with their blocks."""
+        with_blocks = itertools.chain(
+            self.running, self.kv_ready, self.remote_prefills.with_blocks()
+        )
+        return NUM_PROBE_SEATS - sum(map(_is_probe, with_blocks))
 
     @property
     def _is_priority(self) -> bool:
         return self.config.scheduling_policy == "priority"
 
-    def _can_allocate(self, num_tokens: int, blocks: ComputedBlocks, plan: StepPlan) -> bool:
+    def _can_allocate(self, request: Request, blocks: ComputedBlocks, plan: StepPlan) -> bool:
+        if request.is_probe:  # too small to look after others
+            return self.kv.can_allocate(request.num_tokens, blocks)
         if plan.num_reserved_blocks is None:
             plan.num_reserved_blocks = self._num_reserved_blocks()
         num_spare = self._with_watermark(plan.num_reserved_blocks)
-        return self.kv.can_allocate(num_tokens, blocks, num_spare=num_spare)
+        return self.kv.can_allocate(request.num_tokens, blocks, num_spare=num_spare)
 
     def _num_spare_blocks(self) -> int:
         """Blocks that whoever is admitted now has to leave free."""
@@ -769,9 +815,12 @@ class Scheduler:
         if self.connector is None:
             return
         self._hear_connector()
-        # Preempted requests come first, or a stream of small claims would keep them out for ever.
-        if self.pause_state is PauseState.UNPAUSED and not self._num_preempted:
-            self.remote_prefills.grant_claims(self._waiting_since(), self._num_ahead())
+        if self.pause_state is PauseState.UNPAUSED:
+            self.remote_prefills.grant_probes(self._num_free_probe_seats)
+            # Preempted requests come first, or a stream of small claims would keep them out for
+            # ever.
+            if not self._num_preempted:
+                self.remote_prefills.grant_claims(self._waiting_since(), self._num_ahead())
         if self.pause_state is not PauseState.UNPAUSED:
             self._give_grants_back(self.connector)
         for request in self._next_remote_decodes():
@@ -779,8 +828,8 @@ class Scheduler:
 
     def _landed_pulls(self) -> Iterator[Request]:
         """D: pulls that own all their blocks and find no place in the batch."""
-        num_places = self.config.max_num_seqs - len(self.running)
-        kept_out = itertools.islice(self.kv_ready, num_places, None)
+        ready = (request for request in self.kv_ready if not request.is_probe)
+        kept_out = itertools.islice(ready, self.seats.num_free, None)
         return (request for request in kept_out if request.do_remote_prefill)
 
     def _next_remote_decodes(self) -> list[Request]:
@@ -871,7 +920,10 @@ class Scheduler:
         self.remote_prefills.land(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_tokens
-        self.kv_ready.append(request)
+        if request.is_probe:
+            self.kv_ready.appendleft(request)
+        else:
+            self.kv_ready.append(request)
 
     def _take_back(self, request: Request) -> None:
         """D: if the request has run ahead, it never has. It keeps its blocks."""
@@ -940,6 +992,10 @@ def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus 
 
 def _is_preempted(request: Request) -> bool:
     return request.status is RequestStatus.PREEMPTED
+
+
+def _is_probe(request: Request) -> bool:
+    return request.is_probe
 
 
 def _has_begun(request: Request) -> bool:

@@ -4,10 +4,12 @@ one in time.
 A client has its first token when P is done. If D has no seat then, the stream is silent in the
 midst of its answer. So D grants no blocks before a seat is in sight: free now, or free when the KV
 will have landed, so that seats do not stay empty while P computes. Time is counted in steps of this
-engine, as running requests end after so many of them.
+engine, as running requests end after so many of them. Probes have seats of their own, and do not
+count here.
 """
 
 import bisect
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -53,11 +55,13 @@ class Seats:
     def __init__(
         self,
         config: SchedulerConfig,
-        running: Collection[Request],
+        running: Sequence[Request],
         kv_ready: Collection[Request],
         forks: Forks,
     ) -> None:
-        """`running` have a seat, `kv_ready` and `forks` of either need one as soon as they can."""
+        """`running` have a seat, probes first; `kv_ready` and `forks` of either need one as soon as
+        they can.
+        """
         self._config = config
         self._running = running
         self._kv_ready = kv_ready
@@ -70,9 +74,15 @@ class Seats:
         self._num_early_ends = 0
         self._early_ends = 0.0
 
+    @property
+    def num_free(self) -> int:
+        """Seats that nobody has now, promised or not."""
+        return self._config.max_num_seqs - len(self._running) + self._num_probes()
+
     def promise(self, request: Request) -> None:
         """It has been granted its blocks, and will run once its KV has landed."""
-        self._granted[request] = self._step
+        if not request.is_probe:
+            self._granted[request] = self._step
 
     def land(self, request: Request) -> None:
         """Its KV is here: it needs its seat now."""
@@ -107,17 +117,23 @@ class Seats:
 
     def look_ahead(self, num_ahead: int = 0) -> Outlook:
         """Return what is in sight. `num_ahead` waiting requests take the next seats."""
-        free = (0,) * (self._config.max_num_seqs - len(self._running))
+        running = self._running[self._num_probes() :]
+        free = (0,) * self.num_free
         arrivals = [0] * num_ahead
-        for request in self._running:
+        for request in running:
             arrivals += [0] * self._forks.num_of(request)
         for request in self._kv_ready:
+            if request.is_probe:
+                continue
             arrivals += [0] * (1 + self._forks.num_of(request))
         for request, granted in self._granted.items():
             num_left = max(0, granted + self._steps_to_land(request) - self._step)
             arrivals += [num_left] * (1 + self._forks.num_of(request))
-        seats = sorted((*free, *map(self._steps_to_end, self._running)))
+        seats = sorted((*free, *map(self._steps_to_end, running)))
         return Outlook(seats, sorted(arrivals), self._early_ends)
+
+    def _num_probes(self) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda r: r.is_probe, self._running))
 
     def _steps_to_land(self, request: Request) -> int:
         return round(self._landing_steps.get(_size(request), 0))
