@@ -1029,7 +1029,8 @@ def router() -> Dashboard:
                 },
                 description=(
                     "`down` or long `connecting`: that Pod, or the network to it. `reattaching` "
-                    "for more than seconds: routers are about to give it up."
+                    "for more than seconds: routers are about to give it up. `mismatched` but for "
+                    "a rollout, or `duplicate`: see the runbook of PdserveWorkerUnused."
                 ),
             ),
             Panel(

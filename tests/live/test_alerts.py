@@ -222,6 +222,33 @@ def hanging_storage(member: Member) -> Iterator[None]:
             member.kill()
 
 
+@contextlib.contextmanager
+def name_taken(world: World) -> Iterator[None]:
+    """A decode worker is started again under the other one's engine_id."""
+    with started_with(world, "decode-1", "--engine-id=decode-0"):
+        yield
+
+
+@contextlib.contextmanager
+def other_weights(world: World) -> Iterator[None]:
+    """A decode worker is started again in another dtype, which makes other weights of them."""
+    with started_with(world, "decode-1", "--dtype=bfloat16"):
+        yield
+
+
+@contextlib.contextmanager
+def started_with(world: World, name: str, flag: str) -> Iterator[None]:
+    member = world.cluster.members[name]
+    command = member.command
+    member.command = [*command, flag]
+    try:
+        world.cluster.restart(name)
+        yield
+    finally:
+        member.command = command
+        member.kill()
+
+
 class Case(NamedTuple):
     """A cause, and labels of the alerts that come of it."""
 
@@ -315,6 +342,8 @@ CASES = [
         dead_router,
         (alert("PdserveNoRouter"), alert("PdserveTargetDown", pod="router-0")),
     ),
+    Case(name_taken, (alert("PdserveWorkerUnused", role="decode", state="duplicate"),)),
+    Case(other_weights, (alert("PdserveWorkerUnused", role="decode", state="mismatched"),)),
     Case(deaths_while_loading, (alert("PdserveRestartLoop", pod="prefill-1"),)),
 ]
 

@@ -61,8 +61,8 @@ SLOW_FIRES = {
 }
 
 
-def workers(role: str, count: str) -> dict[str, str]:
-    return {f'pdserve_workers{{role="{role}", state="ready", pod="r"}}': count}
+def workers(role: str, count: str, state: str = "ready", pod: str = "r") -> dict[str, str]:
+    return {f'pdserve_workers{{role="{role}", state="{state}", pod="{pod}"}}': count}
 
 
 # A release that could serve once, and one that is still being installed.
@@ -329,6 +329,23 @@ CASES = [
             "a_slow_one_now_and_then": exposed("0x60", "0x5 1x4 2x4 3x4 4x4 5x60"),
         },
         {"slow": {TICKET}},
+    ),
+    Case(
+        "PdserveWorkerUnused",
+        20,
+        {
+            "of_other_weights": workers("decode", "3x60") | workers("decode", "1x60", "mismatched"),
+            "with_a_name_that_is_taken": workers("prefill", "1x60", "duplicate"),
+            "at_one_router": workers("decode", "1x60", "mismatched")
+            | workers("decode", "0x60", "mismatched", pod="s"),
+            "a_rollout_that_passes": workers("decode", "0x3 1x5 3x5 1x4 0x60", "mismatched"),
+            "gone": workers("decode", "3x60", "down") | workers("decode", "0x60", "mismatched"),
+        },
+        {
+            "of_other_weights": {TICKET},
+            "with_a_name_that_is_taken": {TICKET},
+            "at_one_router": {TICKET},
+        },
     ),
     Case(
         "PdservePairFailed",
