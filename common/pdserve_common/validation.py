@@ -29,6 +29,9 @@ PRIORITY_LIMIT = 2**31 - 2
 PROBE_PRIORITY = -PRIORITY_LIMIT - 1
 MAX_PROBE_BLOCKS = 2
 MAX_PROBE_TOKENS = 2
+# Logits are divided or multiplied by it, in fp32: within these bounds none becomes infinite or NaN.
+MIN_REPETITION_PENALTY = 1 / 64
+MAX_REPETITION_PENALTY = 100.0
 MAX_N = 64
 MAX_LOGPROBS = 20
 # All logprobs of a prompt are in one message of at most 16 MiB: an entry has a token id, a float
@@ -88,7 +91,10 @@ def validate_sampling_params(
     _check_range("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
     _check_range("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
     _check_range(
-        "repetition_penalty", params.repetition_penalty, low=0.0, high=100.0, is_low_open=True
+        "repetition_penalty",
+        params.repetition_penalty,
+        low=MIN_REPETITION_PENALTY,
+        high=MAX_REPETITION_PENALTY,
     )
     _check_range("temperature", params.temperature, low=0.0, high=100.0)
     _check_range("top_p", params.top_p, low=0.0, high=1.0, is_low_open=True)
@@ -378,6 +384,11 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     )
     if request.kv_transfer_params is not None:
         _validate_kv_transfer_params(request.kv_transfer_params, info)
+    age_s = time.monotonic() - request.arrival_time
+    if age_s > MAX_TIMEOUT_S:  # older ones would go before all others of their priority
+        raise InvalidRequestError(
+            f"age is {age_s:.0f} s, must be at most {MAX_TIMEOUT_S} s", field="age_ns"
+        )
     if request.deadline is not None:
         timeout_s = request.deadline - time.monotonic()
         if timeout_s > MAX_TIMEOUT_S:

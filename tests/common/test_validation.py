@@ -5,6 +5,8 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from pdserve_common import wire
 from pdserve_common.engine_types import (
@@ -22,6 +24,9 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
 from pdserve_common.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
+    MAX_REPETITION_PENALTY,
+    MAX_TIMEOUT_S,
+    MIN_REPETITION_PENALTY,
     PROBE_PRIORITY,
     validate_choice,
     validate_engine_core_request,
@@ -115,7 +120,11 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1, must be 0 to 20"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must be at least -2 and at most 2"),
         ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, must be at least 0.015625"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40, must be at least 0.015625"),
+        ({"repetition_penalty": 101.0}, "repetition_penalty is 101.0, must be at least 0.015625"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty is nan"),
         ({"logit_bias": {100: 1.0}}, "logit_bias has 100, token ids are 0 to 99"),
         ({"logit_bias": {1: 100.5}}, "logit_bias[1] is 100.5, must be at least -100"),
         ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias has 1025 tokens, at most"),
@@ -286,6 +295,45 @@ def test_a_worker_checks_requests_itself(fields: dict[str, object], message: str
             dataclasses.replace(REQUEST, **fields),  # type: ignore[arg-type]
             dataclasses.replace(INFO, block_size=2),
         )
+
+
+AGES_NS = st.integers(0, 2**64 - 1) | st.integers(0, 2 * MAX_TIMEOUT_S * 10**9)
+
+
+@settings(deadline=None)
+@given(AGES_NS)
+@example(2**64 - 1)
+@example(2**63)
+@example(0)
+def test_a_request_is_no_older_than_any_deadline_allows(age_ns: int) -> None:
+    message = wire.engine_core_request_to_proto(REQUEST)
+    message.age_ns = age_ns
+    before = time.monotonic()
+    request = wire.engine_core_request_from_proto(message)
+    assert abs(before - request.arrival_time - age_ns / 1e9) < 100
+    # A slow machine adds to its age.
+    if age_ns <= (MAX_TIMEOUT_S - 100) * 10**9:
+        validate_engine_core_request(request, INFO)
+    elif age_ns > MAX_TIMEOUT_S * 10**9:
+        with pytest.raises(InvalidRequestError) as caught:
+            validate_engine_core_request(request, INFO)
+        assert caught.value.field == "age_ns"
+        assert re.fullmatch(r"age is \d+ s, must be at most 604800 s", caught.value.message)
+
+
+@given(st.floats(width=32))
+@example(MIN_REPETITION_PENALTY)
+@example(MAX_REPETITION_PENALTY)
+def test_what_the_router_lets_pass_is_within_bounds_for_the_worker(penalty: float) -> None:
+    """The wire has 32 bits for it."""
+    params = SamplingParams(repetition_penalty=penalty)
+    sent = wire.sampling_params_from_proto(wire.sampling_params_to_proto(params))
+    if MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        validate_sampling_params(sent, vocab_size=100)
+        return
+    for refused in (params, sent):
+        with pytest.raises(InvalidRequestError, match=r"repetition_penalty is .* at most 100"):
+            validate_sampling_params(refused, vocab_size=100)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from sampling_reference import adjusted
 
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.validation import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import NO_PROCESSORS
 from pdserve_engine.sampling.rules import TokenRules
+from pdserve_kernels.sampling_batch import MIN_TEMPERATURE
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 199
@@ -112,6 +116,27 @@ def test_counting_tokens_as_they_come_is_counting_them_at_once(
     make_penalties(params).apply(at_once, np.array([0]))
     assert torch.equal(both[0], logits)
     assert torch.equal(both[1], at_once[0])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=4, max_size=4),
+    st.floats(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, width=32),
+    st.sampled_from([-2.0, 0.0, 2.0]),
+)
+@example([2.0**100, -(2.0**100)] * 2, MIN_REPETITION_PENALTY, 2.0)
+@example([2.0**100, -(2.0**100)] * 2, MAX_REPETITION_PENALTY, -2.0)
+def test_permitted_penalties_leave_logits_finite(
+    values: list[float], repetition: float, others: float
+) -> None:
+    params = SamplingParams(
+        repetition_penalty=repetition, presence_penalty=others, frequency_penalty=others
+    )
+    penalties = Penalties(max_num_seqs=1, device=CPU)
+    penalties.add(0, params, [0, 1, 0, 1, 2], 2)
+    logits = torch.tensor([values], dtype=torch.float32)
+    penalties.apply(logits, np.array([0]))
+    assert (logits / MIN_TEMPERATURE).isfinite().all()
 
 
 def test_a_row_forgets_its_last_request(logits: torch.Tensor) -> None:
