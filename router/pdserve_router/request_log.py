@@ -158,6 +158,12 @@ def note_api_key(name: str) -> None:
         line.api_key = name
 
 
+def note_request_id(request_id: str) -> None:
+    """The current request calls itself so."""
+    if (line := _current.get()) is not None:
+        line.request_id = request_id
+
+
 def note_error(error: PdserveError) -> None:
     """The current request is answered with this."""
     if (line := _current.get()) is not None:

@@ -38,6 +38,7 @@ from pdserve_router.request_limits import (
     check_wire_counts,
     is_small,
 )
+from pdserve_router.request_log import note_request_id
 from pdserve_router.resume import ResumedCompletion
 from pdserve_router.router import Router
 from pdserve_router.stall_guard import StallGuard
@@ -191,6 +192,7 @@ async def prepare_generate(
 ) -> ProcessedInput:
     """Parse, check and tokenize. Raises InvalidRequestError naming the field."""
     request = _parse(pb2.GenerateRequest, raw)
+    note_request_id(request.request_id)
     params = request.sampling_params
     check_lengths(
         [
