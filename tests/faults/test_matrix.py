@@ -41,8 +41,9 @@ pytestmark = pytest.mark.slow
 
 IS_WHOLE = os.environ.get("PDSERVE_FAULTS") == "all"
 SHARE = 0 if IS_WHOLE else int(os.environ.get("PDSERVE_FAULTS", "0"))
-NUM_SHARES = 6
-NUM_READ_SHARES = 2
+# Has no divisor in common with the number of faults: each is tried at some stage.
+NUM_SHARES = 9
+NUM_READ_SHARES = 3
 # Of the requests of one case, two and two.
 NUM_REQUESTS = 4
 FAULTS = (
