@@ -338,7 +338,7 @@ CASES = [
             "with_a_name_that_is_taken": workers("prefill", "1x60", "duplicate"),
             "at_one_router": workers("decode", "1x60", "mismatched")
             | workers("decode", "0x60", "mismatched", pod="s"),
-            "a_rollout_that_passes": workers("decode", "0x3 1x5 3x5 1x4 0x60", "mismatched"),
+            "a_rollout_that_passes": workers("decode", "0x3 1x5 3x5 0x60", "mismatched"),
             "gone": workers("decode", "3x60", "down") | workers("decode", "0x60", "mismatched"),
         },
         {
