@@ -19,6 +19,7 @@ PACKAGES = {
 OURS = {"pdserve", *PACKAGES}
 # Third-party modules and the only places that may import them.
 FENCED = {
+    "huggingface_hub": ("common/pdserve_common/model_folder.py",),
     "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
     "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),

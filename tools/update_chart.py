@@ -23,9 +23,10 @@ from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig
 
 CHART = Path(__file__).parent.parent / "helm"
-# Fields that the chart sets from other values.
+# Fields that the chart sets from other values, or has of its own.
 OWNED = {
     "model",
+    "revision",
     "served_model_name",
     "host",
     "port",

@@ -4,6 +4,7 @@ import pdserve_common.grpc_verbosity  # noqa: F401
 
 # isort: split
 import argparse
+import dataclasses
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from pdserve_client.stack import POLL_S, Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
 from pdserve_common.engine_types import SamplingParams
+from pdserve_common.model_folder import find_model
 from pdserve_common.rpc import join_address
 from pdserve_common.version import VERSION
 
@@ -94,7 +96,18 @@ def _stack_config(args: argparse.Namespace) -> StackConfig:
     names = {
         name: value for name, value in flags.items() if name in StackConfig.__dataclass_fields__
     }
-    return build_config(StackConfig, names, os.environ)
+    return _with_model(build_config(StackConfig, names, os.environ))
+
+
+def _with_model(config: StackConfig) -> StackConfig:
+    """The same with the model's folder: it is downloaded once, not by each service."""
+    # The library ends its downloads before it ends: after Ctrl-C that may take minutes.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        model = find_model(config.model, revision=config.revision)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return dataclasses.replace(config, model=model, revision=None)
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -211,6 +224,7 @@ def _wait_until_ready(stack: Stack, check: Callable[[], None] | None = None) -> 
 
 def _print_addresses(stack: Stack) -> None:
     host = stack.config.host
+    print(f"model    {stack.model_name}")
     print(f"gRPC     {stack.grpc_address}")
     scheme = "http" if stack.tls is None else "https"
     print(f"HTTP     {scheme}://{join_address(host, stack.http_port)}/v1")

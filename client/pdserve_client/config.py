@@ -15,7 +15,15 @@ class StackConfig(TlsConfig):
     """A whole stack on this machine: one router, prefill and decode services, all on loopback."""
 
     model: str = opt(
-        "models/pdserve-tiny", "Folder of the model (Hugging Face config and safetensors)."
+        "models/pdserve-tiny",
+        "Folder of the model (Hugging Face config and safetensors), or OWNER/NAME on the Hugging "
+        "Face hub: downloaded if it is not in the hub's cache.",
+    )
+    revision: str | None = opt(
+        None, "Branch, tag or commit of a model on the hub; its main branch if unset."
+    )
+    served_model_name: str | None = opt(
+        None, "Name clients ask for; unset: OWNER/NAME of a model on the hub, the folder's name."
     )
     prefill: int = opt(1, "Number of prefill services; 0: decode services do it all.")
     decode: int = opt(1, "Number of decode services.")

@@ -27,6 +27,7 @@ from pdserve_client.config import StackConfig
 from pdserve_client.restarts import MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_common.config import ENV_PREFIX
 from pdserve_common.cores import cpu_limit, format_cores, parse_cores, share_cores, usable_cores
+from pdserve_common.model_folder import model_name
 from pdserve_common.rpc import join_address, open_blocking_channel
 from pdserve_common.tls import Tls, TlsConfig
 
@@ -130,6 +131,11 @@ class Stack:
         return join_address(self.config.host, self.grpc_port)
 
     @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.served_model_name or model_name(self.config.model)
+
+    @property
     def placement(self) -> str | None:
         """Which cores each service runs on, for people; None if they compute on a GPU."""
         if self.config.device != "cpu":
@@ -224,7 +230,8 @@ class Stack:
     def _check_model(self) -> None:
         if not (Path(self.config.model) / "config.json").is_file():
             raise StackError(
-                f"no model at {self.config.model!r}: it has no config.json; pass --model DIR"
+                f"no model at {self.config.model!r}: it has no config.json; pass --model DIR, or "
+                "OWNER/NAME on the Hugging Face hub"
             )
 
     def _is_serving(self, process: ServiceProcess) -> bool:
@@ -245,6 +252,7 @@ class Stack:
             "port": port,
             "metrics-port": metrics_port,
             "model": config.model,
+            "served-model-name": config.served_model_name,
             "device": config.device,
             "dtype": config.dtype,
             "quantization": config.quantization,
@@ -283,6 +291,7 @@ class Stack:
             "prefill": addresses["prefill"] or None,
             "decode": addresses["decode"],
             "model": config.model,
+            "served-model-name": config.served_model_name,
             "require-disaggregation": config.require_disaggregation,
             "require-transport": config.require_transport,
             "api-keys-file": config.api_keys_file,

@@ -52,9 +52,16 @@ class EngineConfig:
     """One engine."""
 
     model: str = opt(
-        "models/pdserve-tiny", "Folder of the model (Hugging Face config and safetensors)."
+        "models/pdserve-tiny",
+        "Folder of the model (Hugging Face config and safetensors), or OWNER/NAME on the Hugging "
+        "Face hub.",
     )
-    served_model_name: str | None = opt(None, "Name clients ask for; the folder's name if unset.")
+    revision: str | None = opt(
+        None, "Branch, tag or commit of a model on the hub; its main branch if unset."
+    )
+    served_model_name: str | None = opt(
+        None, "Name clients ask for; unset: OWNER/NAME of a model on the hub, the folder's name."
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
     )

@@ -1,11 +1,14 @@
 """Starts a worker's engine, in its process or in its own, as its config says."""
 
+import asyncio
+import dataclasses
 from typing import TYPE_CHECKING, Union
 
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import confine_process
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.model_folder import find_model
 from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.net_devices import keep_to_host
@@ -31,6 +34,9 @@ async def launch_engine(
 
     Raises ValueError, OSError or a PdserveError if it cannot be loaded.
     """
+    # May download it, while the worker's probes answer.
+    model = await asyncio.to_thread(find_model, config.model, revision=config.revision)
+    config = dataclasses.replace(config, model=model)
     if config.cores:
         confine_process(config.cores)  # before OpenMP counts them, and for an engine process too
     if config.kv_connector == "nixl":

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from pdserve_common.cores import cpu_limit
 from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.kv_types import new_epoch
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.model_folder import model_name
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig, Role
@@ -369,7 +369,7 @@ def _describe(
         engine_id=identity.engine_id,
         epoch=identity.epoch,
         role=WorkerRole.PREFILL if role == "prefill" else WorkerRole.DECODE,
-        model=config.served_model_name or Path(config.model).resolve().name,
+        model=config.served_model_name or model_name(config.model),
         max_model_len=max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.config.eos_token_ids,

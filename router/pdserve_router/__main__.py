@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import uvloop
 import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.logging import setup_logging
+from pdserve_common.model_folder import find_model
 from pdserve_router.config import RouterConfig
 from pdserve_router.no_torch import hide_torch
 
@@ -35,7 +37,8 @@ def main() -> None:
     from pdserve_router.server import serve
 
     try:
-        uvloop.run(serve(config))
+        model = find_model(config.model, revision=config.revision, weights=False)
+        uvloop.run(serve(dataclasses.replace(config, model=model)))
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
         sys.exit(1)

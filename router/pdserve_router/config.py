@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve_common.config import LogLevel, Transport, opt
+from pdserve_common.model_folder import is_hub_id, model_name
 from pdserve_common.tls import TlsConfig
 from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.discovery import SOURCES, parse_sources
@@ -22,9 +23,14 @@ class RouterConfig(TlsConfig):
     each to a prefill and a decode worker.
     """
 
-    model: str = opt("", "Directory with the model's tokenizer.")
+    model: str = opt(
+        "", "Directory with the model's tokenizer, or OWNER/NAME on the Hugging Face hub."
+    )
+    revision: str | None = opt(
+        None, "Branch, tag or commit of a model on the hub; its main branch if unset."
+    )
     served_model_name: str | None = opt(
-        None, "Name clients ask for; the directory's name if unset."
+        None, "Name clients ask for; unset: OWNER/NAME of a model on the hub, the directory's name."
     )
     prefill: tuple[str, ...] = opt(
         (),
@@ -129,8 +135,11 @@ class RouterConfig(TlsConfig):
             raise ValueError(
                 "tls_ca_file is set, tls_cert_file must be set as well: workers ask routers for one"
             )
-        if not Path(self.model).is_dir() or not self.model:
-            raise ValueError(f"model must be a directory with a tokenizer, got {self.model!r}")
+        if not self.model or not (Path(self.model).is_dir() or is_hub_id(self.model)):
+            raise ValueError(
+                "model must be a directory with a tokenizer, or OWNER/NAME on the Hugging Face "
+                f"hub, got {self.model!r}"
+            )
         if not self.decode:
             raise ValueError(f"decode needs at least one worker: {SOURCES}")
         for entries in (self.prefill, self.decode):
@@ -194,4 +203,4 @@ class RouterConfig(TlsConfig):
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or Path(self.model).resolve().name
+        return self.served_model_name or model_name(self.model)

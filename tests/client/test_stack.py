@@ -38,6 +38,16 @@ def placements(stack: Stack) -> list[list[str]]:
     return [[flag for flag in worker.flags if flag.startswith(names)] for worker in stack.workers]
 
 
+def test_all_services_are_told_the_name_of_the_model(make_stack: MakeStack) -> None:
+    stack = make_stack(served_model_name="some/name")
+    assert stack.model_name == "some/name"
+    for process in stack.processes:
+        assert "--served-model-name=some/name" in process.flags
+    stack = make_stack()
+    assert stack.model_name == Path(stack.config.model).name
+    assert not any("served-model-name" in str(process.flags) for process in stack.processes)
+
+
 def test_prefill_and_decode_share_no_core(make_stack: MakeStack) -> None:
     stack = make_stack()
     assert placements(stack) == [

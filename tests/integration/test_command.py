@@ -10,14 +10,19 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
+from pdserve_common.model_folder import is_hub_id
+
+if TYPE_CHECKING:
+    from conftest import FakeHub
 
 pytestmark = pytest.mark.slow
 
@@ -64,16 +69,18 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
 class Up:
     """`pdserve up` as a process, on ports of its own choice, and what it prints."""
 
-    def __init__(self, model: str, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, model: str, folder: Path, *flags: str, environment: Mapping[str, str] = os.environ
+    ) -> None:
         ports = [f"--{name}-port=0" for name in ("grpc", "http", "metrics", "worker")]
-        self._model = Path(model).name
+        self._model = model if is_hub_id(model) else Path(model).name
         self._errors = folder / "errors"
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*PDSERVE, "up", "--model", model, *ports, *flags],
                 cwd=folder,
                 env={
-                    name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"
+                    name: value for name, value in environment.items() if name != "UCX_NET_DEVICES"
                 },
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -82,11 +89,11 @@ class Up:
 
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
-        lines: list[str] = []
-        while "Ctrl-C" not in (lines[-1] if lines else ""):
-            lines.append(self.process.stdout.readline())
-            assert lines[-1], f"pdserve up ended early: {self.errors()}"
-        (http,) = [line.split()[1] for line in lines if line.startswith("HTTP")]
+        self.lines: list[str] = []
+        while "Ctrl-C" not in (self.lines[-1] if self.lines else ""):
+            self.lines.append(self.process.stdout.readline())
+            assert self.lines[-1], f"pdserve up ended early: {self.errors()}"
+        (http,) = [line.split()[1] for line in self.lines if line.startswith("HTTP")]
         self.url = http.removesuffix("/v1")
 
     def services(self) -> dict[str, psutil.Process]:
@@ -141,6 +148,61 @@ def test_up_serves_until_it_is_asked_to_stop(up: Callable[..., Up]) -> None:
         assert response.status == 200
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(60) == 0
+
+
+def test_up_downloads_a_model_once_and_serves_it_under_the_hubs_name(
+    hub: "FakeHub", tmp_path: Path
+) -> None:
+    running = Up(hub.model, tmp_path, environment=hub.environment)
+    try:
+        running.wait_until_ready()
+        assert f"model    {hub.model}\n" in running.lines
+        assert running.generate()
+        with urllib.request.urlopen(f"{running.url}/v1/models", timeout=30) as response:
+            (model,) = json.load(response)["data"]
+        assert model["id"] == hub.model
+        downloads = [request for request in hub.requests if request.startswith("GET /some-owner")]
+        assert sorted(set(downloads)) == sorted(downloads)
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == 0
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def test_ctrl_c_ends_a_download_at_once(hub: "FakeHub", tmp_path: Path) -> None:
+    hub.holds_files = True
+    running = Up(hub.model, tmp_path, environment=hub.environment)
+    try:
+        until(running, lambda: any("GET /some-owner" in request for request in hub.requests))
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == -signal.SIGINT
+    finally:
+        hub.holds_files = False
+        running.process.kill()
+        running.process.wait()
+
+
+def test_up_serves_under_the_name_it_is_told(up: Callable[..., Up]) -> None:
+    running = up("--served-model-name", "some/name")
+    running.wait_until_ready()
+    assert "model    some/name\n" in running.lines
+    with urllib.request.urlopen(f"{running.url}/v1/models/some/name", timeout=30) as response:
+        assert json.load(response)["id"] == "some/name"
+
+
+def test_a_model_of_the_hub_that_cannot_be_had_is_one_clear_line(
+    hub: "FakeHub", tmp_path: Path
+) -> None:
+    environment = {**hub.environment, "HF_HUB_OFFLINE": "1"}
+    commands = [("pdserve_client", command) for command in ("up", "run")]
+    commands += [(f"pdserve_{name}", "--metrics-port=0") for name in ("prefill", "decode")]
+    commands += [("pdserve_router", "--decode=127.0.0.1:1")]
+    flagged = [(*command, "--model", hub.model) for command in commands]
+    for status, _, errors in run_at_once(flagged, tmp_path, environment):
+        assert status == 1
+        assert f"run `hf download {hub.model}` on a machine with network" in errors
+        assert "Traceback" not in errors
 
 
 def test_up_starts_services_again_that_end(up: Callable[..., Up]) -> None:
@@ -312,7 +374,8 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
     result = run("up", "--model", "nowhere", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == (
-        "pdserve: no model at 'nowhere': it has no config.json; pass --model DIR\n"
+        "pdserve: no model at 'nowhere': it has no config.json; pass --model DIR, or OWNER/NAME on "
+        "the Hugging Face hub\n"
     )
 
 
@@ -377,12 +440,15 @@ def test_help_is_complete(tmp_path: Path) -> None:
         assert "usage:" in text
 
 
-def run_at_once(commands: Sequence[Sequence[str]], cwd: Path) -> Iterator[tuple[int, str, str]]:
+def run_at_once(
+    commands: Sequence[Sequence[str]], cwd: Path, environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[int, str, str]]:
     """Run modules with their arguments; yield their exit statuses, and what they print."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=cwd,
+            env=dict(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,6 +15,18 @@ def test_the_model_is_named_after_its_directory_unless_told_otherwise(tmp_path) 
     assert config(tmp_path, served_model_name="m").model_name == "m"
 
 
+def test_a_model_of_the_hubs_cache_has_the_hubs_name(tmp_path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("0a" * 20)
+    snapshot.mkdir(parents=True)
+    assert config(snapshot).model_name == "Qwen/Qwen3-0.6B"
+
+
+def test_a_model_may_be_one_of_the_hub(tmp_path) -> None:
+    assert config("Qwen/Qwen3-0.6B").model == "Qwen/Qwen3-0.6B"
+    with pytest.raises(ValueError, match="or OWNER/NAME on the Hugging Face hub, got 'models/x'"):
+        config("models/x")
+
+
 def test_the_rules_of_routing_are_the_flags_of_the_same_names(tmp_path) -> None:
     rules = config(tmp_path, disaggregation=False, max_prefill_queue_tokens=3).rules
     assert (rules.disaggregation, rules.max_prefill_queue_tokens) == (False, 3)

@@ -524,6 +524,22 @@ async def test_a_bad_request_id_is_refused_and_a_good_one_returned(http) -> None
     assert response.json()["error"]["param"] == "request_id"
 
 
+async def test_a_model_of_the_hub_keeps_its_name_with_a_slash(start_stack) -> None:
+    name = "some-owner/Tiny.Model-1"
+    async with (
+        start_stack(http=True, served_model_name=name, info={"model": name}) as stack,
+        httpx.AsyncClient(base_url=stack.url) as http,
+    ):
+        response = await http.post("/v1/completions", json={**COMPLETION, "model": name})
+        assert (response.status_code, response.json()["model"]) == (200, name)
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        assert model["id"] == name
+        for path in (name, name.replace("/", "%2F")):
+            assert (await http.get(f"/v1/models/{path}")).json() == model
+        metrics = {"model": name, "outcome": "stop"}
+        await until(lambda: stack.metric("pdserve_requests_total", **metrics) == 1)
+
+
 async def test_models_and_health(http, stack) -> None:
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
