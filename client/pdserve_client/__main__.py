@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 import grpc
@@ -23,7 +24,7 @@ from pdserve_client.stack import POLL_S, Stack, StackError
 from pdserve_client.waterfall import format_waterfall
 from pdserve_common.config import add_config_flags, build_config
 from pdserve_common.engine_types import SamplingParams
-from pdserve_common.model_folder import find_model
+from pdserve_common.model_folder import find_model, is_hub_id
 from pdserve_common.rpc import join_address
 from pdserve_common.version import VERSION
 
@@ -101,6 +102,9 @@ def _stack_config(args: argparse.Namespace) -> StackConfig:
 
 def _with_model(config: StackConfig) -> StackConfig:
     """The same with the model's folder: it is downloaded once, not by each service."""
+    if not Path(config.model).is_dir() and is_hub_id(config.model):
+        where = "the Hugging Face hub's cache, else on the hub"
+        print(f"looking for {config.model} in {where}", file=sys.stderr, flush=True)
     # The library ends its downloads before it ends: after Ctrl-C that may take minutes.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
