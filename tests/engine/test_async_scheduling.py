@@ -18,6 +18,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engin
     """Of engines that look ahead of every step, also on a busy machine."""
     monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", math.inf)
     engines: list[Engine] = []
+    before = set(threading.enumerate())
 
     def make(**config: object) -> Engine:
         engines.append(Engine(async_scheduling=True, **config))  # type: ignore[arg-type]
@@ -27,7 +28,8 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engin
     yield make
     for engine in engines:
         engine.core.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("model")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("model")]
 
 
 class Gate:

@@ -1,5 +1,7 @@
 """Routers' probes: a worker computes them at once, however full it is, and only few at a time."""
 
+import contextlib
+
 import pytest
 from scripted_engine import BLOCK_SIZE, ON_D, ON_P, Clock, Engine, ScriptedConnector, expected
 
@@ -45,16 +47,17 @@ def test_a_probe_runs_beside_a_full_batch(policy: str, mode: str, is_async: bool
     engine = Engine(
         max_num_seqs=2, scheduling_policy=policy, scheduling_mode=mode, async_scheduling=is_async
     )
-    fill(engine)
-    running = list(engine.scheduler.running)
-    add_probe(engine, "probe")
-    step_until_ended(engine, "probe")
-    assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-    assert engine.scheduler.running == running
-    engine.run()
-    for index in range(4):
-        assert engine.tokens(f"{index}") == expected([index] * 4, 40)
-    engine.assert_idle()
+    with contextlib.closing(engine.core):
+        fill(engine)
+        running = list(engine.scheduler.running)
+        add_probe(engine, "probe")
+        step_until_ended(engine, "probe")
+        assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
+        assert engine.scheduler.running == running
+        engine.run()
+        for index in range(4):
+            assert engine.tokens(f"{index}") == expected([index] * 4, 40)
+        engine.assert_idle()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
