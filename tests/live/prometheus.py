@@ -167,7 +167,8 @@ class Prometheus:
                 "group_by": ["..."],
                 "group_wait": "0s",
                 "group_interval": "1s",
-                "repeat_interval": "1h",
+                # One that is lost, or taken for the one before, comes again.
+                "repeat_interval": "5s",
             },
             "receivers": [
                 {"name": "webhook", "webhook_configs": [{"url": self.webhook.url}]},

@@ -86,11 +86,11 @@ class World:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Undo what faults are left at the end; print the processes' logs if it fails."""
+        """Undo what faults are left at the end; print alerts and logs if it fails."""
         try:
             yield
         except BaseException:  # it goes on; the logs say why
-            print(self.cluster.log_tails())
+            print(*self.prometheus.query("ALERTS"), self.cluster.log_tails(), sep="\n")
             raise
         finally:
             self.cluster.restore()
