@@ -1,17 +1,19 @@
 """More requests than decode has places in its batch: who waits, and where.
 
-    python benchmarks/bench_seats.py [--baseline PYTHON] [--rounds N]
+    python benchmarks/bench_seats.py [--baseline PYTHON] [--rounds N] [--step-ms MS]
 
 One prefill and one decode service with few places (`--max-num-seqs`), and all requests at once.
 Answers have random lengths, so that places do not get free all at the same time. `--baseline` is
 the interpreter of another checkout: its services and this one's get the same load in turns. A step
 is the median gap between tokens of that run, as clients see it; finished/step does not depend on
-what else the machine does.
+what else the machine does. `--step-ms` pads the workers' steps with sleep: those of a tiny model on
+cores that all share are as long as what router and client do between them.
 """
 
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ from pdserve_client.bench import RequestResult, percentile
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams
 
+PLUGIN = Path(__file__).parent / "plugin"
 LOG_DIR = Path(".bench/seats").absolute()
 READY_S = 120.0
 COLUMNS = (
@@ -82,8 +85,9 @@ def services(python: str, args: argparse.Namespace) -> Iterator[str]:
     command = [python, "-m", "pdserve_client", "up", "--model", str(args.model.absolute())]
     command += [f"--{name}={value}" for name, value in flags.items()]
     command += ["--require-disaggregation"]
+    environ = {**os.environ, "PYTHONPATH": str(PLUGIN), "STEP_MS": str(args.step_ms)}
     with (LOG_DIR / "up.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=LOG_DIR)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=LOG_DIR, env=environ)
         try:
             address = f"127.0.0.1:{grpc}"
             asyncio.run(wait_until_ready(address, process))
@@ -167,6 +171,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("models/pdserve-tiny"))
     parser.add_argument("--rounds", type=int, default=3, help="of each (%(default)s)")
     parser.add_argument("--requests", type=int, default=500, help="all at once (%(default)s)")
+    parser.add_argument("--step-ms", type=float, default=0, help="a step at least (%(default)s)")
     parser.add_argument("--seats", type=int, default=16, help="--max-num-seqs (%(default)s)")
     parser.add_argument("--input-len", type=int, default=64, help="tokens (%(default)s)")
     parser.add_argument("--output-len", type=int, default=64, help="half to twice (%(default)s)")

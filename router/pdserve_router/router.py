@@ -32,6 +32,9 @@ from pdserve_router.worker_pool import ModelLimits, WorkerPool
 
 logger = logging.getLogger(__name__)
 
+# How many requests begin in one turn of the event loop: streams go on between many that come at
+# once.
+_BEGIN_TOGETHER = 2
 # Outcomes of requests that no worker got.
 _NOT_TAKEN = ("refused", "rejected")
 OVERLOADED_RETRY_AFTER_MS = 1000
@@ -73,6 +76,7 @@ class Router:
         _begin_series(metrics, model_name)
         # Requests without a token: those not sent yet, and those that were.
         self._num_arriving = 0
+        self._beginning = asyncio.Semaphore(_BEGIN_TOGETHER)
         self._waiting: set[LiveRequest] = set()
         self._live: set[LiveRequest] = set()
         # Of those, the ones whose time to the first token is not exported yet.
@@ -136,6 +140,8 @@ class Router:
         self._num_arriving += 1
         self._is_idle.clear()
         try:
+            async with self._beginning:
+                await asyncio.sleep(0)
             requests = await prepare(self.pool.model_limits())
             request_id_var.set(requests[0].request.external_req_id)
             if len(requests) > 1:
