@@ -7,6 +7,7 @@ make and takes its memory with it when it ends. It has one thread, and uses no g
 import asyncio
 import ctypes
 import gc
+import importlib
 import json
 import logging
 import os
@@ -33,6 +34,8 @@ PR_SET_PDEATHSIG = 1
 LENGTHS = struct.Struct("!QQ")
 LENGTH = struct.Struct("!Q")
 READY = b"r"
+# Where jobs are. By name, as these modules import this one.
+_JOBS = ("pdserve_router.openai_http", "pdserve_router.service")
 # Beside the process that streams, these have time.
 _NICENESS = 5
 _OOM_SCORE = 1000
@@ -65,8 +68,8 @@ def main() -> int:
 def _load(settings: dict[str, object]) -> "InputProcessor":
     hide_torch()
     # They take a second: after the signals are set.
-    import pdserve_router.openai_http
-    import pdserve_router.service  # noqa: F401
+    for name in _JOBS:
+        importlib.import_module(name)
     from pdserve_router.input_processor import InputProcessor
     from pdserve_router.tokenizer import Tokenizer
 

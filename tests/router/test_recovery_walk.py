@@ -342,8 +342,12 @@ async def walk(seed: int, outcomes: Counter[str]) -> None:
 
 
 async def test_the_client_gets_one_answer_whatever_its_workers_do(monkeypatch) -> None:
-    for name in ("redrive.REUSE_DELAY_S", "redrive.TICK_S", "handoff._VERDICT_S"):
-        monkeypatch.setattr(f"pdserve_router.{name}", 0.0)
+    for name in (
+        "pdserve_router.redrive.REUSE_DELAY_S",
+        "pdserve_router.redrive.TICK_S",
+        "pdserve_router.handoff._VERDICT_S",
+    ):
+        monkeypatch.setattr(name, 0.0)
     outcomes: Counter[str] = Counter()
     for seed in range(NUM_WALKS):
         try:
