@@ -16,8 +16,8 @@ import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config, warn_of_unknown_variables
 from pdserve_common.logging import setup_logging
 from pdserve_common.model_folder import find_model
+from pdserve_router.api.no_torch import hide_torch
 from pdserve_router.config import RouterConfig
-from pdserve_router.no_torch import hide_torch
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.model_folder import is_hub_id, model_name
 from pdserve_common.tls import TlsConfig
 from pdserve_common.validation import MAX_TIMEOUT_S
-from pdserve_router.discovery import SOURCES, parse_sources
-from pdserve_router.route_chooser import RoutingRules
-from pdserve_router.routing import ROUTING_POLICIES
+from pdserve_router.workers.discovery import SOURCES, parse_sources
+from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.routing import ROUTING_POLICIES
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 

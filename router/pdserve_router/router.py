@@ -11,24 +11,24 @@ from pdserve_common.errors import DrainingError, NoWorkerError, OverloadedError,
 from pdserve_common.load_log import LoadLog
 from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
-from pdserve_router.attempt import HandoffOutcome
-from pdserve_router.beam_search_request import BeamSearchRequest
-from pdserve_router.handoff import Handoff
-from pdserve_router.input_processor import InputProcessor, ProcessedInput
-from pdserve_router.live_request import LiveRequest
-from pdserve_router.parent_request import ParentRequest
-from pdserve_router.redrive import REDRIVE_REASONS, RedriveQueue
-from pdserve_router.request_limits import max_request_bytes
-from pdserve_router.request_log import note_taken
-from pdserve_router.request_metrics import (
+from pdserve_router.requests.attempt import HandoffOutcome
+from pdserve_router.requests.beam_search_request import BeamSearchRequest
+from pdserve_router.requests.handoff import Handoff
+from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
+from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.parent_request import ParentRequest
+from pdserve_router.requests.redrive import REDRIVE_REASONS, RedriveQueue
+from pdserve_router.requests.request_limits import max_request_bytes
+from pdserve_router.requests.request_log import note_taken
+from pdserve_router.requests.request_metrics import (
     RequestMetrics,
     Timeline,
     observe_end,
     observe_first_token,
 )
-from pdserve_router.route_chooser import LocalReason, Route, RoutePath
-from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_pool import ModelLimits, WorkerPool
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
+from pdserve_router.workers.worker_pool import ModelLimits, WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -23,21 +23,21 @@ from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
-from pdserve_router.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
-from pdserve_router.attach_client import LinkTimings
-from pdserve_router.body_guard import BodyGuard
+from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, HttpApiKeyGuard
+from pdserve_router.api.body_guard import BodyGuard
+from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
+from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
+from pdserve_router.api.http_server import HttpServer
+from pdserve_router.api.openai_http import build_app
 from pdserve_router.config import RouterConfig
-from pdserve_router.edge_processes import EdgeProcesses, EdgeSettings
-from pdserve_router.http_connections import NUM_REFUSING, ConnectionLimits, Connections
-from pdserve_router.http_server import HttpServer
-from pdserve_router.input_processor import InputProcessor
-from pdserve_router.openai_http import build_app
-from pdserve_router.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
+from pdserve_router.requests.input_processor import InputProcessor
+from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
 from pdserve_router.router import Router
-from pdserve_router.served_model import ServedModel
-from pdserve_router.service import SERVICE_NAME, InferenceService
-from pdserve_router.tokenizer import Tokenizer
-from pdserve_router.worker_pool import WorkerPool
+from pdserve_router.text.served_model import ServedModel
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

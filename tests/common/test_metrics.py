@@ -79,7 +79,7 @@ def test_a_process_says_when_it_was_started_before_it_has_anything_else_to_say()
 
 
 def test_the_waterfalls_stages_are_documented() -> None:
-    from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+    from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 
     text = DOCS.read_text()
     assert " + ".join(TTFT_STAGES) in text

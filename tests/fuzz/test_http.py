@@ -13,7 +13,7 @@ from raw_http import Response, exchange, parse, parse_one
 from settings_of_fuzz import examples
 from system import System
 
-from pdserve_router.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from pdserve_common.rpc import LIVENESS_SERVICE
 from pdserve_decode.config import DecodeConfig
 from pdserve_prefill.config import PrefillConfig
 from pdserve_router.config import RouterConfig
-from pdserve_router.discovery import DnsSource
+from pdserve_router.workers.discovery import DnsSource
 
 # Else it reads megabytes for each manifest.
 kubernetes_validate.utils.schema_contents = functools.cache(

@@ -21,8 +21,8 @@ from pdserve_client.stack import FREE_PORTS, Stack
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
-from pdserve_router.served_model import ServedModel
 from pdserve_router.server import RouterServer
+from pdserve_router.text.served_model import ServedModel
 
 # Of what has to happen, however busy the machine is.
 READY_TIMEOUT_S = 120.0

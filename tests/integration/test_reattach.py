@@ -15,9 +15,9 @@ from pdserve_common.engine_types import (
     SamplingParams,
     WorkerRole,
 )
-from pdserve_router.attach_client import LinkTimings
-from pdserve_router.served_model import ServedModel
-from pdserve_router.worker_client import WorkerClient, WorkerState
+from pdserve_router.text.served_model import ServedModel
+from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
 pytestmark = pytest.mark.slow
 

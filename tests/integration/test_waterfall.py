@@ -21,7 +21,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
     WorkerRole,
 )
-from pdserve_router.worker_client import WorkerClient
+from pdserve_router.workers.worker_client import WorkerClient
 
 pytestmark = pytest.mark.slow
 

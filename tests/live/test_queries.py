@@ -6,7 +6,7 @@ import time
 from monitoring import Query, autoscaling_queries, panel_queries, rules
 from world import NAMESPACE, RELEASE, World
 
-from pdserve_router.request_limits import INLINE_BYTES
+from pdserve_router.requests.request_limits import INLINE_BYTES
 
 ANSWER_TIMEOUT_S = 90.0
 VICTIM = "decode-1"

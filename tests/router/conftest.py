@@ -17,11 +17,11 @@ from fake_worker import EOS, FakeWorker
 
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_common.engine_types import WorkerRole
-from pdserve_router.attach_client import LinkTimings
+from pdserve_router.api.http_server import HttpServer
 from pdserve_router.config import RouterConfig
-from pdserve_router.http_server import HttpServer
 from pdserve_router.server import RouterServer
-from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.attach_client import LinkTimings
 
 ANSWER_TEXT = "hello world, the quick fox"
 # A busy machine is no silent worker: tests of silence have a shorter time of their own.
@@ -269,7 +269,7 @@ async def stack(start_stack: StartStack) -> AsyncIterator[Stack]:
 @pytest.fixture
 async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Crew]:
     """Fake workers that join and leave: `start_stack(wait=False, **crew.sources)`."""
-    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
+    monkeypatch.setattr("pdserve_router.workers.discovery.FileSource.interval_s", 0.02)
     crew = Crew(tmp_path)
     yield crew
     for worker in crew.workers:

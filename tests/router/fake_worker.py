@@ -26,7 +26,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.rpc import server_options
-from pdserve_router.served_model import ServedModel
+from pdserve_router.text.served_model import ServedModel
 
 EOS = 1
 # Of the fakes, which have no tokenizer, and of `make_model_dir`.

@@ -15,7 +15,7 @@ from prometheus_client import Counter
 from conftest import ANSWER_TEXT, replace_file
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_router.api_keys import ApiKeys
+from pdserve_router.api.api_keys import ApiKeys
 
 FIRST = "first-key-0123456789"
 SECOND = "second-key-0123456789"

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pdserve_common.engine_types import EarlyStopping, LogprobsLists, SamplingParams
-from pdserve_router.beam_search import Beam, BeamSearch
+from pdserve_router.requests.beam_search import Beam, BeamSearch
 
 VOCAB_SIZE = 24
 # Prompts behind which the values of early_stopping and min_tokens below make a difference.

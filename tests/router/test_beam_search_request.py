@@ -20,7 +20,7 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     SamplingParams,
 )
-from pdserve_router.beam_search import BeamSearch
+from pdserve_router.requests.beam_search import BeamSearch
 
 PROMPT = [40, 41, 42]
 MAX_TOKENS = 6
@@ -369,7 +369,7 @@ async def test_a_step_is_done_again_elsewhere_when_its_worker_dies(two) -> None:
 
 
 async def test_a_step_is_done_again_by_the_only_worker(stack, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.redrive.REUSE_DELAY_S", 0.0)
+    monkeypatch.setattr("pdserve_router.requests.redrive.REUSE_DELAY_S", 0.0)
 
     async def fail_one(running) -> None:
         name = running.request.request_id

@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve_router.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.circuit_breaker import CircuitBreaker
 
 
 class Clock:

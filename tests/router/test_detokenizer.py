@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
-from pdserve_router.detokenizer import Detokenizer
-from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.text.detokenizer import Detokenizer
+from pdserve_router.text.tokenizer import Tokenizer
 
 TEXTS = (
     "hello world",

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from conftest import replace_file, until
 from pdserve_common.engine_types import WorkerRole
-from pdserve_router.discovery import Discovery, DnsSource, FileSource, parse_sources
+from pdserve_router.workers.discovery import Discovery, DnsSource, FileSource, parse_sources
 
 
 class Lists:

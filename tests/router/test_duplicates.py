@@ -9,7 +9,7 @@ from crew import ANSWERS, A, D, P
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_router.duplicates import Duplicates
+from pdserve_router.workers.duplicates import Duplicates
 
 
 async def path_of(stack) -> str:

@@ -18,9 +18,9 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router import edge_processes
-from pdserve_router.edge_processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
-from pdserve_router.input_processor import InputProcessor
+from pdserve_router.api import edge_processes
+from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
+from pdserve_router.requests.input_processor import InputProcessor
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 60
@@ -204,7 +204,7 @@ import asyncio, sys
 import edge_jobs
 from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.edge_processes import EdgeProcesses, EdgeSettings
+from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
 
 async def main():
     settings = EdgeSettings(

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from conftest import until
-from pdserve_router.fair_slots import FairSlots
+from pdserve_router.api.fair_slots import FairSlots
 
 
 async def test_one_client_leaves_a_slot_to_others() -> None:

@@ -13,8 +13,8 @@ from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason
-from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from pdserve_router.workers.worker_client import WorkerState
 
 
 def request(**fields) -> pb2.GenerateRequest:

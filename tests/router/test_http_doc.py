@@ -7,21 +7,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve_router.openai_fields import (
+from pdserve_router.api.openai_fields import (
     MESSAGE_WITHOUT_EFFECT,
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     WITHOUT_EFFECT,
 )
-from pdserve_router.openai_format import ERROR_STATUSES, http_status
-from pdserve_router.openai_types import (
+from pdserve_router.api.openai_format import ERROR_STATUSES, http_status
+from pdserve_router.api.openai_types import (
     ChatCompletionBody,
     CompletionBody,
     GenerationBody,
     StreamOptions,
 )
-from pdserve_router.openapi import OPERATIONS
+from pdserve_router.api.openapi import OPERATIONS
 
 DOC = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 MODEL = "pdserve-tiny"

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from conftest import ANSWER_TEXT, until
-from pdserve_router import http_connections
-from pdserve_router.http_connections import MAX_HEADER_BYTES, MAX_HEADERS
+from pdserve_router.api import http_connections
+from pdserve_router.api.http_connections import MAX_HEADER_BYTES, MAX_HEADERS
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
 LIMITED = "pdserve_connection_limits_total"

@@ -8,9 +8,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from pdserve_common.version import VERSION
-from pdserve_router.openai_fields import REFUSED, WITHOUT_EFFECT
-from pdserve_router.openai_types import ChatCompletionBody, CompletionBody
-from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.api.openai_fields import REFUSED, WITHOUT_EFFECT
+from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
+from pdserve_router.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hello"}
 PAGE = "https://chat.example.com"
@@ -144,7 +144,7 @@ async def test_every_path_is_described_and_answers_as_described(http) -> None:
 
 
 def routes_of(http) -> list:
-    from pdserve_router.openai_http import build_app
+    from pdserve_router.api.openai_http import build_app
 
     unused = dict.fromkeys(("router", "max_body_bytes", "cut", "edge", "unknown_fields"))
     router = unused.pop("router")

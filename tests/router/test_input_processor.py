@@ -8,8 +8,8 @@ from tokenizers import processors
 from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.validation import PROBE_PRIORITY
-from pdserve_router.input_processor import ChatMessage, GenerationRequest, InputProcessor
-from pdserve_router.worker_pool import ModelLimits
+from pdserve_router.requests.input_processor import ChatMessage, GenerationRequest, InputProcessor
+from pdserve_router.workers.worker_pool import ModelLimits
 
 DELTA = RequestOutputKind.DELTA
 LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))

@@ -3,8 +3,8 @@ import threading
 import pytest
 from fake_worker import logprobs_of
 
-from pdserve_router.offload import INLINE_POSITIONS, write_off_loop
-from pdserve_router.output_processor import CompletionOutput, RequestOutput
+from pdserve_router.api.offload import INLINE_POSITIONS, write_off_loop
+from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput
 
 
 def output(num_prompt: int, *num_tokens: int) -> RequestOutput:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from conftest import ANSWER_TEXT
-from pdserve_router.openai_fields import (
+from pdserve_router.api.openai_fields import (
     MAX_NAMES,
     MESSAGE_WITHOUT_EFFECT,
     REFUSED,
@@ -16,8 +16,8 @@ from pdserve_router.openai_fields import (
     REFUSED_IN_MESSAGE,
     WITHOUT_EFFECT,
 )
-from pdserve_router.request_metrics import RequestMetrics
-from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hello"}
 CHAT = {"model": "tiny", "messages": [QUESTION]}

@@ -18,7 +18,7 @@ from pdserve_common.engine_types import (
     RepetitionDetectionParams,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, parse_body
 
 MANY = 1000
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -442,7 +442,7 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
         raise ValueError("broken on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pdserve_router.worker_client.WorkerClient.add_request", broken)
+        patch.setattr("pdserve_router.workers.worker_client.WorkerClient.add_request", broken)
         response = await http.post("/v1/completions", json=COMPLETION)
     assert response.status_code == 500
     await stack.assert_idle()
@@ -451,7 +451,7 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
 
 
 async def test_a_body_that_does_not_come_ends_the_connection(stack, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.openai_http._BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pdserve_router.api.openai_http._BODY_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     answer = await asyncio.wait_for(reader.read(), 20)

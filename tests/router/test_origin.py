@@ -7,7 +7,7 @@ from fake_worker import engine_info
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.origin import UNKNOWN, Origin, joined
+from pdserve_router.workers.origin import UNKNOWN, Origin, joined
 
 INFO = engine_info(WorkerRole.DECODE, vocab_size=10)
 EXACT = Origin.of(INFO)

@@ -14,8 +14,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.output_processor import Ending, RequestState, Usage
-from pdserve_router.request_metrics import RequestMetrics, Timeline
+from pdserve_router.requests.output_processor import Ending, RequestState, Usage
+from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 
 
 class Harness:
@@ -113,7 +113,7 @@ async def test_an_end_that_fails_can_be_told_as_an_error(make, monkeypatch) -> N
 
     harness = make()
     harness.accept(10, at=0)
-    monkeypatch.setattr("pdserve_router.detokenizer.Detokenizer.finish", broken)
+    monkeypatch.setattr("pdserve_router.text.detokenizer.Detokenizer.finish", broken)
     with pytest.raises(ValueError, match="on purpose"):
         harness.finish()
     assert harness.state.ending is None

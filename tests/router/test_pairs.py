@@ -25,10 +25,10 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import PROBE_PRIORITY, validate_engine_core_request
-from pdserve_router import pair_probe, pairs, worker_pool
-from pdserve_router.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
-from pdserve_router.route_chooser import RoutingRules
-from pdserve_router.worker_pool import WorkerPool
+from pdserve_router.workers import pair_probe, pairs, worker_pool
+from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
+from pdserve_router.workers.route_chooser import RoutingRules
+from pdserve_router.workers.worker_pool import WorkerPool
 
 VOCAB_SIZE = 300
 
@@ -87,7 +87,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """async with start(num_prefill, num_decode, change, **rules) as stage; `change` gets the
     workers before they start.
     """
-    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 0.1)
+    monkeypatch.setattr("pdserve_router.workers.circuit_breaker.MIN_BACKOFF_S", 0.1)
 
     @contextlib.asynccontextmanager
     async def start(
@@ -259,7 +259,7 @@ async def test_no_worker_is_left_with_a_probe_that_got_no_answer(start, monkeypa
 
     monkeypatch.setattr(pairs, "PROBE_TIMEOUT_S", 0.1)
     # There is no second one.
-    monkeypatch.setattr("pdserve_router.circuit_breaker.MIN_BACKOFF_S", 600)
+    monkeypatch.setattr("pdserve_router.workers.circuit_breaker.MIN_BACKOFF_S", 600)
     async with start(change=slow) as stage:
         await until(lambda: stage.count("failed") == 1)
         await until(lambda: not stage.decode[0]._running)

@@ -12,7 +12,7 @@ from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
-from pdserve_router.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 
 PARAMS = {"n": 3, "seed": 7}
 

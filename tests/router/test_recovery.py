@@ -21,8 +21,8 @@ from pdserve_common.engine_types import (
     KVLost,
     WorkerRole,
 )
-from pdserve_router import handoff
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.requests import handoff
+from pdserve_router.workers.worker_client import WorkerState
 
 RETRYABLE = (
     ErrorCode.ENGINE_DEAD,
@@ -94,7 +94,7 @@ async def all_streaming(stack, count: int) -> None:
 @pytest.fixture
 def forgiving(monkeypatch) -> None:
     """A worker that failed may get the request again at once: no request's time comes later."""
-    monkeypatch.setattr("pdserve_router.redrive.REUSE_DELAY_S", 0.0)
+    monkeypatch.setattr("pdserve_router.requests.redrive.REUSE_DELAY_S", 0.0)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ async def test_kv_lost_with_little_missing_goes_on_at_the_same_worker_alone(
 async def test_kv_lost_with_much_missing_goes_on_at_the_same_worker_with_another_prefill(
     four, tokenizer, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pdserve_router.redrive.SMALL_NUM_TOKENS", 3)
+    monkeypatch.setattr("pdserve_router.requests.redrive.SMALL_NUM_TOKENS", 3)
 
     async def lose(running: Running) -> None:
         lose_kv(running, 16)
@@ -491,7 +491,7 @@ async def test_a_worker_that_goes_after_it_said_that_it_drains_was_expected_to(
 async def test_losses_between_long_stretches_never_end_a_stream(
     start_stack, tokenizer, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pdserve_router.redrive.TOKENS_PER_REDRIVE", 2)
+    monkeypatch.setattr("pdserve_router.requests.redrive.TOKENS_PER_REDRIVE", 2)
     async with start_stack(prefill=2, decode=2, max_redrives=1) as stack:
         for worker in stack.decodes:
             worker.behave = failing(3, fail, attempts=range(5))

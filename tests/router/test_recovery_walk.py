@@ -35,14 +35,14 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.handoff import Handoff
-from pdserve_router.live_request import LiveRequest
-from pdserve_router.origin import Origin
-from pdserve_router.output_processor import RequestOutput
-from pdserve_router.redrive import RedriveQueue
-from pdserve_router.request_metrics import Timeline
-from pdserve_router.route_chooser import Route
-from pdserve_router.worker_client import WorkerClient, WorkerState
+from pdserve_router.requests.handoff import Handoff
+from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.output_processor import RequestOutput
+from pdserve_router.requests.redrive import RedriveQueue
+from pdserve_router.requests.request_metrics import Timeline
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
 NUM_WALKS = 400
 # Then nothing fails any more, so that a walk comes to an end.
@@ -343,9 +343,9 @@ async def walk(seed: int, outcomes: Counter[str]) -> None:
 
 async def test_the_client_gets_one_answer_whatever_its_workers_do(monkeypatch) -> None:
     for name in (
-        "pdserve_router.redrive.REUSE_DELAY_S",
-        "pdserve_router.redrive.TICK_S",
-        "pdserve_router.handoff._VERDICT_S",
+        "pdserve_router.requests.redrive.REUSE_DELAY_S",
+        "pdserve_router.requests.redrive.TICK_S",
+        "pdserve_router.requests.handoff._VERDICT_S",
     ):
         monkeypatch.setattr(name, 0.0)
     outcomes: Counter[str] = Counter()

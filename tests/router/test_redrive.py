@@ -22,10 +22,10 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_ATTEMPT
-from pdserve_router.origin import Origin
-from pdserve_router.redrive import TOKENS_PER_REDRIVE, Recovery, RedriveQueue
-from pdserve_router.route_chooser import Route
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.requests.redrive import TOKENS_PER_REDRIVE, Recovery, RedriveQueue
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import WorkerState
 
 
 class NobodyPool:

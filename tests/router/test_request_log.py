@@ -15,8 +15,8 @@ from conftest import ANSWER_TEXT, until
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_common.logging import make_formatter
-from pdserve_router import request_log
-from pdserve_router.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
+from pdserve_router.requests import request_log
+from pdserve_router.requests.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
 
 PROMPT = "the quick fox"
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 100}

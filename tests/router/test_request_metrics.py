@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.request_metrics import (
+from pdserve_router.requests.request_metrics import (
     FIRST_ITL_STAGES,
     TTFT_STAGES,
     RequestMetrics,

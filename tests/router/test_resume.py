@@ -21,10 +21,10 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.output_processor import Ending, RequestState, Usage
-from pdserve_router.request_metrics import RequestMetrics, Timeline
-from pdserve_router.resume import ResumedCompletion
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.requests.output_processor import Ending, RequestState, Usage
+from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
+from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.workers.worker_client import WorkerState
 
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
@@ -377,7 +377,7 @@ async def test_a_worker_may_be_gone_when_the_request_is_sent(
 
 
 async def test_a_resume_of_too_many_tokens_is_refused(stack, answer, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.resume.MAX_RESUMED_TOKENS", 3)
+    monkeypatch.setattr("pdserve_router.requests.resume.MAX_RESUMED_TOKENS", 3)
     resume = [{"index": i, "token_ids": answer[:2]} for i in range(2)]
     with pytest.raises(grpc.aio.AioRpcError, match="resume has 4 tokens, at most 3"):
         await generate(stack, resume=resume, n=2)

@@ -4,7 +4,7 @@ import pytest
 
 from conftest import until
 from pdserve_common.tokenizer_digest import tokenizer_digest
-from pdserve_router.worker_client import WorkerState
+from pdserve_router.workers.worker_client import WorkerState
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
-from pdserve_router.origin import UNKNOWN, Origin
-from pdserve_router.served_weights import GONE_S, ServedWeights
-from pdserve_router.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.served_weights import GONE_S, ServedWeights
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 READY = WorkerState.READY

@@ -20,9 +20,9 @@ from conftest import ANSWER_TEXT, TIMINGS, replace_file, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
+from pdserve_router.api.grpc_service import SERVICE_NAME
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
-from pdserve_router.service import SERVICE_NAME
 
 
 async def read_all(call) -> list[pb2.RequestOutput]:
@@ -196,7 +196,7 @@ async def test_what_is_required_is_refused_rather_than_done_otherwise(start_stac
 async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
     start_stack, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
+    monkeypatch.setattr("pdserve_router.workers.discovery.FileSource.interval_s", 0.02)
     path = tmp_path / "decode"
     path.write_text("")
     async with start_stack(decode=1, wait=False) as stack:

@@ -15,7 +15,7 @@ from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import FinishReason
-from pdserve_router.http_server import HttpServer
+from pdserve_router.api.http_server import HttpServer
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.tokenizer import Tokenizer
+from pdserve_router.text.tokenizer import Tokenizer
 
 TEXT = "naïve café, 今天天气很好 😀👩‍👧 the end\n"
 

@@ -18,8 +18,8 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
-from pdserve_router.attach_client import LinkTimings
-from pdserve_router.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
 # Of tests in which a worker says nothing any more.
 SHORT = dataclasses.replace(TIMINGS, dead_after_s=0.5)

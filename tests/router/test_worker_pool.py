@@ -25,11 +25,11 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router import circuit_breaker
-from pdserve_router.origin import Origin
-from pdserve_router.route_chooser import Route, RoutingRules
-from pdserve_router.worker_client import WorkerClient, WorkerState
-from pdserve_router.worker_pool import WorkerPool
+from pdserve_router.workers import circuit_breaker
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.route_chooser import Route, RoutingRules
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker_pool import WorkerPool
 
 BLOCK = 16
 
@@ -140,7 +140,7 @@ def start(make) -> Start:
 
 @pytest.fixture
 def fast_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve_router.discovery.FileSource.interval_s", 0.02)
+    monkeypatch.setattr("pdserve_router.workers.discovery.FileSource.interval_s", 0.02)
 
 
 async def hang(running) -> None:
@@ -512,7 +512,7 @@ async def test_excluded_workers_are_never_taken(start) -> None:
 
 @pytest.fixture
 def fast_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve_router.circuit_breaker.MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr("pdserve_router.workers.circuit_breaker.MAX_BACKOFF_S", 0.02)
 
 
 def fail(stage: Stage, client: WorkerClient, times: int = 3) -> None:
@@ -557,7 +557,7 @@ async def test_a_decode_worker_that_keeps_failing_is_left_alone_until_it_is_trie
 async def test_a_trial_needs_all_its_tokens_in_time(
     fast_trials, monkeypatch, start, behave
 ) -> None:
-    monkeypatch.setattr("pdserve_router.worker_trials.TRIAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pdserve_router.workers.worker_trials.TRIAL_TIMEOUT_S", 0.05)
     async with start(0, 2) as stage:
         stage.decode[0].behave_probe = behave
         fail(stage, stage.pool.decode[0])

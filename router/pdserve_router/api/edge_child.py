@@ -1,0 +1,158 @@
+"""python -m pdserve_router.api.edge_child FD SETTINGS: started by EdgeProcesses alone.
+
+It loads the tokenizer once and forks a child for each request, so that one costs milliseconds to
+make and takes its memory with it when it ends. It has one thread, and uses no gRPC: a fork is safe.
+"""
+
+import asyncio
+import ctypes
+import gc
+import importlib
+import json
+import logging
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve_common.errors import InvalidRequestError, PdserveError
+from pdserve_common.logging import setup_logging
+from pdserve_router.api.no_torch import hide_torch
+
+if TYPE_CHECKING:
+    from pdserve_router.requests.input_processor import InputProcessor
+
+PR_SET_PDEATHSIG = 1
+# In front of a job: the lengths of its description and of the request; of an answer: its length.
+LENGTHS = struct.Struct("!QQ")
+LENGTH = struct.Struct("!Q")
+READY = b"r"
+# Where jobs are. By name, as these modules import this one.
+_JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
+# Beside the process that streams, these have time.
+_NICENESS = 5
+_OOM_SCORE = 1000
+
+
+def main() -> int:
+    """Fork a child for each connection that comes over the inherited socket, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when it ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries children
+    _die_with_parent()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    settings = json.loads(sys.argv[2])
+    setup_logging(settings["log_level"], settings["router_id"])
+    os.nice(_NICENESS)
+    processor = _load(settings)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    control.sendall(READY)
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not fds:
+            return 0
+        with socket.socket(fileno=fds[0]) as connection:
+            if os.fork() == 0:
+                control.close()
+                _serve(connection, processor, settings)
+
+
+def _load(settings: dict[str, object]) -> "InputProcessor":
+    hide_torch()
+    # They take a second: after the signals are set.
+    for name in _JOBS:
+        importlib.import_module(name)
+    from pdserve_router.requests.input_processor import InputProcessor
+    from pdserve_router.text.tokenizer import Tokenizer
+
+    return InputProcessor(Tokenizer(str(settings["model"])), **settings["input_processor"])  # type: ignore[arg-type]
+
+
+def _serve(
+    connection: socket.socket, processor: "InputProcessor", settings: dict[str, int]
+) -> None:
+    """Do one job and end this process."""
+    try:
+        _bound(settings["max_memory_bytes"], settings["timeout_s"])
+        head_length, raw_length = LENGTHS.unpack(_receive(connection, LENGTHS.size))
+        function, args = pickle.loads(_receive(connection, head_length))
+        raw = bytes(_receive(connection, raw_length))
+        threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+        answer = _answer(processor, settings["max_memory_bytes"], function, raw, args)
+        connection.sendall(LENGTH.pack(len(answer)))
+        connection.sendall(answer)
+    except OSError:
+        pass  # nobody waits for it any more
+    finally:
+        os._exit(0)
+
+
+def _bound(max_memory_bytes: int, timeout_s: float) -> None:
+    """Have the system end this process when it takes too long, or needs too much."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    _die_with_parent()
+    limit = _data_bytes() + max_memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        # If memory is short all the same, rather this one than the router.
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        if not (num_received := connection.recv_into(view)):
+            raise ConnectionError("the router has gone")
+        view = view[num_received:]
+    return data
+
+
+def _end_with(connection: socket.socket) -> None:
+    """The router sends nothing more, but closes the connection when nobody waits any more."""
+    connection.recv(1)
+    os._exit(0)
+
+
+def _answer(
+    processor: "InputProcessor", max_memory_bytes: int, function: object, raw: bytes, args: object
+) -> bytes:
+    """Return, pickled, what the function returns, or its PdserveError, or what else went wrong."""
+    value: object = None
+    error: PdserveError | str | None = None
+    try:
+        value = asyncio.run(function(processor, raw, *args))  # type: ignore[operator,misc]
+    except PdserveError as expected:
+        error = expected
+    except MemoryError:
+        error = InvalidRequestError(
+            f"the request of {len(raw)} bytes needs more than {max_memory_bytes} bytes of memory"
+        )
+    except Exception:
+        error = traceback.format_exc()
+    return pickle.dumps((value, error), pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    logging.captureWarnings(True)
+    sys.exit(main())

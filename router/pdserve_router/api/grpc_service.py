@@ -1,0 +1,335 @@
+"""The public gRPC API."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common import wire
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
+from pdserve_common.rpc import status_of
+from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
+from pdserve_router.api.edge_processes import EdgeProcesses, Job
+from pdserve_router.api.offload import write_off_loop
+from pdserve_router.api.stall_guard import StallGuard
+from pdserve_router.requests.input_processor import (
+    ChatMessage,
+    GenerationRequest,
+    InputProcessor,
+    ProcessedInput,
+    trace_context,
+)
+from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput
+from pdserve_router.requests.request_limits import (
+    INLINE_BYTES,
+    MAX_DETOKENIZE_BYTES,
+    MAX_MESSAGES,
+    MAX_PARAMS,
+    check_lengths,
+    check_wire_counts,
+    is_small,
+)
+from pdserve_router.requests.request_log import note_request_id
+from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.router import Router
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.worker_pool import ModelLimits
+
+SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+TokenText = Callable[[int], str]
+R = TypeVar("R")
+M = TypeVar("M", pb2.GenerateRequest, pb2.TokenizeRequest, pb2.DetokenizeRequest)
+
+# How long a cut client has to take its status, which waits behind the data it does not read.
+_ABORT_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcCall:
+    """What is known of a request besides its message."""
+
+    arrival_ns: int
+    # time.monotonic(), of the whole machine.
+    deadline: float | None
+    trace_headers: Mapping[str, str]
+
+
+class InferenceService:
+    """Serves InferenceService from a Router. Messages come as bytes: what is made of them depends
+    on how many there are. Methods raise a PdserveError, of which ReceiveGuard makes a status.
+    """
+
+    def __init__(
+        self, router: Router, *, client_stall_timeout_s: float, edge: EdgeProcesses
+    ) -> None:
+        self._router = router
+        self._client_stall_timeout_s = client_stall_timeout_s
+        self._edge = edge
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        serialize = pb2.GenerateResponse.SerializeToString
+        list_models = pb2.ListModelsResponse.SerializeToString
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=serialize
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize),
+            "Detokenize": grpc.unary_unary_rpc_method_handler(self.Detokenize),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.ListModels, response_serializer=list_models
+            ),
+        }
+        server.add_registered_method_handlers(SERVICE_NAME, handlers)
+
+    async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        # Also when the call is cancelled: leaving ends the request on every worker.
+        with self._router.answering(), await self._take(raw, context) as live:
+            params = live.request.sampling_params
+            assert params is not None
+            # Without detokenization tokens stay numbers, also those of logprobs.
+            token_text = self._router.tokenizer.token_text if params.detokenize else None
+            try:
+                await self._stream(live, context, token_text)
+            except ClientTooSlowError as error:
+                # Not an error, which would be the service's: the client has left, in effect.
+                live.cut(FinishReason.ABORT, error.to_engine_error())
+                await _cut(context, error)
+
+    async def _take(self, raw: bytes, context: grpc.aio.ServicerContext) -> LiveRequest:
+        prepare = partial(self._prepare, raw, context, _call(context))
+        (live,) = await self._router.submit(prepare)
+        return live
+
+    async def _prepare(
+        self, raw: bytes, context: grpc.aio.ServicerContext, call: GrpcCall, limits: ModelLimits
+    ) -> Sequence[ProcessedInput]:
+        most = self._router.max_request_bytes
+        return (await self._run(prepare_generate, raw, most, context, call, limits),)
+
+    async def _stream(
+        self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
+    ) -> None:
+        with StallGuard(self._client_stall_timeout_s) as guard:
+            async for output in live:
+                if output.finished:
+                    context.set_trailing_metadata(_trailers(output))
+                message = await write_off_loop(output, partial(_response, output, token_text))
+                await guard.write(context.write(message))
+
+    async def Tokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        limits = self._router.pool.model_limits()
+        most = self._router.max_request_bytes
+        return await self._run(prepare_tokenize, raw, most, context, limits)
+
+    async def Detokenize(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await self._run(prepare_detokenize, raw, MAX_DETOKENIZE_BYTES, context)
+
+    async def _run(
+        self,
+        job: Job[R],
+        raw: bytes,
+        most: int | None,
+        context: grpc.aio.ServicerContext,
+        *args: object,
+    ) -> R:
+        if most is not None and len(raw) > most:
+            raise InvalidRequestError(
+                f"the message has {len(raw)} bytes, at most {most} are of use (max_model_len)"
+            )
+        client = _address(context.peer())
+        # Each message within begins with it.
+        small = is_small(raw, b"\n")
+        with self._edge.hold(client) as held:
+            if not small:
+                held.grow(len(raw))
+            return await self._edge.run(job, raw, *args, client=client, is_small=small)
+
+    async def ListModels(
+        self, raw: bytes, context: grpc.aio.ServicerContext
+    ) -> pb2.ListModelsResponse:
+        limits = self._router.pool.limits
+        if limits is None:
+            return pb2.ListModelsResponse()
+        model = pb2.ModelInfo(id=self._router.model_name, max_model_len=limits.max_model_len)
+        return pb2.ListModelsResponse(models=[model])
+
+
+async def _cut(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
+    try:
+        await asyncio.wait_for(context.abort(status_of(error), error.message), _ABORT_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        # The status is queued in gRPC; nothing here waits for the client any more.
+        return
+
+
+def _call(context: grpc.aio.ServicerContext) -> GrpcCall:
+    arrival_ns = time.monotonic_ns()
+    remaining_s = context.time_remaining()
+    return GrpcCall(
+        arrival_ns=arrival_ns,
+        deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
+        trace_headers=trace_context(_text_metadata(context)),
+    )
+
+
+def _address(peer: str) -> str:
+    """Of whoever sent it, without the port."""
+    return peer.rpartition(":")[0]
+
+
+async def prepare_generate(
+    processor: InputProcessor, raw: bytes, call: GrpcCall, limits: ModelLimits
+) -> ProcessedInput:
+    """Parse, check and tokenize. Raises InvalidRequestError naming the field."""
+    request = _parse(pb2.GenerateRequest, raw)
+    note_request_id(request.request_id)
+    params = request.sampling_params
+    check_lengths(
+        [
+            ("messages", len(request.chat.messages), MAX_MESSAGES),
+            ("resume", len(request.resume), MAX_N),
+            ("bad_words_token_ids", len(params.bad_words_token_ids), 2 * MAX_BAD_WORDS),
+            *((name, len(getattr(params, name)), limit) for name, limit in MAX_PARAMS.items()),
+        ]
+    )
+    return await processor.process(_generation_request(request, call), limits)
+
+
+async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -> bytes:
+    """Return a TokenizeResponse."""
+    request = _parse(pb2.TokenizeRequest, raw)
+    processor.check_model(request.model)
+    check_lengths([("messages", len(request.chat.messages), MAX_MESSAGES)])
+    kind = request.WhichOneof("prompt")
+    token_ids = await processor.tokenize(
+        text=request.text if kind == "text" else None,
+        messages=_messages(request.chat) if kind == "chat" else None,
+        max_model_len=limits.max_model_len,
+    )
+    response = pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+    return response.SerializeToString()
+
+
+async def prepare_detokenize(processor: InputProcessor, raw: bytes) -> bytes:
+    """Return a DetokenizeResponse."""
+    request = _parse(pb2.DetokenizeRequest, raw)
+    processor.check_model(request.model)
+    text = await processor.detokenize(request.token_ids)
+    return pb2.DetokenizeResponse(text=text).SerializeToString()
+
+
+def _parse(cls: type[M], raw: bytes) -> M:
+    if len(raw) > INLINE_BYTES:
+        check_wire_counts(raw, cls.DESCRIPTOR)
+    try:
+        return cls.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is no {cls.DESCRIPTOR.full_name}") from error
+
+
+def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> GenerationRequest:
+    if request.lora_name:
+        raise InvalidRequestError("lora_name is set: not served yet", field="lora_name")
+    kind = request.WhichOneof("prompt")
+    return GenerationRequest(
+        request_id=request.request_id or f"req-{secrets.token_hex(8)}",
+        model=request.model,
+        text=request.text if kind == "text" else None,
+        messages=_messages(request.chat) if kind == "chat" else None,
+        token_ids=tuple(request.tokens.token_ids) if kind == "tokens" else None,
+        sampling_params=wire.sampling_params_from_proto(request.sampling_params),
+        priority=request.priority,
+        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        arrival_ns=call.arrival_ns,
+        deadline=call.deadline,
+        trace_headers=call.trace_headers,
+        resume=tuple(map(_resumed_completion, request.resume)),
+    )
+
+
+def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
+    return ResumedCompletion(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        is_finished=message.finished,
+        origin=Origin.parse(message.origin),
+    )
+
+
+def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}
+
+
+def _messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:
+    return [ChatMessage(role=m.role, content=m.content) for m in chat.messages]
+
+
+def _trailers(output: RequestOutput) -> tuple[tuple[str, str], ...]:
+    assert output.metrics is not None
+    return (
+        *output.metrics.trailers(),
+        ("pdserve-seed", str(output.seed)),
+        ("pdserve-request-id", output.request_id[:MAX_REQUEST_ID_CHARS]),
+    )
+
+
+def _response(output: RequestOutput, token_text: TokenText | None) -> pb2.GenerateResponse:
+    return pb2.GenerateResponse(output=_request_output_to_proto(output, token_text))
+
+
+def _request_output_to_proto(
+    output: RequestOutput, token_text: TokenText | None
+) -> pb2.RequestOutput:
+    message = pb2.RequestOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=[_completion_to_proto(completion, token_text) for completion in output.outputs],
+        finished=output.finished,
+        seed=output.seed,
+    )
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs.CopyFrom(
+            wire.logprobs_to_proto(output.prompt_logprobs, token_text=token_text)
+        )
+    if output.usage is not None:
+        message.usage.CopyFrom(pb2.Usage(**asdict(output.usage)))
+    if output.metrics is not None:
+        message.metrics.CopyFrom(pb2.RequestMetrics(**asdict(output.metrics)))
+    return message
+
+
+def _completion_to_proto(
+    completion: CompletionOutput, token_text: TokenText | None
+) -> pb2.CompletionOutput:
+    message = pb2.CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        origin=completion.origin,
+    )
+    if completion.logprobs is not None:
+        message.logprobs.CopyFrom(
+            wire.logprobs_to_proto(completion.logprobs, token_text=token_text)
+        )
+    if completion.cumulative_logprob is not None:
+        message.cumulative_logprob = completion.cumulative_logprob
+    if completion.finish_reason is not None:
+        message.finish_reason = int(completion.finish_reason)  # type: ignore[assignment]
+    if isinstance(completion.stop_reason, str):
+        message.stop_string = completion.stop_reason
+    elif completion.stop_reason is not None:
+        message.stop_token_id = completion.stop_reason
+    if completion.error is not None:
+        message.error.CopyFrom(wire.engine_error_to_proto(completion.error))
+    return message

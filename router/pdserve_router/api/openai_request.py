@@ -1,0 +1,145 @@
+"""From the bytes of an OpenAI request to tokens: one function, for this process or another."""
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pdserve_common.engine_types import SamplingParams
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import DRAWN_SEED_BITS, validate_request_id
+from pdserve_router.api.openai_types import (
+    ChatCompletionBody,
+    CompletionBody,
+    StreamOptions,
+    parse_body,
+)
+from pdserve_router.requests.input_processor import (
+    GenerationRequest,
+    InputProcessor,
+    ProcessedInput,
+)
+from pdserve_router.requests.parent_request import is_ranked
+from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
+from pdserve_router.workers.worker_pool import ModelLimits
+
+Body = CompletionBody | ChatCompletionBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpCall:
+    """What is known of a request besides its body."""
+
+    body: type[Body]
+    # "" if only the body may say it.
+    request_id: str
+    arrival_ns: int
+    trace_headers: Mapping[str, str]
+    # As in GenerationRequest.
+    max_logprob_entries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """How a body wants its answer."""
+
+    is_stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    include_metrics: bool
+    returns_token_ids: bool
+    shows_prompt_logprobs: bool
+    is_prompt_only: bool
+    echoes_prompt: bool
+    # Of echoed prompts, one for each.
+    prompt_texts: tuple[str, ...]
+    # Names of fields that nobody knows.
+    unknown_fields: tuple[str, ...]
+
+
+async def prepare(
+    processor: InputProcessor, raw: bytes, call: HttpCall, limits: ModelLimits
+) -> tuple[tuple[ProcessedInput, ...], AnswerOptions]:
+    """Parse, check and tokenize, prompt by prompt. Raises InvalidRequestError naming the field."""
+    if len(raw) > INLINE_BYTES:
+        check_json_counts(raw, max_token_ids=limits.max_model_len + limits.vocab_size)
+    body, unknown_fields = parse_body(call.body, raw)
+    requests = _generation_requests(body, call)
+    if body.stream:
+        _check_streamable(requests[0].sampling_params)
+    processed: list[ProcessedInput] = []
+    for request in requests:
+        if processed:
+            await asyncio.sleep(0)  # other streams go on between two prompts
+        processed.append(await processor.process(request, limits))
+    texts: list[str] = []
+    if body.echoes_prompt:
+        texts = [
+            await _prompt_text(processor, *pair) for pair in zip(requests, processed, strict=True)
+        ]
+    return tuple(processed), _answer_options(body, tuple(texts), unknown_fields)
+
+
+async def _prompt_text(
+    processor: InputProcessor, request: GenerationRequest, processed: ProcessedInput
+) -> str:
+    """Return what an echo shows; of a prompt that was cut, what is left."""
+    if request.text is not None and request.truncate_prompt_tokens is None:
+        return request.text
+    return await processor.text_of(processed.request.prompt_token_ids)
+
+
+def _answer_options(
+    body: Body, prompt_texts: tuple[str, ...], unknown_fields: tuple[str, ...]
+) -> AnswerOptions:
+    stream = body.stream_options or StreamOptions()
+    return AnswerOptions(
+        is_stream=bool(body.stream),
+        include_usage=bool(stream.include_usage),
+        continuous_usage=bool(stream.continuous_usage_stats),
+        include_metrics=bool(stream.include_metrics),
+        returns_token_ids=bool(body.return_token_ids),
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        is_prompt_only=body.is_prompt_only,
+        echoes_prompt=body.echoes_prompt,
+        prompt_texts=prompt_texts,
+        unknown_fields=unknown_fields,
+    )
+
+
+def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
+    """Return one for each prompt. Their answers come as one: the limit of what may be in that is
+    theirs together.
+    """
+    prompts = body.prompt_inputs()
+    request_id = call.request_id or body.request_id or secrets.token_hex(12)
+    validate_request_id(request_id)
+    params = body.sampling_params()
+    if len(prompts) > 1 and params.seed is None:
+        # All have the one that the answer tells.
+        params = dataclasses.replace(params, seed=secrets.randbits(DRAWN_SEED_BITS))
+    return [
+        GenerationRequest(
+            request_id=request_id,
+            model=body.model or "",
+            sampling_params=params,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            arrival_ns=call.arrival_ns,
+            max_logprob_entries=call.max_logprob_entries // len(prompts),
+            trace_headers=call.trace_headers,
+            **prompt,
+        )
+        for prompt in prompts
+    ]
+
+
+def _check_streamable(params: SamplingParams) -> None:
+    if params.use_beam_search or is_ranked(params):
+        reason = "use_beam_search" if params.use_beam_search else "best_of above n"
+        raise InvalidRequestError(
+            f"stream is true, must be false with {reason}: the answer is not known before its end",
+            field="stream",
+        )

@@ -1,0 +1,562 @@
+"""The bodies of OpenAI's completion requests: the fields that are served."""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from pdserve_common.engine_types import (
+    EarlyStopping,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_router.api.openai_fields import (
+    MESSAGE_WITHOUT_EFFECT,
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGE,
+    WITHOUT_EFFECT,
+    UnknownNames,
+    check_refused,
+)
+from pdserve_router.requests.input_processor import ChatMessage
+from pdserve_router.requests.request_limits import (
+    MAX_ANNOTATIONS,
+    MAX_CONTENT_PARTS,
+    MAX_ENTRIES,
+    MAX_PROMPTS,
+    check_num_entries,
+)
+
+# OpenAI's default for /v1/completions; chat answers go on to the end.
+COMPLETION_MAX_TOKENS = 16
+# More than there are.
+_MAX_FIELDS = 100
+# Describing a million mistakes takes gigabytes, and seconds in which nobody else is served.
+_MAX_ERRORS = 100
+_TOO_MANY = "too_many_mistakes"
+_TOO_MANY_TEXT = "has {num_errors} wrong entries, too many to name one"
+
+_Item = TypeVar("_Item")
+# Wrong items are as many as fit into a body: the first one is enough.
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+
+_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
+    False: EarlyStopping.FALSE,
+    True: EarlyStopping.TRUE,
+    "never": EarlyStopping.NEVER,
+}
+
+# What is unknown is counted apart. Docstrings of fields are their descriptions in /openapi.json.
+CONFIG = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# JSON has one kind of number: 12.0 is a whole one. In lists of numbers it is not: they are long.
+Int = Annotated[int, BeforeValidator(_whole)]
+
+
+_TEXT = {"type": "string"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_SEVERAL = {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}
+_PROMPT = {"anyOf": [_TEXT, _TOKEN_IDS, _SEVERAL]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides the text."""
+
+    model_config = CONFIG
+
+    include_usage: bool | None = None
+    """One more chunk at the end, with the usage of the whole request."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: each chunk has the usage of its choice so far."""
+    include_metrics: bool | None = None
+    """The last chunk, one without choices, has `metrics`: where the time went."""
+
+
+class RepetitionDetectionBody(BaseModel):
+    """End an answer whose last tokens repeat a pattern."""
+
+    model_config = CONFIG
+
+    max_pattern_size: Int
+    """Tokens of the longest pattern that is looked for."""
+    min_pattern_size: Int = 1
+    """Tokens of the shortest one."""
+    min_count: Int = 2
+    """How often it has to come."""
+
+
+class GenerationBody(BaseModel):
+    """The fields that both endpoints share. null means the default, as with OpenAI."""
+
+    model_config = CONFIG
+    # Not served: what each may be.
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = REFUSED
+
+    model: str | None = None
+    """The served model's name; may be left out."""
+    stream: bool | None = None
+    """Server-sent events instead of one answer."""
+    stream_options: StreamOptions | None = None
+    """Needs stream: true."""
+    n: Int | None = None
+    """Answers to each prompt, at most 64."""
+    max_tokens: Int | None = None
+    """Tokens of an answer: 16 for a completion, all that fit for a chat, unless it is set."""
+    max_completion_tokens: Int | None = None
+    """The newer name of max_tokens."""
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    """Tokens are drawn from the likeliest of this total probability."""
+    seed: Int | None = None
+    """The same seed gives the same answer; drawn if unset, and told in the header pdserve-seed."""
+    stop: str | Items[str] | None = None
+    """At most 16 texts that end an answer; not part of it."""
+    presence_penalty: float | None = None
+    """-2 to 2, for tokens that the answer has already."""
+    frequency_penalty: float | None = None
+    """-2 to 2, for each time that the answer has them."""
+    logit_bias: dict[str, float] | None = None
+    """By token id, -100 to 100."""
+    top_k: Int | None = None
+    """Tokens are drawn from this many; 0 or -1: all."""
+    min_p: float | None = None
+    """Less likely tokens are left out, relative to the likeliest."""
+    repetition_penalty: float | None = None
+    """Above 1 for tokens of prompt and answer."""
+    prompt_logprobs: Int | None = None
+    """Log-probabilities of the prompt, and of this many others at each place."""
+    bad_words: Items[str] | None = None
+    """Texts that do not come."""
+    allowed_token_ids: Items[int] | None = None
+    """No others come."""
+    logits_processors: Items[str] | None = None
+    """Names of processors that workers have registered."""
+    best_of: Int | None = None
+    """Answers that are generated; the n likeliest are returned. Not with a stream."""
+    use_beam_search: bool | None = None
+    """Keep the n likeliest beams. Not with a stream."""
+    length_penalty: float | None = None
+    """For beam search: the power of the length that scores are divided by."""
+    early_stopping: bool | Literal["never"] | None = None
+    """For beam search: when it ends."""
+    repetition_detection: RepetitionDetectionBody | None = None
+    """Ends an answer that has begun to loop."""
+    min_tokens: Int | None = None
+    """No end before."""
+    ignore_eos: bool | None = None
+    """The model's end token is a token like others."""
+    stop_token_ids: Items[int] | None = None
+    """Tokens that end an answer."""
+    skip_special_tokens: bool | None = None
+    """They are not in the text, unless this is false."""
+    spaces_between_special_tokens: bool | None = None
+    """Without effect: fast tokenizers write none."""
+    include_stop_str_in_output: bool | None = None
+    """A stop string that came is part of the answer."""
+    truncate_prompt_tokens: Int | None = None
+    """Only the prompt's last tokens count, this many; -1: as many as fit beside max_tokens."""
+    return_token_ids: bool | None = None
+    """token_ids of each choice, and prompt_token_ids."""
+    priority: Int | None = None
+    """Lower is first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+    request_id: str | None = None
+    """The request's name; the header x-request-id goes first."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _count_mistakes(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        """Make one of too many, so that the field can be named."""
+        try:
+            return validate(value)
+        except ValidationError as error:
+            if error.error_count() <= _MAX_ERRORS:
+                raise
+            num_errors = {"num_errors": error.error_count()}
+            raise PydanticCustomError(_TOO_MANY, _TOO_MANY_TEXT, num_errors) from error
+
+    @property
+    def output_token_limit(self) -> int | None:
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
+                f"{self.max_completion_tokens}, set one of them",
+                field="max_tokens",
+            )
+        return self.max_completion_tokens
+
+    @property
+    def echoes_prompt(self) -> bool:
+        """The answer begins with the prompt."""
+        return False
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """The prompt back, usually with its logprobs, and no answer: how prompts are scored."""
+        return False
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the answer."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the top tokens to show for each one of the prompt."""
+        return self.prompt_logprobs
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequestError for what SamplingParams cannot say."""
+        values: dict[str, Any] = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        for name in _SEQUENCE_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                values[name] = tuple(value)
+        if self.stop is not None:
+            values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            values["logit_bias"] = {_token_id(k): bias for k, bias in self.logit_bias.items()}
+        if self.early_stopping is not None:
+            values["early_stopping"] = _EARLY_STOPPING[self.early_stopping]
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = RepetitionDetectionParams(
+                **self.repetition_detection.model_dump()
+            )
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(
+            max_tokens=self.output_token_limit,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            output_kind=kind,
+            **values,
+        )
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_k",
+    "min_p",
+    "use_beam_search",
+    "length_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+_SEQUENCE_FIELDS = ("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    refused = {**REFUSED, **REFUSED_IN_COMPLETIONS}
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    """A text, a list of token ids, or a list of these: several prompts, at most 128."""
+    echo: bool | None = None
+    """The answer begins with the prompt; with max_tokens 0 it is only scored."""
+    logprobs: Int | None = None
+    """Log-probabilities of the answer, and of this many others at each place."""
+    add_special_tokens: bool | None = None
+    """The model's special tokens around a prompt of text, unless this is false."""
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def is_prompt_only(self) -> bool:
+        return self.echoes_prompt and super().output_token_limit == 0
+
+    @property
+    def output_token_limit(self) -> int | None:
+        if self.is_prompt_only:
+            # Engines generate at least one token; it is not shown.
+            return 1
+        limit = super().output_token_limit
+        return COMPLETION_MAX_TOKENS if limit is None else limit
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        # The prompt is part of an echoed answer.
+        is_default = self.echoes_prompt and self.prompt_logprobs is None
+        return self.logprobs if is_default else self.prompt_logprobs
+
+    def prompt_inputs(self) -> list[dict[str, Any]]:
+        """Return each prompt as fields of a GenerationRequest."""
+        prompts = self.prompt
+        if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)):
+            prompts = [prompts]
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError(
+                f"prompt has {len(prompts)} prompts, at most {MAX_PROMPTS}", field="prompt"
+            )
+        special = {"add_special_tokens": self.add_special_tokens is not False}
+        return [_prompt_input(prompt) | special for prompt in prompts]
+
+
+def _prompt_input(prompt: object) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if isinstance(prompt, list) and all(type(item) is int for item in prompt):
+        return {"token_ids": tuple(prompt)}
+    raise InvalidRequestError(
+        "prompt must be a string, a list of token ids, or a list of these", field="prompt"
+    )
+
+
+class ChatMessageBody(BaseModel):
+    """One message."""
+
+    model_config = CONFIG
+
+    role: str
+    """system or developer, user, assistant."""
+    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
+    """A text, or a list of {"type": "text", "text": ...}; an assistant's may be null."""
+
+
+# Templates know the older name.
+_ROLES = {"developer": "system"}
+
+
+class ChatCompletionBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    refused = {**REFUSED, **REFUSED_IN_CHAT}
+
+    messages: Items[ChatMessageBody]
+    """The conversation, oldest first."""
+    logprobs: bool | None = None
+    """Log-probabilities of the answer."""
+    top_logprobs: Int | None = None
+    """And of this many others at each place, at most 20."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template, such as enable_thinking."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template too."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise InvalidRequestError(
+                f"top_logprobs is {top}, must be 0 to {MAX_LOGPROBS}", field="top_logprobs"
+            )
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+        return top if self.logprobs else None
+
+    def prompt_inputs(self) -> list[dict[str, Any]]:
+        """Return the prompt as fields of a GenerationRequest."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return [{"messages": chat_messages(self.messages), "template_variables": variables}]
+
+
+def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
+    """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
+    return [
+        ChatMessage(role=_ROLES.get(message.role, message.role), content=_content(message, index))
+        for index, message in enumerate(messages)
+    ]
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def parse_body(cls: type[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
+    """Parse a request's JSON; return also the names of unknown fields, a few of them. Raises
+    InvalidRequestError naming the field.
+    """
+    values = json_object(raw)
+    for name in MAX_ENTRIES.keys() & values.keys():
+        check_num_entries(name, values[name], MAX_ENTRIES[name])
+    check_refused(values, cls.refused)
+    unknown = UnknownNames()
+    unknown.add(values.keys() - _known_names(cls))
+    for name in _NESTED.keys() & values.keys():
+        if isinstance(values[name], dict):
+            unknown.add(values[name].keys() - _NESTED[name], path=f"{name}.")
+    if cls is ChatCompletionBody:
+        check_messages(values.get("messages"), unknown)
+    body = validate(cls, values)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is set with stream: true, chunks have no place for it",
+            field="prompt_logprobs",
+        )
+    return body, unknown.names()
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return a body that is a JSON object. Raises InvalidRequestError."""
+    try:
+        values = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidRequestError("body must be a JSON object")
+    if len(values) > _MAX_FIELDS:
+        raise InvalidRequestError(f"body has {len(values)} fields, at most {_MAX_FIELDS}")
+    return values
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validate(cls: type[_Model], values: Mapping[str, object]) -> _Model:
+    """Return an object of these values. Raises InvalidRequestError naming the field."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+@functools.cache
+def _known_names(cls: type[GenerationBody]) -> frozenset[str]:
+    return frozenset((*cls.model_fields, *cls.refused, *WITHOUT_EFFECT))
+
+
+_NESTED = {
+    "stream_options": StreamOptions.model_fields.keys(),
+    "repetition_detection": RepetitionDetectionBody.model_fields.keys(),
+}
+_MESSAGE_FIELDS = ChatMessageBody.model_fields.keys()
+_KNOWN_IN_MESSAGE = frozenset((*_MESSAGE_FIELDS, *REFUSED_IN_MESSAGE, *MESSAGE_WITHOUT_EFFECT))
+_PART_FIELDS = frozenset(("type", "text"))
+
+
+def check_messages(messages: object, unknown: UnknownNames) -> None:
+    """Note unknown fields of messages as they came. Raises InvalidRequestError for those that are
+    not served.
+    """
+    if not isinstance(messages, list):
+        return
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        if not message.keys() <= _MESSAGE_FIELDS:
+            check_refused(message, REFUSED_IN_MESSAGE, path=f"messages[{index}].")
+            unknown.add(message.keys() - _KNOWN_IN_MESSAGE, path="messages.")
+            annotations = message.get("annotations")
+            check_num_entries(f"messages[{index}].annotations", annotations, MAX_ANNOTATIONS)
+        if isinstance(parts := message.get("content"), list):
+            check_num_entries(f"messages[{index}].content", parts, MAX_CONTENT_PARTS)
+            for part in parts:
+                if isinstance(part, dict) and part.get("type") == "text":
+                    unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
+
+
+_BRANCHES = ("str", "list[str]", "bool", "literal['never']")
+
+
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    if error.error_count() > _MAX_ERRORS:
+        return InvalidRequestError(
+            f"body has {error.error_count()} wrong fields, too many to name one"
+        )
+    return _first(error.errors(include_url=False, include_input=False)[0])
+
+
+def _first(details: ErrorDetails) -> InvalidRequestError:
+    path = ""
+    for part in details["loc"]:
+        # Branches of a union come as the name of a type.
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in _BRANCHES:
+            path += f".{part}" if path else part
+    path = path[:256]
+    if details["type"] == "missing":
+        message = f"{path} is missing"
+    elif details["type"] == _TOO_MANY:
+        message = f"{path} {details['msg']}"
+    else:
+        message = f"{path}: {details['msg'][:1].lower()}{details['msg'][1:]}"
+    return InvalidRequestError(message, field=path)
+
+
+def _token_id(key: str) -> int:
+    """Read a key of logit_bias; JSON's keys are strings."""
+    # Numbers of this many digits are out of every vocabulary already.
+    if not (key.isascii() and key.isdigit() and len(key) <= 20):
+        raise InvalidRequestError(
+            f"logit_bias has key {key[:64]!r}, must be a token id", field="logit_bias"
+        )
+    return int(key)
+
+
+def _content(message: ChatMessageBody, index: int) -> str:
+    """Return a message's text: a string, or a list of text parts."""
+    field = f"messages[{index}].content"
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidRequestError(f"{field} is missing", field=field)
+        return ""
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
+    return "".join(_part_text(part, field) for part in content)
+
+
+def _part_text(part: object, field: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind != "text":
+        raise InvalidRequestError(
+            f"{field} has a part of type {str(kind)[:64]!r}, only 'text' is served", field=field
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{field} has a part without plain text", field=field)
+    return text

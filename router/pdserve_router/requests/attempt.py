@@ -1,0 +1,168 @@
+"""One attempt at a request: its legs, and what the end of one means for the other."""
+
+from typing import Literal, Protocol
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    KVLost,
+)
+from pdserve_common.errors import EngineDeadError, NoWorkerError
+from pdserve_router.requests.output_processor import RequestState
+from pdserve_router.workers.legs import has_failed, make_legs
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import OutputCallback, WorkerClient
+
+# How a handoff ends; values of a metric's label.
+HandoffOutcome = Literal[
+    "completed", "ended_at_prefill", "prefill_failed", "decode_failed", "aborted"
+]
+
+
+class AttemptOwner(Protocol):
+    """The request that an attempt serves."""
+
+    state: RequestState
+
+    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
+        """Take an output's tokens. Returns False if that ended the request."""
+
+    def on_done(self, output: EngineCoreOutput, *, outcome: HandoffOutcome) -> None:
+        """This output is the end of the answer."""
+
+    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+        """A worker cannot go on."""
+
+    def on_kv_lost(self, lost: KVLost) -> None:
+        """D waits for a decision."""
+
+    def on_defect(self) -> None:
+        """This process is at fault."""
+
+
+class Attempt:
+    """A request, at one attempt, on one route. Both legs get it at once: P computes the prompt and
+    the first token, D pulls the KV blocks and goes on.
+    """
+
+    def __init__(self, request: EngineCoreRequest, route: Route, owner: AttemptOwner) -> None:
+        self.request = request
+        self.route = route
+        # P stays in here after it handed the request off: it may still hold the blocks.
+        self.running: set[WorkerClient] = set()
+        # Tokens of this stream before this attempt.
+        self.num_tokens_before = owner.state.num_new_tokens
+        self._num_known = len(owner.state.token_ids)
+        self._owner = owner
+        # D waits for P; neither has said that P handed the request off.
+        self._is_ticket = route.prefill is not None
+        # Of D, until P has said what only P knows.
+        self._early: list[EngineCoreOutput] = []
+
+    def send(self) -> None:
+        prefill, decode = self.route.prefill, self.route.decode
+        if prefill is None:
+            self._send(decode, self.request, self._on_decode_output)
+            return
+        prefill_leg, decode_leg = make_legs(self.request, prefill=prefill, decode=decode)
+        if self._send(prefill, prefill_leg, self._on_prefill_output):
+            self._send(decode, decode_leg, self._on_decode_output)
+        else:
+            # Nothing comes of a ticket, and an earlier attempt has no successor there.
+            decode.abort(self.request.request_id)
+
+    def abort(self, *, but: frozenset[WorkerClient] = frozenset()) -> None:
+        """End it on every worker. It says nothing any more; on the workers in `but` the next
+        attempt takes its place.
+        """
+        for worker in self.running - but:
+            worker.abort(self.request.request_id)
+        self.running.clear()
+
+    def _send(
+        self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
+    ) -> bool:
+        """False if the worker takes nothing."""
+        try:
+            worker.add_request(request, on_output, self._owner.on_defect)
+        except NoWorkerError as error:
+            # What an earlier attempt may still have there has no successor.
+            worker.abort(request.request_id)
+            self._owner.on_failed(worker, error.to_engine_error())
+            return False
+        self.running.add(worker)
+        return True
+
+    def _on_prefill_output(self, output: EngineCoreOutput) -> None:
+        prefill = self.route.prefill
+        assert prefill is not None
+        if not self._owner.accept(output, prefill) or not output.finished:
+            return
+        if has_failed(output) and not self._is_ticket:
+            # D, which decodes, has all of P's work already.
+            self.running.discard(prefill)
+        elif has_failed(output):
+            self._fail_leg(prefill, output)
+        elif output.kv_transfer_params is None:
+            # The first token was the last: D's ticket is void.
+            self.running.discard(prefill)
+            self._owner.on_done(output, outcome="ended_at_prefill")
+        else:
+            self._is_ticket = False
+            self._take_early()
+
+    def _take_early(self) -> None:
+        early, self._early = self._early, []
+        for held in early:
+            if self.running:
+                self._on_decode_output(held)
+
+    def _on_decode_output(self, output: EngineCoreOutput) -> None:
+        if self._is_early(output):
+            self._early.append(output)
+            return
+        if output.kv_lost is not None:
+            self._owner.on_kv_lost(output.kv_lost)
+            return
+        self._is_ticket = self._is_ticket and not output.new_token_ids
+        if not self._owner.accept(output, self.route.decode) or not output.finished:
+            return
+        if self._is_void_ticket(output):
+            self.running.discard(self.route.decode)
+            self._early.append(output)
+        elif has_failed(output):
+            self._fail_leg(self.route.decode, output)
+        else:
+            # D is done, so P has nothing left to do either.
+            self.running.clear()
+            self._owner.on_done(output, outcome="completed")
+
+    def _is_early(self, output: EngineCoreOutput) -> bool:
+        """Only P has the logprobs of the prompt and of its first token, which D repeats."""
+        is_first = bool(output.new_token_ids) and (
+            len(self._owner.state.token_ids) == self._num_known
+        )
+        is_disaggregated = self.route.prefill is not None
+        return is_first and is_disaggregated and self._owner.state.wants_logprobs
+
+    def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
+        """D heard from P that the request ends there. P's own word of it comes, or came before; if
+        it is another one D was wrong.
+        """
+        return self._is_ticket and _is_cancelled(output)
+
+    def _fail_leg(self, worker: WorkerClient, output: EngineCoreOutput) -> None:
+        self.running.discard(worker)
+        error = output.error
+        if error is None or _is_cancelled(output):
+            # Nobody here has asked for it.
+            why = output.finish_reason if error is None else error.message
+            message = f"worker {worker.address} ended the request: {why!s}"
+            error = EngineDeadError(message).to_engine_error()
+        self._owner.on_failed(worker, error)
+
+
+def _is_cancelled(output: EngineCoreOutput) -> bool:
+    return output.error is not None and output.error.code is ErrorCode.CANCELLED

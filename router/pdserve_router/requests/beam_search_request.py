@@ -1,0 +1,368 @@
+"""A request that a beam search answers, one short request per beam and step."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Sequence, Set
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorFault,
+    FinishReason,
+    LogprobsLists,
+    PrefillStats,
+    SamplingParams,
+)
+from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
+from pdserve_common.logging import log_request
+from pdserve_common.metrics import RouterMetrics
+from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_router.requests.beam_search import Beam, BeamSearch
+from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.redrive import Recovery, RedriveQueue
+from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.origin import Origin, joined
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+# A step needs the 2 * width likeliest tokens of each beam: half of them may end it.
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+MAX_LENGTH_PENALTY = 10.0
+
+# What changes or ends single completions and has no meaning for the search: the values that ask
+# for nothing.
+_UNUSED = SamplingParams()
+_FIELDS_WITHOUT_BEAMS = (
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "prompt_logprobs",
+    "logits_processors",
+    "bad_words",
+    "logit_bias",
+    "allowed_token_ids",
+    "structured_outputs",
+    "repetition_detection",
+)
+
+
+class BeamSearchRequest(LiveRequest):
+    """A request whose answers a BeamSearch finds. Each step asks one decode worker for one token
+    behind every beam; its prefix cache makes the beams' common beginnings cheap. When the worker
+    fails a step the whole step is sent again. There is one output, the last. Raises
+    InvalidRequestError for parameters that beams cannot follow.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        route: Route,
+        *,
+        tokenizer: Tokenizer,
+        timeline: Timeline,
+        metrics: RouterMetrics,
+        redrives: RedriveQueue,
+        on_tokens: OnTokens,
+        on_end: OnEnd,
+    ) -> None:
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        params = request.sampling_params
+        assert params is not None
+        assert params.max_tokens is not None, "the input processor fills it in"
+        self._params = params
+        self.recovery = Recovery()
+        # Of every worker that took part in the search.
+        self.origins: set[Origin] = set()
+        self._route = route
+        self._metrics = metrics
+        self._redrives = redrives
+        self._tokenizer = tokenizer
+        self._timeline = timeline
+        self._search = BeamSearch(
+            params, max_tokens=params.max_tokens, stop_token_ids=_stop_token_ids(request)
+        )
+        _validate(params, self._search)
+        # Of this step: what was asked and is not answered, and the answers by beam.
+        self._asked: set[str] = set()
+        self._tops: dict[int, LogprobsLists] = {}
+        self._prefill_stats: PrefillStats | None = None
+        self._ending: Ending | None = None
+        self._is_over = asyncio.Event()
+
+    @property
+    def ending(self) -> Ending | None:
+        return self._ending
+
+    @property
+    def route(self) -> Route:
+        return self._route
+
+    @property
+    def begun_origins(self) -> Set[Origin]:
+        return self.origins if self._search.num_tokens else frozenset()
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        """One for all beams of the next attempt, whose tokens differ but not their number."""
+        return dataclasses.replace(
+            self.request,
+            attempt=self.recovery.num_redrives + 1,
+            resume_output_token_ids=self._search.running[0].token_ids,
+        )
+
+    @property
+    def _worker(self) -> WorkerClient:
+        return self._route.decode
+
+    def start(self) -> None:
+        self._watch_deadline()
+        self._step()
+        self._timeline.dispatched_ns = time.monotonic_ns()
+
+    def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
+        self._end(finish_reason, error=error)
+
+    def resend(self, route: Route) -> None:
+        """Ask for the step that was lost again; nothing of it has counted."""
+        if not self._search.num_tokens:
+            self.origins.clear()
+        self.recovery.begin_attempt()
+        self._route = route
+        text = "it goes on after %d tokens at %s"
+        self._log(logging.INFO, text, self._search.num_tokens, self._worker.address)
+        self._step(attempt=self.recovery.num_redrives)
+
+    def give_up(self) -> None:
+        """There is nobody to go on with: end with what began the last loss."""
+        self._log(logging.WARNING, "nobody is left to go on with: it fails")
+        self._end(FinishReason.ERROR, error=self.recovery.error)
+
+    async def _next_output(self) -> RequestOutput:
+        await self._is_over.wait()
+        assert self._ending is not None
+        if self._ending.error is not None:
+            failed = CompletionOutput(
+                finish_reason=self._ending.finish_reason, error=self._ending.error
+            )
+            completions = [failed]
+        else:
+            completions = [
+                await self._completion(index, beam) for index, beam in enumerate(self._best)
+            ]
+        return RequestOutput(
+            request_id=self.request.external_req_id or self.request.request_id,
+            outputs=tuple(completions),
+            seed=self._params.seed or 0,
+            prompt_token_ids=self.request.prompt_token_ids,
+            finished=True,
+            usage=self._ending.usage,
+            metrics=self._ending.metrics,
+        )
+
+    @property
+    def _best(self) -> Sequence[Beam]:
+        return self._search.finished[: self._params.n]
+
+    async def _completion(self, index: int, beam: Beam) -> CompletionOutput:
+        wants_logprobs = self._params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=await self._text(beam),
+            token_ids=beam.token_ids,
+            logprobs=beam.logprobs if wants_logprobs else None,
+            cumulative_logprob=beam.cumulative_logprob,
+            finish_reason=self._finish_reason(beam),
+            stop_reason=self._stop_reason(beam),
+        )
+
+    async def _text(self, beam: Beam) -> str:
+        if not self._params.detokenize:
+            return ""
+        is_cut = self._search.is_stopped(beam) and not self._params.include_stop_str_in_output
+        token_ids = beam.token_ids[:-1] if is_cut else beam.token_ids
+        skipped = self._tokenizer.special_token_ids if self._params.skip_special_tokens else ()
+        return await self._tokenizer.decode_any([i for i in token_ids if i not in skipped])
+
+    def _finish_reason(self, beam: Beam) -> FinishReason:
+        return FinishReason.STOP if self._search.is_stopped(beam) else FinishReason.LENGTH
+
+    def _stop_reason(self, beam: Beam) -> int | None:
+        last = beam.token_ids[-1]
+        is_named = self._search.is_stopped(beam) and last != self.request.eos_token_id
+        return last if is_named else None
+
+    def _step(self, *, attempt: int = 0) -> None:
+        try:
+            self._ask(attempt)
+        except NoWorkerError as error:
+            self._lose(error.to_engine_error())
+
+    def _ask(self, attempt: int) -> None:
+        """Send a step's requests. Raises NoWorkerError if the worker is gone."""
+        for index, beam in enumerate(self._search.running):
+            request = self._step_request(index, beam, attempt)
+            on_output = functools.partial(self._on_output, index)
+            self._worker.add_request(request, on_output, self.on_defect)
+            self._asked.add(request.request_id)
+        self.origins.add(self._worker.origin)
+
+    def _step_request(self, index: int, beam: Beam, attempt: int) -> EngineCoreRequest:
+        return dataclasses.replace(
+            self.request,
+            request_id=f"{self._search.num_tokens}.{index}_{self.request.request_id}",
+            attempt=attempt,
+            prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
+            sampling_params=SamplingParams(
+                temperature=0.0,
+                max_tokens=1,
+                seed=self._params.seed,
+                logprobs=self._search.num_top_tokens,
+            ),
+        )
+
+    def _on_output(self, index: int, output: EngineCoreOutput) -> None:
+        self._prefill_stats = self._prefill_stats or output.prefill_stats
+        if output.new_logprobs is not None:
+            self._tops[index] = output.new_logprobs
+        if not output.finished:
+            return
+        self._asked.discard(output.request_id)
+        if (error := self._problem(index, output)) is not None:
+            self._on_failed(error)
+        elif not self._asked:
+            self._advance()
+
+    def _on_failed(self, error: EngineError) -> None:
+        self._redrives.blame(self._route, self._worker, error)
+        if error.is_retryable and error.fault is not ErrorFault.REQUEST:
+            self._lose(error)
+        else:
+            self._log(logging.WARNING, "%s: %s; it fails", self._worker.address, error.message)
+            self._end(FinishReason.ERROR, error=error)
+
+    def _problem(self, index: int, output: EngineCoreOutput) -> EngineError | None:
+        if output.error is not None:
+            return output.error
+        if index in self._tops:
+            return None
+        return EngineDeadError(
+            f"worker {self._worker.address} ended a beam's step without logprobs: "
+            f"{output.finish_reason!s}"
+        ).to_engine_error()
+
+    def _advance(self) -> None:
+        self._redrives.on_token(self)
+        self.recovery.note_tokens(1)
+        tops = [self._tops[index] for index in range(len(self._tops))]
+        self._tops = {}
+        self._timeline.on_tokens(time.monotonic_ns(), num_before=self._search.num_tokens, num_new=1)
+        self._search.advance(tops)
+        self._on_tokens(self, len(tops))
+        if self._search.is_done:
+            self._redrives.pool.report_success(self._worker)
+            self._end(self._finish_reason(self._best[0]))
+            return
+        self._step()
+
+    def _lose(self, error: EngineError) -> None:
+        """The worker cannot go on: have the step done again."""
+        self._abort_step()
+        reason = error.code.name.lower()
+        self._redrives.lose(self, self._route, self._worker, error, reason=reason)
+        if self._redrives.is_spent(self):
+            self.give_up()
+        else:
+            self._redrives.add(self)
+
+    def _abort_step(self) -> None:
+        for request_id in self._asked:
+            self._worker.abort(request_id)
+        self._asked.clear()
+        self._tops = {}
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        attempt = self.recovery.num_redrives
+        log_request(logger, level, self.request.request_id, attempt, text, *args)
+
+    def _end(self, finish_reason: FinishReason, *, error: EngineError | None = None) -> None:
+        if self._ending is not None:
+            return
+        self._stop_deadline()
+        self._redrives.discard(self)
+        self._abort_step()
+        self._timeline.finished_ns = time.monotonic_ns()
+        self._ending = Ending(
+            finish_reason=finish_reason,
+            error=error,
+            usage=self._usage(is_answered=error is None),
+            metrics=self.measure(),
+        )
+        if self.recovery.num_redrives:
+            self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
+        self._is_over.set()
+        self._on_end(self)
+
+    def _usage(self, *, is_answered: bool) -> Usage:
+        stats = self._prefill_stats
+        return Usage(
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+            num_output_tokens=sum(len(beam.token_ids) for beam in self._best) if is_answered else 0,
+        )
+
+    def measure(self) -> RequestMetrics:
+        return measure(
+            self._timeline,
+            num_tokens=self._search.num_tokens,
+            prefill=self._prefill_stats,
+            transfer=None,
+            path=self._route.path,
+            prefill_engine_id="",
+            decode_engine_id=self._worker.engine_id,
+            determinism=joined(self.origins).determinism,
+            num_redrives=self.recovery.num_redrives,
+        )
+
+
+def _stop_token_ids(request: EngineCoreRequest) -> frozenset[int]:
+    params = request.sampling_params
+    assert params is not None
+    stop_token_ids = frozenset(params.stop_token_ids)
+    if params.ignore_eos or request.eos_token_id is None:
+        return stop_token_ids
+    return stop_token_ids | {request.eos_token_id}
+
+
+def _validate(params: SamplingParams, search: BeamSearch) -> None:
+    if search.width > MAX_BEAM_WIDTH:
+        field = "n" if params.best_of is None else "best_of"
+        raise InvalidRequestError(
+            f"{field} is {search.width}, at most {MAX_BEAM_WIDTH} with use_beam_search",
+            field=field,
+        )
+    if search.num_top_tokens > MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"stop_token_ids and EOS are {search.num_top_tokens - search.width} tokens, with "
+            f"use_beam_search and a width of {search.width} at most {MAX_LOGPROBS - search.width}",
+            field="stop_token_ids",
+        )
+    if abs(params.length_penalty) > MAX_LENGTH_PENALTY:
+        raise InvalidRequestError(
+            f"length_penalty is {params.length_penalty:g}, must be -{MAX_LENGTH_PENALTY:g} to "
+            f"{MAX_LENGTH_PENALTY:g}",
+            field="length_penalty",
+        )
+    for name in _FIELDS_WITHOUT_BEAMS:
+        if getattr(params, name) != getattr(_UNUSED, name):
+            raise InvalidRequestError(
+                f"{name} is set: not served with use_beam_search, leave it unset", field=name
+            )

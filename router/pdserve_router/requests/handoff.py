@@ -1,0 +1,333 @@
+"""A request's life on its workers: from dispatch, over as many attempts as it takes, to exactly one
+end.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    ErrorFault,
+    FinishReason,
+    KVLost,
+    KVTransferStats,
+    PrefillStats,
+)
+from pdserve_common.errors import KVTransferError, PdserveError
+from pdserve_common.logging import log_request
+from pdserve_common.metrics import RouterMetrics
+from pdserve_router.requests.attempt import Attempt, HandoffOutcome
+from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
+from pdserve_router.requests.output_processor import Ending, RequestOutput, RequestState, Usage
+from pdserve_router.requests.redrive import Recovery, RedriveQueue
+from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.origin import Origin, joined
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+# When P is lost D mostly knows more: what it has, or that it has all. This is how long we wait for
+# its word; nothing depends on whether it comes in time.
+_VERDICT_S = 0.25
+
+
+class Handoff(LiveRequest):
+    """A request for one completion. When a worker fails it the request is sent again, with the
+    tokens so far (rule K6): what was delivered stays, and the client sees one stream.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        route: Route,
+        *,
+        tokenizer: Tokenizer,
+        timeline: Timeline,
+        metrics: RouterMetrics,
+        redrives: RedriveQueue,
+        on_tokens: OnTokens,
+        on_end: OnEnd,
+        index: int = 0,
+        resume: Sequence[ResumedCompletion] = (),
+        wake: asyncio.Event | None = None,
+        siblings: Sequence["Handoff"] | None = None,
+    ) -> None:
+        """`siblings` are all completions of a request that has several, this one among them."""
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        resumed = next((each for each in resume if each.index == index), None)
+        self.state = RequestState(
+            request,
+            tokenizer=tokenizer,
+            timeline=timeline,
+            metrics=metrics,
+            index=index,
+            wake=wake,
+            resumed=resumed,
+        )
+        self.recovery = Recovery()
+        # Of every worker that took part in the answer, also before it was resumed.
+        self.origins: set[Origin] = set()
+        if resumed is not None and resumed.is_begun:
+            self.origins.add(resumed.origin)
+        self._siblings = siblings if siblings is not None else (self,)
+        self._metrics = metrics
+        self._redrives = redrives
+        self._attempt = Attempt(self._at_attempt(0), route, self)
+        self._prefill_stats: PrefillStats | None = None
+        self._transfer_stats: KVTransferStats | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        return self.state.ending
+
+    @property
+    def route(self) -> Route:
+        return self._attempt.route
+
+    @property
+    def has_begun(self) -> bool:
+        """True if some of its answer has come, and not all of it before it was resumed."""
+        return bool(self.state.token_ids) and self.state.resumed_end is None
+
+    @property
+    def begun_origins(self) -> set[Origin]:
+        begun = (each.origins for each in self._siblings if each.has_begun)
+        return {origin for origins in begun for origin in origins}
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        return self._at_attempt(self.recovery.num_redrives + 1)
+
+    async def _next_output(self) -> RequestOutput:
+        return await self.state.collector.get()
+
+    def start(self) -> None:
+        if self.ending is not None:
+            # With another completion of its request, which could not begin.
+            return
+        self.state.timeline.dispatched_ns = time.monotonic_ns()
+        if (end := self.state.resumed_end) is not None:
+            self._end(end.finish_reason, stop_reason=end.stop_reason, outcome=None)
+            return
+        self._watch_deadline()
+        self._send()
+        self.state.timeline.dispatched_ns = time.monotonic_ns()
+
+    def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
+        self._end(finish_reason, error=error, outcome="aborted")
+
+    def resend(self, route: Route) -> None:
+        """Begin the next attempt. Workers that have the last one and not this one end it."""
+        if not self.state.token_ids:
+            # Nothing of the answer is theirs.
+            self.origins.clear()
+        lost, self._attempt = self._attempt, Attempt(self.next_request, route, self)
+        self._count_handoff(lost, self._outcome)
+        self.recovery.begin_attempt()
+        self.state.begin_attempt(self._attempt.request.attempt)
+        lost.abort(but=frozenset(route.workers))
+        addresses = ", ".join(worker.address for worker in route.workers)
+        num_tokens = len(self.state.token_ids)
+        self._log(logging.INFO, "it goes on after %d tokens at %s", num_tokens, addresses)
+        self._send()
+
+    def give_up(self) -> None:
+        """There is nobody to go on with: end with what began the last loss."""
+        self._log(logging.WARNING, "nobody is left to go on with: it fails")
+        self._end(FinishReason.ERROR, error=self.recovery.error, outcome=self._outcome)
+
+    def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
+        """Take the tokens; False if that ended the request."""
+        self._take_stats(output, worker)
+        num_before = len(self.state.token_ids)
+        try:
+            stop_string = self.state.accept(output)
+        except PdserveError as problem:
+            error = problem.to_engine_error()
+            self._redrives.blame(self.route, worker, error)
+            self._fail(worker, error, level=logging.ERROR)
+            return False
+        num_new = len(self.state.token_ids) - num_before
+        if num_new:
+            self._on_progress(worker)
+            self.recovery.note_tokens(num_new)
+            self._on_tokens(self, num_new)
+        if stop_string is not None:
+            self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")
+        return stop_string is None
+
+    def on_done(self, output: EngineCoreOutput, *, outcome: HandoffOutcome) -> None:
+        assert output.finish_reason is not None
+        for worker in self.route.workers:
+            self._redrives.pool.report_success(worker)
+        self._end(output.finish_reason, stop_reason=output.stop_reason, outcome=outcome)
+
+    def on_failed(self, worker: WorkerClient, error: EngineError) -> None:
+        """Send the request again if that may help."""
+        if not self.recovery.errors:
+            self._redrives.blame(self.route, worker, error)
+        # What follows from an earlier loss of the attempt changes nothing.
+        is_final = not error.is_retryable and self not in self._redrives
+        if is_final or error.fault is ErrorFault.REQUEST:
+            self._fail(worker, error)
+        else:
+            self._lose(worker, error, reason=error.code.name.lower())
+
+    def on_kv_lost(self, lost: KVLost) -> None:
+        """D holds what it has until it is told how to go on (rule K6)."""
+        error = KVTransferError(lost.message).to_engine_error()
+        if not self.recovery.errors:
+            self._redrives.blame(self.route, self.route.decode, error)
+        self.recovery.num_confirmed_tokens = lost.num_confirmed_tokens
+        self._lose(self.route.decode, error, reason="kv_lost")
+
+    def _at_attempt(self, attempt: int) -> EngineCoreRequest:
+        token_ids = tuple(self.state.token_ids)
+        if not token_ids and not attempt:
+            return self.request
+        params = self.request.sampling_params
+        assert params is not None
+        return dataclasses.replace(
+            self.request,
+            # They are out with the first token.
+            sampling_params=dataclasses.replace(params, prompt_logprobs=None)
+            if token_ids
+            else params,
+            attempt=attempt,
+            resume_output_token_ids=token_ids,
+            # Its source may be elsewhere, or behind other tokens.
+            fork_of=None,
+        )
+
+    def _send(self) -> None:
+        self.origins.update(worker.origin for worker in self.route.workers)
+        self.state.collector.origin = str(joined(self.origins))
+        self._attempt.send()
+
+    def _take_stats(self, output: EngineCoreOutput, worker: WorkerClient) -> None:
+        """Keep what the stages of the first and the second token took, of the attempts that brought
+        them. The prompt's are those of the worker that computed it.
+        """
+        num_before = self._attempt.num_tokens_before
+        if num_before == 0 and worker is (self.route.prefill or self.route.decode):
+            self._prefill_stats = output.prefill_stats or self._prefill_stats
+        if num_before < 2:
+            self._transfer_stats = output.kv_transfer_stats or self._transfer_stats
+        pool, prefill, decode = self._redrives.pool, self.route.prefill, self.route.decode
+        if output.kv_transfer_stats is not None and prefill is not None:
+            pool.report_transfer(prefill, decode, output.kv_transfer_stats)
+        if output.prefill_stats is not None and prefill is None:
+            pool.report_cached(self.route, output.prefill_stats)
+
+    def _on_progress(self, worker: WorkerClient) -> None:
+        if self not in self._redrives:
+            self._redrives.on_token(self)
+        elif worker is self.route.decode:
+            # D had everything from the P that was lost.
+            self._redrives.discard(self)
+            self.recovery.forget()
+
+    def _fail(
+        self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
+    ) -> None:
+        self._log(level, "%s: %s; it fails", worker.address, error.message)
+        outcome = _failure_of(worker, self.route)
+        self._end(FinishReason.ERROR, error=error, outcome=outcome)
+
+    def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
+        if self.ending is not None:
+            return
+        self._redrives.lose(self, self.route, worker, error, reason=reason)
+        decode = self.route.decode
+        has_decode = decode in self._attempt.running
+        self.recovery.holder = decode if has_decode else None
+        is_undecided = has_decode and decode not in self.recovery.errors
+        if self._redrives.is_spent(self) and not is_undecided:
+            self.give_up()
+            return
+        self._redrives.add(self, delay_s=_VERDICT_S if is_undecided else 0.0)
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        attempt = self._attempt.request.attempt
+        log_request(logger, level, self.request.request_id, attempt, text, *args)
+
+    @property
+    def _outcome(self) -> HandoffOutcome:
+        """Of an attempt that is lost."""
+        assert self.recovery.route is not None
+        return _failure_of(next(iter(self.recovery.errors)), self.recovery.route)
+
+    def _end(
+        self,
+        finish_reason: FinishReason,
+        *,
+        outcome: HandoffOutcome | None,
+        stop_reason: int | str | None = None,
+        error: EngineError | None = None,
+    ) -> None:
+        if self.state.ending is not None:
+            return
+        self._stop_deadline()
+        self._redrives.discard(self)
+        self._attempt.abort()
+        self.state.timeline.finished_ns = time.monotonic_ns()
+        self.state.finish(
+            Ending(
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+                error=error,
+                usage=self._usage(),
+                metrics=self.measure(),
+            )
+        )
+        self._count_handoff(self._attempt, outcome)
+        if error is None and self.state.num_new_tokens > 1:
+            pool, token_ids = self._redrives.pool, self.state.token_ids
+            pool.note_answered(self.route.decode, self.request, token_ids)
+        if self.recovery.num_redrives:
+            self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
+        self._on_end(self)
+
+    def _count_handoff(self, attempt: Attempt, outcome: HandoffOutcome | None) -> None:
+        if attempt.route.prefill is not None and outcome is not None:
+            self._metrics.handoffs.labels(outcome=outcome).inc()
+
+    def _usage(self) -> Usage:
+        stats = self._prefill_stats
+        return Usage(
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+            num_output_tokens=len(self.state.token_ids),
+        )
+
+    def measure(
+        self, timeline: Timeline | None = None, *, siblings: Sequence["Handoff"] = ()
+    ) -> RequestMetrics:
+        """Return where a request's time went so far: this one's, or that of one on another timeline
+        whose prompt was this one's. `siblings` are what else took part in it.
+        """
+        prefill, decode = self.route.prefill, self.route.decode
+        handoffs = (self, *siblings)
+        return measure(
+            timeline or self.state.timeline,
+            num_tokens=self.state.num_new_tokens,
+            prefill=self._prefill_stats,
+            transfer=self._transfer_stats,
+            path=self.route.path,
+            prefill_engine_id=prefill.engine_id if prefill is not None else "",
+            decode_engine_id=decode.engine_id,
+            determinism=joined(o for handoff in handoffs for o in handoff.origins).determinism,
+            num_redrives=sum(handoff.recovery.num_redrives for handoff in handoffs),
+        )
+
+
+def _failure_of(worker: WorkerClient, route: Route) -> HandoffOutcome:
+    return "prefill_failed" if worker is route.prefill else "decode_failed"

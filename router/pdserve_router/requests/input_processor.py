@@ -1,0 +1,374 @@
+"""From what a client sends to what an engine takes: checks, tokens, defaults."""
+
+import dataclasses
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
+from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.validation import (
+    DRAWN_SEED_BITS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_PROMPT_LOGPROB_ENTRIES,
+    MAX_TRACE_HEADER_CHARS,
+    validate_choice,
+    validate_priority,
+    validate_prompt,
+    validate_prompt_logprobs,
+    validate_request_id,
+    validate_sampling_params,
+    validate_token_ids,
+)
+from pdserve_router.requests.parent_request import is_ranked
+from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
+from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.worker_pool import ModelLimits
+
+TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+MAX_CACHE_SALT_CHARS = 256
+# How many times as long as the model takes it a prompt may be that is cut.
+MAX_TRUNCATED = 8
+CHAT_ROLES = ("system", "user", "assistant")
+# The internal id is the client's, cut to this, and a random suffix.
+_ID_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for, over whichever API. Exactly one of the three prompts is set."""
+
+    request_id: str
+    model: str = ""  # "" is the only one
+    text: str | None = None
+    messages: Sequence[ChatMessage] | None = None
+    token_ids: Sequence[int] | None = None
+    # Of the chat template, besides those that it gets anyway.
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    # The model's own around a text.
+    add_special_tokens: bool = True
+    # Only the last tokens of the prompt count, this many; -1: as many as fit beside max_tokens.
+    truncate_prompt_tokens: int | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival_ns: int = field(default_factory=time.monotonic_ns)
+    # time.monotonic() after which the answer is worthless.
+    deadline: float | None = None
+    # W3C trace context, as trace_context() reads it.
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    # Log-probabilities that one message of the answer may hold: a max_tokens that is left unset
+    # stays below it, and requests for more are refused.
+    max_logprob_entries: int = MAX_PROMPT_LOGPROB_ENTRIES
+    # What a broken stream of the same request had brought.
+    resume: Sequence[ResumedCompletion] = ()
+
+
+def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the W3C trace context among a call's headers. A malformed one counts as none."""
+    parent = headers.get("traceparent", "")
+    if TRACEPARENT.fullmatch(parent) is None:
+        return {}
+    state = headers.get("tracestate", "")
+    if not 0 < len(state) <= MAX_TRACE_HEADER_CHARS:
+        return {"traceparent": parent}
+    return {"traceparent": parent, "tracestate": state}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedInput:
+    """An EngineCoreRequest, when it arrived and when its tokenizing began and ended (monotonic ns,
+    of the whole machine), and where its answer goes on.
+    """
+
+    request: EngineCoreRequest
+    resume: Sequence[ResumedCompletion] = ()
+    arrival_ns: int
+    tokenize_start_ns: int
+    tokenize_end_ns: int
+
+
+class InputProcessor:
+    """Turns GenerationRequests into EngineCoreRequests."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        default_deadline_s: float,
+        max_deadline_s: float,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._default_deadline_s = default_deadline_s
+        self._max_deadline_s = max_deadline_s
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError if a client names a model that is not served."""
+        if name not in ("", self._model_name):
+            raise ModelNotFoundError(
+                f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
+            )
+
+    async def process(self, request: GenerationRequest, limits: ModelLimits) -> ProcessedInput:
+        """Check and tokenize. Raises InvalidRequestError naming the field."""
+        self.check_model(request.model)
+        validate_request_id(request.request_id)
+        _check_request(request)
+        if request.resume:
+            require_seed(request.sampling_params)
+        # Before tokenizing, which is the expensive part.
+        validate_sampling_params(
+            request.sampling_params,
+            vocab_size=limits.vocab_size,
+            logits_processors=limits.logits_processors,
+        )
+        most = _most_prompt_tokens(request, limits)
+        tokenize_start_ns = time.monotonic_ns()
+        token_ids = await self.tokenize(
+            text=request.text,
+            messages=request.messages,
+            token_ids=request.token_ids,
+            template_variables=request.template_variables,
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=limits.max_model_len * (1 if most is None else MAX_TRUNCATED),
+        )
+        if most is not None:
+            token_ids = token_ids[-most:]
+        tokenize_end_ns = time.monotonic_ns()
+        validate_prompt(token_ids, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        validate_prompt_logprobs(request.sampling_params, len(token_ids))
+        params = _complete(
+            request.sampling_params,
+            len(token_ids),
+            limits,
+            max_logprob_entries=request.max_logprob_entries,
+        )
+        validate_resume(request.resume, params, vocab_size=limits.vocab_size)
+        _check_message(params, len(token_ids), limit=request.max_logprob_entries)
+        params = dataclasses.replace(
+            params, bad_words_token_ids=await self._bad_words_token_ids(params.bad_words)
+        )
+        eos_token_id = limits.eos_token_ids[0] if limits.eos_token_ids else None
+        validate_choice(params, eos_token_id=eos_token_id, vocab_size=limits.vocab_size)
+        arrival_time = request.arrival_ns / 1e9
+        engine_request = EngineCoreRequest(
+            request_id=f"{request.request_id[:_ID_CHARS]}-{secrets.token_hex(8)}",
+            external_req_id=request.request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling_params=params,
+            eos_token_id=eos_token_id,
+            arrival_time=arrival_time,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline=self._deadline(request.deadline, arrival_time),
+            trace_headers=request.trace_headers,
+        )
+        return ProcessedInput(
+            request=engine_request,
+            resume=request.resume,
+            arrival_ns=request.arrival_ns,
+            tokenize_start_ns=tokenize_start_ns,
+            tokenize_end_ns=tokenize_end_ns,
+        )
+
+    async def tokenize(
+        self,
+        *,
+        text: str | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        token_ids: Sequence[int] | None = None,
+        template_variables: Mapping[str, object] = MappingProxyType({}),
+        add_special_tokens: bool = True,
+        max_model_len: int,
+    ) -> Sequence[int]:
+        """Return the tokens of whichever prompt is set. Raises InvalidRequestError for none, for
+        several, and for text of which far more tokens come than the model takes.
+        """
+        if sum(prompt is not None for prompt in (text, messages, token_ids)) != 1:
+            raise InvalidRequestError(
+                "prompt needs exactly one of text, chat messages and token ids", field="prompt"
+            )
+        if text is not None:
+            return await self._tokenizer.encode(
+                text, add_special_tokens=add_special_tokens, max_tokens=max_model_len
+            )
+        if messages is not None:
+            if not messages:
+                raise InvalidRequestError("messages is empty, needs at least 1", field="messages")
+            for message in messages:
+                _check_role(message.role)
+            return await self._tokenizer.encode_chat(
+                [{"role": message.role, "content": message.content} for message in messages],
+                template_variables,
+                max_tokens=max_model_len,
+            )
+        return token_ids or ()
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entries."""
+        return [self._tokenizer.backend.id_to_token(token_id) or "" for token_id in token_ids]
+
+    async def detokenize(self, token_ids: Sequence[int], *, field: str = "token_ids") -> str:
+        """Return the text of tokens, special tokens included. Unknown ids are refused, and more
+        than MAX_RESUMED_TOKENS.
+        """
+        if len(token_ids) > MAX_RESUMED_TOKENS:
+            raise InvalidRequestError(
+                f"{field} has {len(token_ids)} tokens, at most {MAX_RESUMED_TOKENS}", field=field
+            )
+        validate_token_ids(field, token_ids, self._tokenizer.vocab_size)
+        return await self.text_of(token_ids)
+
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that were checked already, special tokens included."""
+        return await self._tokenizer.decode_any(token_ids)
+
+    async def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return each word's tokens at the beginning of a text and behind a space, which many
+        vocabularies have as part of the token.
+        """
+        if not words:
+            return ()
+        bare = [word.lstrip() or word for word in words]
+        forms = await self._tokenizer.encode_words([*bare, *(f" {word}" for word in bare)])
+        for token_ids in forms:
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequestError(
+                    f"bad_words has a word of {len(token_ids)} tokens, at most "
+                    f"{MAX_BAD_WORD_TOKENS}",
+                    field="bad_words",
+                )
+        # A word may have one form only, or be nothing to the tokenizer.
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in forms if token_ids))
+
+    def _deadline(self, wanted: float | None, arrival_time: float) -> float:
+        if wanted is None:
+            return arrival_time + self._default_deadline_s
+        if wanted <= time.monotonic():
+            raise DeadlineExceededError("the deadline passed before the request was taken")
+        return min(wanted, arrival_time + self._max_deadline_s)
+
+
+def _most_prompt_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
+    """Return how many of the prompt's last tokens count; None: all."""
+    most = request.truncate_prompt_tokens
+    if most is None or 1 <= most <= limits.max_model_len:
+        return most
+    if most != -1:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {most}, must be -1 or 1 to {limits.max_model_len}",
+            field="truncate_prompt_tokens",
+        )
+    return max(1, limits.max_model_len - (request.sampling_params.max_tokens or 1))
+
+
+def _check_role(role: str) -> None:
+    if role not in CHAT_ROLES:
+        raise InvalidRequestError(
+            f"messages has role {role[:64]!r}, must be one of {', '.join(CHAT_ROLES)}",
+            field="messages",
+        )
+
+
+def _check_request(request: GenerationRequest) -> None:
+    validate_priority(request.priority)
+    salt = request.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"cache_salt has {len(salt)} characters, must be 1 to {MAX_CACHE_SALT_CHARS}",
+            field="cache_salt",
+        )
+    params = request.sampling_params
+    if params.bad_words_token_ids:
+        raise InvalidRequestError(
+            "bad_words_token_ids is set: the router makes them of bad_words",
+            field="bad_words_token_ids",
+        )
+
+
+def _complete(
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    limits: ModelLimits,
+    *,
+    max_logprob_entries: int,
+) -> SamplingParams:
+    """Draw a missing seed, bound max_tokens by the model's length, make every EOS token stop. A
+    missing max_tokens is what fits, of the logprobs into one message too.
+    """
+    room = limits.max_model_len - num_prompt_tokens
+    if params.min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}, at most {room} fit behind the prompt "
+            f"({num_prompt_tokens} tokens, max_model_len is {limits.max_model_len})",
+            field="min_tokens",
+        )
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=max_logprob_entries)
+        max_tokens = room if most is None else max(1, params.min_tokens, most)
+    stop_token_ids = params.stop_token_ids
+    if not params.ignore_eos:
+        # A request has one EOS; a model may have more, which stop it like any stop token.
+        more = (i for i in limits.eos_token_ids[1:] if i not in stop_token_ids)
+        stop_token_ids = (*stop_token_ids, *more)
+    return dataclasses.replace(
+        params,
+        stop_token_ids=stop_token_ids,
+        top_k=min(params.top_k, limits.vocab_size),
+        max_tokens=min(max_tokens, room),
+        seed=secrets.randbits(DRAWN_SEED_BITS) if params.seed is None else params.seed,
+    )
+
+
+def _check_message(params: SamplingParams, num_prompt_tokens: int, *, limit: int) -> None:
+    """Refuse logprobs of a whole answer, and of its prompt, that may not fit into one message."""
+    most = _most_tokens_with_logprobs(params, num_prompt_tokens, limit=limit)
+    assert params.max_tokens is not None, "_complete sets it"
+    if most is None or params.max_tokens <= most:
+        return
+    num_entries = _num_entries_per_token(params) * params.max_tokens
+    num_entries += _num_prompt_entries(params, num_prompt_tokens)
+    raise InvalidRequestError(
+        f"logprobs is {params.logprobs} with max_tokens {params.max_tokens} and n {params.n}: "
+        f"one message may get {num_entries} log-probabilities, at most {limit}",
+        field="logprobs",
+    )
+
+
+def _most_tokens_with_logprobs(
+    params: SamplingParams, num_prompt_tokens: int, *, limit: int
+) -> int | None:
+    """Return how many tokens an answer that comes as a whole may have, so that one message holds
+    their logprobs and those of the prompt. None: they do not have to fit into one.
+    """
+    is_streamed = params.output_kind is RequestOutputKind.DELTA and not (
+        params.use_beam_search or is_ranked(params)
+    )
+    if params.logprobs is None or is_streamed:
+        return None
+    left = limit - _num_prompt_entries(params, num_prompt_tokens)
+    return left // _num_entries_per_token(params)
+
+
+def _num_entries_per_token(params: SamplingParams) -> int:
+    assert params.logprobs is not None
+    return (1 + params.logprobs) * params.n
+
+
+def _num_prompt_entries(params: SamplingParams, num_prompt_tokens: int) -> int:
+    return 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * num_prompt_tokens

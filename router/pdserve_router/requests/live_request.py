@@ -1,0 +1,114 @@
+"""What an API holds of a request that was accepted: its outputs, and the means to end it early."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+
+from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
+from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
+from pdserve_router.requests.output_processor import Ending, RequestOutput
+from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.workers.route_chooser import Route
+
+
+class LiveRequest(ABC):
+    """A request on its workers. Iterate over it for its outputs, of which exactly one, the last,
+    is `finished`. Use it as a context manager: leaving ends the request. One reader.
+
+    `on_tokens` is called with the number of new tokens, `on_end` once.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        *,
+        on_tokens: Callable[["LiveRequest", int], None],
+        on_end: Callable[["LiveRequest"], None],
+    ) -> None:
+        self.request = request
+        self._on_tokens = on_tokens
+        self._on_end = on_end
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._is_read = False
+
+    def __enter__(self) -> "LiveRequest":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    def __aiter__(self) -> "LiveRequest":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Wait for what is new."""
+        if self._is_read:
+            raise StopAsyncIteration
+        output = await self._next_output()
+        self._is_read = output.finished
+        return output
+
+    def abort(self) -> None:
+        """The client is gone: end it on every worker. Does nothing after the end."""
+        error = RequestAbortedError("the client cancelled the request")
+        self.cut(FinishReason.ABORT, error.to_engine_error())
+
+    def fail(self, error: PdserveError) -> None:
+        """End it with an error on every worker. Does nothing after the end."""
+        self.cut(FinishReason.ERROR, error.to_engine_error())
+
+    def on_defect(self) -> None:
+        """End it with an error that is this process's fault."""
+        self.fail(PdserveError("internal error of the router, see its log"))
+
+    @property
+    @abstractmethod
+    def ending(self) -> Ending | None:
+        """How it ended; None while it runs."""
+
+    @property
+    @abstractmethod
+    def route(self) -> Route:
+        """Of the last attempt, and of the first completion."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Send it to its workers. It may end at once."""
+
+    @abstractmethod
+    def cut(self, finish_reason: FinishReason, error: EngineError) -> None:
+        """End it early on every worker. Does nothing after the end."""
+
+    @abstractmethod
+    def measure(self) -> RequestMetrics:
+        """Return where its time went so far."""
+
+    @abstractmethod
+    async def _next_output(self) -> RequestOutput:
+        """Wait for news and return all of it."""
+
+    def _watch_deadline(self) -> None:
+        """Fail at the deadline, if there is one, unless the timer is stopped before."""
+        if self.request.deadline is not None:
+            self._deadline_timer = asyncio.get_running_loop().call_later(
+                max(0.0, self.request.deadline - time.monotonic()), self._on_deadline
+            )
+
+    def _stop_deadline(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+
+    def _on_deadline(self) -> None:
+        age = time.monotonic() - self.request.arrival_time
+        self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
+
+
+OnTokens = Callable[[LiveRequest, int], None]
+OnEnd = Callable[[LiveRequest], None]

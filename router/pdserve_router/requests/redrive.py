@@ -1,0 +1,450 @@
+"""Requests that lost a worker: what each has lost, where it goes next, and when."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineError,
+    ErrorCode,
+    ErrorFault,
+    WorkerRole,
+)
+from pdserve_common.errors import RETRYABLE_CODES, NoWorkerError, OverloadedError
+from pdserve_common.logging import log_request
+from pdserve_common.metrics import RouterMetrics
+from pdserve_common.validation import MAX_ATTEMPT
+from pdserve_router.workers.origin import Origin
+from pdserve_router.workers.prefix_estimate import num_known_tokens
+from pdserve_router.workers.route_chooser import Route
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+# D computes so few tokens itself: less than the way over a prefill worker costs.
+SMALL_NUM_TOKENS = 512
+# A worker that failed a request gets it again no sooner, and only if there is no other. Twice as
+# long for each attempt in a row that brought no token, up to sixteen times.
+REUSE_DELAY_S = 0.5
+MAX_REUSE_DOUBLINGS = 4
+# So many new tokens without another loss give one redrive back. At 10 to 50 tokens a second that is
+# 10 to 50 s, about what a lost worker takes to come back: a stream survives any number of losses
+# that come no faster. One that fails its workers where it stands brings none, and ends.
+TOKENS_PER_REDRIVE = 512
+# How often those that wait look at the workers' queues, which change with every step.
+TICK_S = 0.05
+
+KV_ERRORS = (ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED)
+# What the worker's link, state and load say already.
+_STATE_ERRORS = (
+    ErrorCode.ENGINE_DEAD,
+    ErrorCode.DRAINING,
+    ErrorCode.OVERLOADED,
+    ErrorCode.NO_WORKER,
+)
+# Why requests are sent again; values of a metric's label.
+REDRIVE_REASONS = ("kv_lost", *(code.name.lower() for code in RETRYABLE_CODES))
+# Reasons of routes without a prefill worker that is wanted but not to be had.
+_DOWNGRADES = ("no_prefill_worker", "no_proven_pair", "prefill_queue")
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What one request has lost, and what it still has."""
+
+    num_redrives: int = 0
+    # Those of them that count against `max_redrives`: of losses that were not planned, and that
+    # progress has not given back.
+    num_spent: int = 0
+    # The lost attempt was taken from a worker that drains.
+    is_planned: bool = False
+    # Of the attempt that is lost: its route, what its workers said in that order, and when.
+    route: Route | None = None
+    errors: dict[WorkerClient, EngineError] = field(default_factory=dict)
+    lost_at: float = 0.0
+    # For metrics.
+    reason: str = ""
+    # D, if it may hold blocks of the request, and the tokens whose KV it has said it holds.
+    holder: WorkerClient | None = None
+    num_confirmed_tokens: int = 0
+    # Who failed earlier attempts, and when they may get it again.
+    _retry_at_before: dict[WorkerClient, float] = field(default_factory=dict)
+    # Attempts since the last token, and tokens since a redrive was spent or given back.
+    _num_idle: int = 0
+    _num_new_tokens: int = 0
+
+    @property
+    def error(self) -> EngineError:
+        """What began it; the client gets it if nobody goes on. Further ones follow from it."""
+        return next(iter(self.errors.values()))
+
+    @property
+    def blamed(self) -> frozenset[WorkerClient]:
+        """Who failed the lost attempt: whoever said so of itself. A handoff that failed between two
+        workers that live is put down to P, as D can do without it.
+        """
+        assert self.route is not None
+        own = {worker for worker, error in self.errors.items() if error.code not in KV_ERRORS}
+        return frozenset(own or {self.route.prefill or self.route.decode})
+
+    @property
+    def failed(self) -> frozenset[WorkerClient]:
+        """Who failed the request in any attempt."""
+        return frozenset(self._retry_at)
+
+    @property
+    def not_yet(self) -> frozenset[WorkerClient]:
+        """Who failed it so recently that trying again makes no sense."""
+        now = time.monotonic()
+        return frozenset(worker for worker, at in self._retry_at.items() if now < at)
+
+    @property
+    def _retry_at(self) -> dict[WorkerClient, float]:
+        delay_s = REUSE_DELAY_S * 2 ** min(self._num_idle, MAX_REUSE_DOUBLINGS)
+        delay_s = max(delay_s, (self.error.retry_after_ms or 0) / 1000)
+        return self._retry_at_before | dict.fromkeys(self.blamed, self.lost_at + delay_s)
+
+    @property
+    def good_holder(self) -> WorkerClient | None:
+        """D, if it may hold blocks of the request and can go on with it."""
+        holder = self.holder
+        is_good = holder is not None and holder.is_ready and holder not in self.failed
+        return holder if is_good else None
+
+    def add(self, route: Route, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
+        """A worker of the current attempt, which is on `route`, cannot go on."""
+        self.route = route
+        self.reason = self.reason if self.errors else reason
+        self.errors[worker] = error
+        self.lost_at = time.monotonic()
+        is_draining = any(each.state is WorkerState.DRAINING for each in route.workers)
+        self.is_planned |= is_draining or error.code is ErrorCode.DRAINING
+
+    def note_tokens(self, num_new: int) -> None:
+        """The answer goes on."""
+        self._num_idle = 0
+        self._num_new_tokens += num_new
+        while self.num_spent and self._num_new_tokens >= TOKENS_PER_REDRIVE:
+            self.num_spent -= 1
+            self._num_new_tokens -= TOKENS_PER_REDRIVE
+
+    def forget(self) -> None:
+        """The attempt goes on without the worker that was lost."""
+        self.errors.clear()
+        self.holder = None
+        self.is_planned = False
+
+    def begin_attempt(self) -> None:
+        """The request is about to be sent again."""
+        self._retry_at_before = self._retry_at
+        self.num_redrives += 1
+        self._num_idle += 1
+        if not self.is_planned:
+            self.num_spent += 1
+            self._num_new_tokens = 0
+        self.num_confirmed_tokens = 0
+        self.forget()
+
+
+class Redrive(Protocol):
+    """A request that can be sent again."""
+
+    recovery: Recovery
+    # Its first attempt.
+    request: EngineCoreRequest
+
+    @property
+    def begun_origins(self) -> Collection[Origin]:
+        """Of the workers that its answer has come from so far; none if nothing has come."""
+
+    @property
+    def next_request(self) -> EngineCoreRequest:
+        """Its next attempt."""
+
+    def resend(self, route: Route) -> None:
+        """Begin the next attempt."""
+
+    def give_up(self) -> None:
+        """There is nobody to go on with: end with the last error."""
+
+    def on_defect(self) -> None:
+        """End with an error that is this process's fault."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    redrive: Redrive
+    deadline: float
+    not_before: float
+    # When it was first without any worker; None: it only waits for its turn.
+    alone_since: float | None = None
+
+
+class RedriveQueue:
+    """Sends requests again, those with the oldest deadline first.
+
+    They go ahead of new work, so they are let onto a worker only a few at a time: those that have
+    not brought a token since are one request, or hold at most one step's tokens, or a quarter of
+    those that wait there, of which this router takes its share. So others lose a quarter of P at
+    most when a D dies with many long contexts. A request waits for a worker until its deadline,
+    unless nobody has been ready for `wait_s` of those that could go on with it.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, *, metrics: RouterMetrics, max_redrives: int, wait_s: float
+    ) -> None:
+        self.pool = pool
+        self._max_redrives = max_redrives
+        self._metrics = metrics
+        self._wait_s = wait_s
+        self._waiting: dict[Redrive, _Waiting] = {}
+        # Without a token since: the worker that computes their tokens, and how many.
+        self._sent: dict[Redrive, tuple[WorkerClient, int]] = {}
+        # Their sums.
+        self._num_sent_tokens: Counter[WorkerClient] = Counter()
+        self._timer: asyncio.Handle | None = None
+        # When it is due; uvloop's handles do not all tell.
+        self._timer_at = 0.0
+
+    def __contains__(self, redrive: Redrive) -> bool:
+        return redrive in self._waiting
+
+    def is_spent(self, redrive: Redrive) -> bool:
+        """True if it has been sent again as often as it may. Planned losses are free, but within
+        its deadline and what the wire holds.
+        """
+        recovery = redrive.recovery
+        if recovery.num_redrives >= MAX_ATTEMPT:
+            return True
+        return not recovery.is_planned and recovery.num_spent >= self._max_redrives
+
+    def blame(self, route: Route, worker: WorkerClient, error: EngineError) -> None:
+        """Tell the pool who is at fault for a request's failure. Never for what the request or its
+        client has caused: it would fail anywhere, and must cost others nothing.
+        """
+        if error.fault is ErrorFault.PEER:
+            if route.prefill is not None:
+                self.pool.report_failure((route.prefill, route.decode))
+        elif error.fault is ErrorFault.WORKER and error.code not in _STATE_ERRORS:
+            self.pool.report_failure(worker)
+
+    def lose(
+        self,
+        redrive: Redrive,
+        route: Route,
+        worker: WorkerClient,
+        error: EngineError,
+        *,
+        reason: str,
+    ) -> None:
+        """Note that a worker cannot go on with the request's current attempt."""
+        attempt = redrive.recovery.num_redrives
+        redrive.recovery.add(route, worker, error, reason=reason)
+        what_next = "it is sent again when a worker has room"
+        if self.is_spent(redrive):
+            what_next = "no attempt is left"
+        text = "lost %s: %s: %s; %s"
+        args = (worker.address, reason, error.message, what_next)
+        log_request(logger, logging.WARNING, redrive.request.request_id, attempt, text, *args)
+
+    def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
+        """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
+        already may become earlier. Ends in `resend`, `give_up` or `discard`; one that is spent only
+        waits for what `discard`s it.
+        """
+        self._forget_sent(redrive)
+        deadline = redrive.request.deadline
+        waiting = self._waiting.setdefault(
+            redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
+        )
+        waiting.not_before = min(waiting.not_before, time.monotonic() + delay_s)
+        self._changed(delay_s)
+
+    def discard(self, redrive: Redrive) -> None:
+        """It is over, or needs nobody else."""
+        self._waiting.pop(redrive, None)
+        self.on_token(redrive)
+        self._changed()
+
+    def on_token(self, redrive: Redrive) -> None:
+        """Its prompt is computed: others may follow it there."""
+        if self._forget_sent(redrive):
+            self._changed()
+
+    def _note_sent(self, redrive: Redrive, worker: WorkerClient, num_tokens: int) -> None:
+        self._sent[redrive] = (worker, num_tokens)
+        self._num_sent_tokens[worker] += num_tokens
+
+    def _forget_sent(self, redrive: Redrive) -> bool:
+        """False if it was not noted."""
+        if (sent := self._sent.pop(redrive, None)) is None:
+            return False
+        worker, num_tokens = sent
+        self._num_sent_tokens[worker] -= num_tokens
+        if not self._num_sent_tokens[worker]:
+            del self._num_sent_tokens[worker]
+        return True
+
+    def _changed(self, delay_s: float = 0.0) -> None:
+        """Look again soon. Never at once: several requests that are lost together are sent in the
+        order of their deadlines, and nothing is sent from inside a worker's callback.
+        """
+        self._metrics.redrives_waiting.set(len(self._waiting))
+        loop = asyncio.get_running_loop()
+        due = loop.time() + delay_s
+        if self._timer is not None and (not self._waiting or self._timer_at > due):
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and self._timer is None:
+            self._timer, self._timer_at = loop.call_later(delay_s, self._send_next), due
+
+    def _send_next(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        has_nobody = not self._has_decode
+        is_blocked = False
+        for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
+            # One that is over by its deadline is ended by its own timer.
+            is_due = waiting.not_before <= now < waiting.deadline
+            if not is_due or waiting.redrive not in self._waiting:
+                continue
+            if self.is_spent(waiting.redrive):
+                self._give_up(waiting.redrive)
+                continue
+            # D may have left the list and still hold the blocks of what runs there.
+            if has_nobody and not _is_almost_there(waiting.redrive):
+                self._on_nobody(waiting, now)
+                continue
+            # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
+            # D holds blocks of it does not hold for long, and it needs nobody's queue.
+            if not is_blocked or _is_almost_there(waiting.redrive):
+                is_blocked = not self._try(waiting, now) or is_blocked
+        self._changed(TICK_S)
+
+    @property
+    def _has_decode(self) -> bool:
+        """False: no request goes anywhere but to the D that holds its blocks, and making the next
+        attempt of each takes long.
+        """
+        return any(worker.is_ready for worker in self.pool.decode)
+
+    def _try(self, waiting: _Waiting, now: float) -> bool:
+        """Send it, or give it up. False: it has to wait for others that were sent again."""
+        redrive = waiting.redrive
+        request = redrive.next_request
+        try:
+            route = self._route(redrive, request)
+        except (NoWorkerError, OverloadedError):
+            self._on_nobody(waiting, now)
+            return True
+        if route is None:
+            waiting.alone_since = None
+            return False
+        del self._waiting[redrive]
+        self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
+        reason = redrive.recovery.reason
+        self._metrics.redrives.labels(reason=reason, path=route.path).inc()
+        try:
+            redrive.resend(route)
+        except Exception:
+            # A defect with one request must neither leave it without an end nor stop the others.
+            logger.exception("request %s: cannot be sent again", redrive.request.request_id)
+            redrive.on_defect()
+        return True
+
+    def _on_nobody(self, waiting: _Waiting, now: float) -> None:
+        if waiting.alone_since is None:
+            waiting.alone_since = now
+        served_at = self.pool.last_served_at(waiting.redrive.begun_origins)
+        if now - max(waiting.alone_since, served_at) >= self._wait_s:
+            self._give_up(waiting.redrive)
+
+    def _give_up(self, redrive: Redrive) -> None:
+        del self._waiting[redrive]
+        redrive.give_up()
+
+    def _route(self, redrive: Redrive, request: EngineCoreRequest) -> Route | None:
+        """Return where it goes next, None if it has to wait for others that were sent again. Raises
+        NoWorkerError or OverloadedError if there is nobody.
+        """
+        busy = self._busy(request)
+        recovery = redrive.recovery
+        holder = recovery.good_holder
+        if holder is not None and _is_almost_there(redrive):
+            route = Route(decode=holder, reason="recovery")
+        else:
+            try:
+                route = self._route_around(redrive, request, busy)
+            except (NoWorkerError, OverloadedError):
+                if busy:
+                    return None
+                raise
+        if busy and route.prefill is None and route.reason in _DOWNGRADES:
+            # D must not get what P has no room for.
+            return None
+        return route if self._has_room(*_load_of(recovery, request, route)) else None
+
+    def _route_around(
+        self, redrive: Redrive, request: EngineCoreRequest, busy: frozenset[WorkerClient]
+    ) -> Route:
+        """Let the pool choose among those that have not failed the request, if there are any."""
+        recovery = redrive.recovery
+        route = partial(self.pool.route, request, origins=redrive.begun_origins)
+        if (holder := recovery.good_holder) is not None:
+            others = frozenset(self.pool.decode) - {holder}
+            with contextlib.suppress(NoWorkerError, OverloadedError):
+                return route(exclude=recovery.failed | others | busy)
+        with contextlib.suppress(NoWorkerError, OverloadedError):
+            return route(exclude=recovery.failed | busy)
+        return route(exclude=recovery.not_yet | busy)
+
+    def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
+        """Return the prefill workers that have no room for it now."""
+        num_tokens = num_known_tokens(request)
+        return frozenset(
+            worker
+            for worker in self._num_sent_tokens
+            if worker.role is WorkerRole.PREFILL and not self._has_room(worker, num_tokens)
+        )
+
+    def _has_room(self, worker: WorkerClient, num_tokens: int) -> bool:
+        num_sent_tokens = self._num_sent_tokens[worker]
+        if not num_sent_tokens:
+            return True
+        step = worker.info.max_num_batched_tokens if worker.info is not None else 0
+        quarter = worker.stats.num_waiting_tokens // 4 if worker.stats is not None else 0
+        return num_sent_tokens + num_tokens <= max(step, quarter) // worker.num_routers
+
+
+def _is_almost_there(redrive: Redrive) -> bool:
+    """True if D holds blocks of it and can soon compute what is missing."""
+    recovery = redrive.recovery
+    # The prompt first: making the next attempt takes long.
+    if recovery.good_holder is None or _num_missing(recovery, redrive.request) > SMALL_NUM_TOKENS:
+        return False
+    return _num_missing(recovery, redrive.next_request) <= SMALL_NUM_TOKENS
+
+
+def _num_missing(recovery: Recovery, request: EngineCoreRequest) -> int:
+    """Tokens whose KV the D that holds blocks does not have."""
+    return max(0, num_known_tokens(request) - recovery.num_confirmed_tokens)
+
+
+def _load_of(
+    recovery: Recovery, request: EngineCoreRequest, route: Route
+) -> tuple[WorkerClient, int]:
+    """Return who computes tokens on that route, and how many. P has none of what D holds."""
+    num_known = num_known_tokens(request)
+    if route.prefill is not None:
+        return route.prefill, num_known
+    is_holder = route.decode is recovery.holder
+    return route.decode, _num_missing(recovery, request) if is_holder else num_known

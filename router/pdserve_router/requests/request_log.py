@@ -1,0 +1,297 @@
+"""One line in the log for each request when it ends, over whichever API. It says whose request it
+was, where it went and what it took: nothing of what it asks, and nothing of its answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdserve_common.engine_types import ErrorCode
+from pdserve_common.errors import InvalidRequestError, PdserveError
+from pdserve_common.receive_guard import FREE_METHODS
+from pdserve_common.validation import MAX_REQUEST_ID_CHARS
+from pdserve_router.requests.live_request import LiveRequest
+
+logger = logging.getLogger(__name__)
+
+# Of what clients write as they like.
+MAX_PATH_CHARS = 128
+MAX_NAME_CHARS = 64
+# Of requests that no worker got, with the same status: anybody can send as many as they like.
+MAX_LINES_PER_S = 5
+
+_STATUS_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
+
+
+class RequestLine:
+    """What is known of a request so far."""
+
+    __slots__ = ("_began_ns", "api_key", "error", "lives", "method", "path", "request_id", "status")
+
+    def __init__(self, *, path: str, method: str = "", request_id: str = "") -> None:
+        self.path = path
+        # "" over gRPC.
+        self.method = method
+        # "" until somebody has said it.
+        self.request_id = request_id
+        # HTTP's number, or gRPC's name.
+        self.status = "none"
+        self.api_key = ""
+        self.error: PdserveError | None = None
+        # One for each prompt; none if no worker got it.
+        self.lives: Sequence[LiveRequest] = ()
+        self._began_ns = time.monotonic_ns()
+
+    def write(self) -> None:
+        """Log it; what is not known is left out."""
+        fields = self._fields()
+        texts = (_TEXTS[name] for name in fields)
+        logger.info("".join(texts), fields)
+
+    def _fields(self) -> dict[str, object]:
+        """Return them in the order of the text."""
+        fields: dict[str, object] = {}
+        if self.method:
+            fields["method"] = self.method
+        fields["path"] = _clip(self.path, MAX_PATH_CHARS)
+        fields["status"] = self.status
+        if request_id := self.request_id or self._given_id:
+            fields["request_id"] = _clip(request_id, MAX_REQUEST_ID_CHARS)
+        if self.api_key:
+            fields["api_key"] = _clip(self.api_key, MAX_NAME_CHARS)
+        if (code := self._error_code) is not None:
+            fields["error"] = code.name.lower()
+        if isinstance(self.error, InvalidRequestError) and self.error.field is not None:
+            fields["field"] = _clip(self.error.field, MAX_NAME_CHARS)
+        fields.update(_outcome(self.lives))
+        # Of a request that a worker got it is the one that its answer tells.
+        fields.setdefault("e2e_ms", _ms(time.monotonic_ns() - self._began_ns))
+        return fields
+
+    @property
+    def _given_id(self) -> str | None:
+        return self.lives[0].request.external_req_id if self.lives else None
+
+    @property
+    def _error_code(self) -> ErrorCode | None:
+        if self.error is not None:
+            return self.error.code
+        for live in self.lives:
+            if live.ending is not None and live.ending.error is not None:
+                return live.ending.error.code
+        return None
+
+
+# What each field adds to the text. One that may come first has nothing in front of it.
+_TEXTS = {
+    "method": "%(method)s ",
+    "path": "%(path)s",
+    "status": " %(status)s",
+    "request_id": ", request %(request_id)s",
+    "api_key": " of %(api_key)s",
+    "error": ", %(error)s",
+    "field": " in %(field)s",
+    "num_prompts": ", %(num_prompts)d prompts",
+    "num_prompt_tokens": ", %(num_prompt_tokens)d tokens in",
+    "num_cached_tokens": " (%(num_cached_tokens)d cached)",
+    "num_output_tokens": ", %(num_output_tokens)d out",
+    "ttft_ms": ", TTFT %(ttft_ms).1f ms",
+    "e2e_ms": ", E2E %(e2e_ms).1f ms",
+    "route": ", %(route)s:",
+    "prefill": " %(prefill)s ->",
+    "decode": " %(decode)s",
+    "route_reason": " (%(route_reason)s)",
+    "finish_reason": ", %(finish_reason)s",
+    "num_redrives": ", %(num_redrives)d redrives",
+}
+
+
+def _outcome(lives: Sequence[LiveRequest]) -> dict[str, object]:
+    """Return what a request's prompts came to, all together; the route is the first one's."""
+    endings = [live.ending for live in lives if live.ending is not None]
+    if not endings:
+        return {}
+    fields: dict[str, object] = {}
+    if len(endings) > 1:
+        fields["num_prompts"] = len(endings)
+    for name in ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"):
+        fields[name] = sum(getattr(ending.usage, name) for ending in endings)
+    if ttfts := [each.metrics.ttft_ns for each in endings if each.metrics.ttft_ns]:
+        fields["ttft_ms"] = _ms(min(ttfts))
+    fields["e2e_ms"] = _ms(max(ending.metrics.e2e_ns for ending in endings))
+    route = lives[0].route
+    fields["route"] = route.path
+    if route.prefill is not None:
+        fields["prefill"] = route.prefill.engine_id
+    fields["decode"] = route.decode.engine_id
+    if route.reason:
+        fields["route_reason"] = route.reason
+    fields["finish_reason"] = ",".join(dict.fromkeys(str(each.finish_reason) for each in endings))
+    fields["num_redrives"] = sum(ending.metrics.num_redrives for ending in endings)
+    return fields
+
+
+def _ms(ns: int) -> float:
+    return round(ns / 1e6, 3)
+
+
+def _clip(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."
+
+
+_current: ContextVar[RequestLine | None] = ContextVar("request_line", default=None)
+
+
+def note_api_key(name: str) -> None:
+    """The current request came with the key of this name."""
+    if (line := _current.get()) is not None:
+        line.api_key = name
+
+
+def note_request_id(request_id: str) -> None:
+    """The current request calls itself so."""
+    if (line := _current.get()) is not None:
+        line.request_id = request_id
+
+
+def note_error(error: PdserveError) -> None:
+    """The current request is answered with this."""
+    if (line := _current.get()) is not None:
+        line.error = error
+
+
+def note_taken(lives: Sequence[LiveRequest]) -> None:
+    """Workers have the current request."""
+    if (line := _current.get()) is not None:
+        line.lives = lives
+
+
+class RequestLog:
+    """Writes lines; of requests that no worker got a few a second, and how many more there were."""
+
+    def __init__(self) -> None:
+        # Since a second at most, by status.
+        self._num_untaken: Counter[str] = Counter()
+
+    def begin(self, line: RequestLine) -> RequestLine:
+        """From here on it is the current one, in this task."""
+        _current.set(line)
+        return line
+
+    def end(self, line: RequestLine) -> None:
+        """The request has its answer, or nobody waits for one any more."""
+        if line.lives or self._has_room(line.status):
+            line.write()
+
+    def _has_room(self, status: str) -> bool:
+        if not self._num_untaken:
+            asyncio.get_running_loop().call_later(1.0, self._tell_left_out)
+        self._num_untaken[status] += 1
+        return self._num_untaken[status] <= MAX_LINES_PER_S
+
+    def _tell_left_out(self) -> None:
+        counts, self._num_untaken = self._num_untaken, Counter()
+        for status, count in counts.items():
+            if count > MAX_LINES_PER_S:
+                logger.info(
+                    "%(num_left_out)d more requests ended with %(status)s and left no line",
+                    {"num_left_out": count - MAX_LINES_PER_S, "status": status},
+                )
+
+
+class HttpRequestLog:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, log: RequestLog, *, silent: Collection[str]) -> None:
+        """Requests of the paths in `silent` leave no line."""
+        self._app = app
+        self._log = log
+        self._silent = silent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._silent:
+            await self._app(scope, receive, send)
+            return
+        line = self._log.begin(
+            RequestLine(
+                method=scope["method"],
+                path=scope["path"],
+                request_id=Headers(scope=scope).get("x-request-id", ""),
+            )
+        )
+
+        async def send_noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line.status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        finally:
+            self._log.end(line)
+
+
+class GrpcRequestLog(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The first interceptor: it sees what all others refuse."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler | None:
+        method = handler_call_details.method
+        if method.startswith(FREE_METHODS):
+            return await continuation(handler_call_details)
+        line = self._log.begin(RequestLine(path=method))
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            line.status = grpc.StatusCode.UNIMPLEMENTED.name
+            self._log.end(line)
+            return None
+        return self._around(handler, line)
+
+    def _around(self, handler: grpc.RpcMethodHandler, line: RequestLine) -> grpc.RpcMethodHandler:
+        """ReceiveGuard and ApiKeyGuard have made it one of a stream of messages."""
+        inner = handler.stream_stream or handler.stream_unary
+
+        async def answer(requests: object, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                response = await inner(requests, context)
+                line.status = _status(context)
+                return response
+            except grpc.aio.AbortError as aborted:
+                line.status = _status(context)
+                # What it was made of, by `rpc_errors`.
+                if isinstance(aborted.__context__, PdserveError):
+                    line.error = aborted.__context__
+                raise
+            except (asyncio.CancelledError, grpc.aio.InternalError):
+                is_late = context.time_remaining() == 0
+                code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+                line.status = code.name
+                raise
+            finally:
+                self._log.end(line)
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(answer, handler.request_deserializer, handler.response_serializer)
+
+
+def _status(context: grpc.aio.ServicerContext) -> str:
+    code = context.code()  # None, a number, or what somebody has set
+    return str(code.name if isinstance(code, grpc.StatusCode) else _STATUS_NAMES[code or 0])

@@ -1,0 +1,23 @@
+"""The two legs of a request that is handed off: what each worker gets, and when one has failed."""
+
+import dataclasses
+
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve_router.workers.worker_client import WorkerClient
+
+
+def make_legs(
+    request: EngineCoreRequest, *, prefill: WorkerClient, decode: WorkerClient
+) -> tuple[EngineCoreRequest, EngineCoreRequest]:
+    """Return what P gets and what D gets; each says where the other is."""
+    to_decode = dataclasses.replace(decode.kv_transfer_params, do_remote_decode=True)
+    to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
+    return (
+        dataclasses.replace(request, kv_transfer_params=to_decode),
+        dataclasses.replace(request, kv_transfer_params=to_prefill),
+    )
+
+
+def has_failed(output: EngineCoreOutput) -> bool:
+    """True for a leg's bad end. An abort that nobody here has asked for is the worker's failure."""
+    return output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)

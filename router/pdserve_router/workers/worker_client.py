@@ -1,0 +1,479 @@
+"""One worker as the router knows it: its state, its load, and the requests that run on it."""
+
+import asyncio
+import enum
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import grpc
+
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
+from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common import attach_protocol, wire
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineError,
+    EngineInfo,
+    ErrorCode,
+    FinishReason,
+    KVTransferParams,
+    SchedulerStats,
+    WorkerRole,
+)
+from pdserve_common.errors import (
+    DrainingError,
+    EngineDeadError,
+    InvalidRequestError,
+    NoWorkerError,
+    PdserveError,
+    RequestAbortedError,
+)
+from pdserve_common.rpc import open_channel
+from pdserve_common.tls import Tls
+from pdserve_router.text.served_model import ServedModel
+from pdserve_router.workers.attach_client import (
+    AttachStream,
+    LinkLostError,
+    LinkTimings,
+    StreamBrokenError,
+)
+from pdserve_router.workers.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.origin import UNKNOWN, Origin
+
+logger = logging.getLogger(__name__)
+
+OutputCallback = Callable[[EngineCoreOutput], None]
+
+
+class WorkerState(enum.Enum):
+    """What a worker can be used for."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    # Its operator has paused it: requests would wait. It may become ready again.
+    PAUSED = "paused"
+    DRAINING = "draining"
+    # Its stream broke; its requests wait for the next one to adopt them.
+    REATTACHING = "reattaching"
+    DOWN = "down"
+
+
+# In these it has a stream and runs requests.
+_ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
+
+
+class _Listener(NamedTuple):
+    attempt: int
+    on_output: OutputCallback
+    on_defect: Callable[[], None]
+
+
+class WorkerClient:
+    """Keeps one worker attached. Everything runs on the event loop's thread; nothing blocks.
+
+    A stream that breaks is replaced at once, and its requests go on where they were if the worker
+    still has them. They get their error after `dead_after_s` of silence, or as soon as it is known
+    that the worker is gone, is another process than before, or lacks them. Silence means death:
+    whether such a worker ever comes back cannot be waited for.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        role: WorkerRole,
+        model: ServedModel,
+        router_id: str,
+        router_epoch: str,
+        on_change: Callable[[], None],
+        timings: LinkTimings | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.state = WorkerState.CONNECTING
+        self.info: EngineInfo | None = None
+        # Of what it computes; unknown until it was attached once.
+        self.origin = UNKNOWN
+        self.stats: SchedulerStats | None = None
+        # Attached to it, this one among them.
+        self.num_routers = 1
+        # Fed by the pool; a new process begins with a closed one.
+        self.breaker = CircuitBreaker()
+        self._model = model
+        self._router_id = router_id
+        self._router_epoch = router_epoch
+        self._on_change = on_change
+        self._timings = timings or LinkTimings()
+        self._tls = tls
+        self._listeners: dict[str, _Listener] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._stream: AttachStream | None = None
+        # The first frame that has not come; 0 before the first one.
+        self._next_frame_seq = 0
+        # While REATTACHING: what it was before, and when the wait ends.
+        self._held_state = WorkerState.READY
+        self._hold_timer: asyncio.TimerHandle | None = None
+        self._attached_at: float | None = None
+        self._last_problem = ""
+        self._backoff_s = self._timings.min_backoff_s
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    @property
+    def engine_id(self) -> str:
+        """The worker's name for itself; empty until it was attached once."""
+        return self.info.engine_id if self.info is not None else ""
+
+    @property
+    def epoch(self) -> str:
+        """Which start of its process this is; empty until it was attached once."""
+        return self.info.epoch if self.info is not None else ""
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams:
+        """How the other side of a handoff finds this worker."""
+        host, _, port = self.address.rpartition(":")
+        return KVTransferParams(
+            remote_engine_id=self.engine_id, remote_host=host, remote_port=int(port)
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._listeners)
+
+    async def wait_until_idle(self) -> None:
+        """Return when no request is in flight. As bounded as the requests' deadlines are."""
+        await self._is_idle.wait()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"attach {self.address}")
+
+    async def close(self) -> None:
+        """End the stream; requests still on it get their error."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._release_hold()
+        self.state = WorkerState.DOWN
+        self._fail_all("the router is closing")
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        on_output: OutputCallback,
+        on_defect: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a request. `on_output` gets the outputs of this attempt, the last one has a
+        finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
+        has raised. A higher attempt takes the place of the one that runs, which gets no end. A
+        paused worker keeps the request until it goes on. Raises NoWorkerError if the worker takes
+        nothing.
+        """
+        if self.state not in (WorkerState.READY, WorkerState.PAUSED):
+            raise NoWorkerError(f"worker {self.address} is {self.state.value}")
+        message = wire.engine_core_request_to_proto(request)
+        self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
+        self._is_idle.clear()
+        self._send(service_pb2.AttachRequest(add_request=message))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its callback is not called any more. Workers ignore ids they do not know,
+        so it may also be called after the last output.
+        """
+        self._forget(request_id)
+        # A lost stream has aborted its requests already; the successor of a broken one does not ask
+        # for this request, or finds it adopted and aborts it then.
+        if self.state in _ATTACHED:
+            self._abort_there(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+        if not self._listeners:
+            self._is_idle.set()
+
+    def _abort_there(self, *request_ids: str) -> None:
+        abort = service_pb2.AbortRequests(request_ids=request_ids)
+        self._send(service_pb2.AttachRequest(abort_requests=abort))
+
+    def _send(self, message: service_pb2.AttachRequest) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+
+    async def _run(self) -> None:
+        while True:
+            # A channel for each stream: it takes its certificates when it is made.
+            async with open_channel(self.address, self._tls) as channel:
+                await self._serve_stream(service_grpc.EngineCoreServiceStub(channel))
+            # Jitter: routers that lost the same worker do not return all at once.
+            await asyncio.sleep(self._backoff_s * random.uniform(0.5, 1.0))
+            self._backoff_s = self._next_backoff_s
+
+    @property
+    def _next_backoff_s(self) -> float:
+        longest = self._timings.max_backoff_s
+        if self.state is WorkerState.REATTACHING:
+            # Requests wait for it, but not for long: that must not pass between two tries.
+            longest = min(longest, self._timings.dead_after_s / 10)
+        return min(max(self._backoff_s * 2, self._timings.min_backoff_s), longest)
+
+    async def _serve_stream(self, stub: service_grpc.EngineCoreServiceStub) -> None:
+        self._stream = AttachStream(
+            self._timings,
+            on_response=self._on_response,
+            next_frame_seq=lambda: self._next_frame_seq,
+        )
+        self._attached_at = None
+        try:
+            await self._stream.serve(stub, self._hello())
+        except (StreamBrokenError, grpc.aio.AioRpcError) as error:
+            self._broken(error)
+        except (LinkLostError, InvalidRequestError) as error:
+            self._lost(str(error))
+        except Exception:
+            # A defect of this process: its requests must not hang, and the worker may come back.
+            logger.exception("the link to worker %s failed", self.address)
+            self._lost("internal error of the router")
+        finally:
+            self._stream = None
+        if self._attached_at is not None:
+            # A link that held is replaced at once, one that flaps is not.
+            is_old = time.monotonic() - self._attached_at > self._timings.heartbeat_s
+            self._backoff_s = 0.0 if is_old else self._timings.min_backoff_s
+
+    def _hello(self) -> service_pb2.AttachHello:
+        hello = service_pb2.AttachHello(
+            router_id=self._router_id,
+            router_epoch=self._router_epoch,
+            min_protocol_version=attach_protocol.MIN_PROTOCOL_VERSION,
+            max_protocol_version=attach_protocol.PROTOCOL_VERSION,
+        )
+        if self.state is WorkerState.REATTACHING:
+            resume = service_pb2.AttachResume(
+                worker_epoch=self.epoch,
+                next_frame_seq=max(self._next_frame_seq, 1),
+                requests=[
+                    service_pb2.RequestAttempt(request_id=request_id, attempt=listener.attempt)
+                    for request_id, listener in self._listeners.items()
+                ],
+            )
+            hello.resume.CopyFrom(resume)
+        else:
+            self._next_frame_seq = 0
+        return hello
+
+    def _on_response(self, response: service_pb2.AttachResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "outputs":
+            if self._is_new_frame(response.frame_seq):
+                self._on_outputs(wire.engine_core_outputs_from_proto(response.outputs))
+        elif kind == "heartbeat":
+            self._on_heartbeat(response.heartbeat)
+        elif kind == "welcome":
+            self._on_welcome(response.welcome)
+
+    def _is_new_frame(self, frame_seq: int) -> bool:
+        """False for a frame that came on the stream before this one. Raises LinkLostError if one is
+        missing: what was in it is lost.
+        """
+        expected = self._next_frame_seq
+        if expected and frame_seq > expected:
+            raise LinkLostError(f"frame {frame_seq} came, {expected} did not")
+        self._next_frame_seq = max(expected, frame_seq + 1)
+        return frame_seq >= expected
+
+    def _on_welcome(self, welcome: service_pb2.AttachWelcome) -> None:
+        version = welcome.protocol_version
+        if attach_protocol.agreed_version(version, version) is None:
+            raise LinkLostError(
+                f"it speaks version {version} of the Attach protocol (pdserve "
+                f"{welcome.info.version}), this router {attach_protocol.spoken()}"
+            )
+        info = wire.engine_info_from_proto(welcome.info)
+        if info.role is not self.role:
+            raise LinkLostError(
+                f"it is a {info.role.name.lower()} worker, listed under {self.role.name.lower()}"
+            )
+        if mismatch := self._model.mismatch(info):
+            raise LinkLostError(mismatch)
+        is_same = info.epoch == self.epoch
+        adopted = {(r.request_id, r.attempt) for r in welcome.adopted} if is_same else set()
+        was_held = self.state is WorkerState.REATTACHING
+        self._attached_at = time.monotonic()
+        self._last_problem = ""
+        self._release_hold()
+        if not is_same:
+            self.breaker = CircuitBreaker()
+        self.info = info
+        self.origin = Origin.of(info)
+        self.state = self._held_state if is_same and was_held else WorkerState.READY
+        logger.info(
+            "%s worker %s at %s is %s, epoch %s, %d requests adopted",
+            info.role.name.lower(),
+            info.engine_id,
+            self.address,
+            self.state.value,
+            info.epoch[:8],
+            len(adopted),
+        )
+        self._on_change()
+        self._adopt(adopted)
+
+    def _adopt(self, adopted: set[tuple[str, int]]) -> None:
+        """Keep what the worker still has of ours, end the rest on this side and on the other."""
+        kept = {name for name, attempt in adopted if self._attempt_of(name) == attempt}
+        for request_id in self._listeners.keys() - kept:
+            self._end_as_lost(request_id, "it no longer has the request")
+        if unwanted := {name for name, _ in adopted} - kept:
+            self._abort_there(*unwanted)
+        if not kept:
+            # The worker may have forgotten us and count anew; old frames are nobody's.
+            self._next_frame_seq = 0
+
+    def _attempt_of(self, request_id: str) -> int | None:
+        listener = self._listeners.get(request_id)
+        return listener.attempt if listener is not None else None
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.scheduler_stats is not None:
+            self.stats = outputs.scheduler_stats
+        for output in outputs.outputs:
+            if output.error is not None and output.error.code is ErrorCode.DRAINING:
+                self._on_draining()
+            self._dispatch(output)
+        for request_id in outputs.finished_requests:
+            self._end_with(
+                request_id,
+                RequestAbortedError(
+                    f"worker {self.address} ended the request without an output"
+                ).to_engine_error(),
+            )
+        if outputs.engine_dead is not None:
+            raise LinkLostError(f"its engine died: {outputs.engine_dead.message}")
+
+    def _dispatch(self, output: EngineCoreOutput) -> None:
+        # Unknown ids and other attempts were under way when the request was aborted or sent again.
+        listener = self._listeners.get(output.request_id)
+        if listener is None or listener.attempt != output.attempt:
+            return
+        if output.finished:
+            self._forget(output.request_id)
+        try:
+            listener.on_output(output)
+        except Exception:
+            # A defect while taking one request's output must not end the others' stream.
+            logger.exception("request %s: cannot take an output", output.request_id)
+            self._forget(output.request_id)
+            listener.on_defect()
+
+    def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
+        self.num_routers = max(1, heartbeat.num_routers)
+        if heartbeat.draining:
+            self._on_draining()
+        elif self.state in (WorkerState.READY, WorkerState.PAUSED):
+            self._set_state(WorkerState.PAUSED if heartbeat.paused else WorkerState.READY)
+
+    def _on_draining(self) -> None:
+        if self.state in (WorkerState.READY, WorkerState.PAUSED):
+            self._set_state(WorkerState.DRAINING)
+
+    def _set_state(self, state: WorkerState) -> None:
+        if state is not self.state:
+            logger.info("worker %s is %s", self.address, state.value)
+            self.state = state
+            self._on_change()
+
+    def _broken(self, error: StreamBrokenError | grpc.aio.AioRpcError) -> None:
+        """Hold the requests if the worker may still have them."""
+        reason = _reason(error)
+        if self.state in _ATTACHED:
+            self._hold(reason)
+        elif self.state is not WorkerState.REATTACHING or _is_refused(error):
+            self._lost(reason)
+
+    def _hold(self, reason: str) -> None:
+        logger.warning(
+            "worker %s: the stream broke, %d requests wait for the next: %s",
+            self.address,
+            self.num_in_flight,
+            reason,
+        )
+        self._held_state = self.state
+        message = f"it did not attach again in time: {reason}"
+        self._hold_timer = asyncio.get_running_loop().call_later(
+            self._hold_s(), self._lost, message
+        )
+        self.stats = None
+        self.state = WorkerState.REATTACHING
+        self._on_change()
+
+    def _hold_s(self) -> float:
+        """What is left of the worker's time, and enough for one try if it was this process that
+        hung.
+        """
+        assert self._stream is not None, "it has just broken"
+        left_s = self._timings.dead_after_s - self._stream.silence_s
+        return max(left_s, self._timings.heartbeat_s)
+
+    def _release_hold(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+
+    def _lost(self, reason: str) -> None:
+        if reason != self._last_problem:
+            logger.warning("worker %s is down: %s", self.address, reason)
+            self._last_problem = reason
+        self._release_hold()
+        self.stats = None
+        # One that had said that it drains was expected to go.
+        was_held = self.state is WorkerState.REATTACHING
+        last_state = self._held_state if was_held else self.state
+        error_type = DrainingError if last_state is WorkerState.DRAINING else EngineDeadError
+        if self.state is not WorkerState.DOWN:
+            self.state = WorkerState.DOWN
+            self._on_change()
+        self._fail_all(reason, error_type)
+
+    def _fail_all(self, reason: str, error_type: type[PdserveError] = EngineDeadError) -> None:
+        for request_id in list(self._listeners):
+            self._end_as_lost(request_id, reason, error_type)
+
+    def _end_as_lost(
+        self, request_id: str, reason: str, error_type: type[PdserveError] = EngineDeadError
+    ) -> None:
+        error = error_type(f"worker {self.address} was lost: {reason}")
+        self._end_with(request_id, error.to_engine_error())
+
+    def _end_with(self, request_id: str, error: EngineError) -> None:
+        listener = self._listeners.get(request_id)
+        if listener is not None:
+            self._dispatch(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    attempt=listener.attempt,
+                    finish_reason=FinishReason.ERROR,
+                    error=error,
+                )
+            )
+
+
+def _is_refused(error: Exception) -> bool:
+    # gRPC has one status for all that can be wrong with a connection. If its words change, requests
+    # of a worker that is gone wait for dead_after_s.
+    return "Connection refused" in _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}".rstrip()
+    return str(error)

@@ -1,0 +1,90 @@
+"""Tries workers whose circuit breaker is open, with generations of the router's own."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from pdserve_router.workers.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.pair_probe import ProbeFailedError, probe_alone
+from pdserve_router.workers.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TIMEOUT_S = 10.0
+
+
+class WorkerTrials:
+    """The trials of a pool's workers: no client's request is spent on one that keeps failing. A
+    trial that goes well closes the breaker, one that fails is followed by another after the
+    breaker's backoff.
+    """
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a breaker has closed, and has to call `update`."""
+        self._on_change = on_change
+        self._workers: tuple[WorkerClient, ...] = ()
+        self._trials: dict[CircuitBreaker, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def update(self, workers: Iterable[WorkerClient]) -> None:
+        """Take the pool's workers as they are now."""
+        self._workers = tuple(workers)
+        self._advance()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for trial in self._trials.values():
+            trial.cancel()
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
+
+    def _advance(self) -> None:
+        """Start the trials that are due, and come back for those that will be."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_closed:
+            return
+        waits = []
+        for worker in self._workers:
+            # Of a worker that is started anew it is another one.
+            breaker = worker.breaker
+            if not worker.is_ready or not breaker.is_open or breaker in self._trials:
+                continue
+            if (wait_s := breaker.retry_in_s) > 0:
+                waits.append(wait_s)
+            else:
+                self._start(worker, breaker)
+        if waits:
+            self._timer = asyncio.get_running_loop().call_later(min(waits), self._advance)
+
+    def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
+        trial = asyncio.create_task(
+            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S), name=f"trial of {worker.address}"
+        )
+        self._trials[breaker] = trial
+        trial.add_done_callback(lambda done: self._on_tried(worker, breaker, done))
+
+    def _on_tried(
+        self, worker: WorkerClient, breaker: CircuitBreaker, trial: "asyncio.Task[None]"
+    ) -> None:
+        del self._trials[breaker]
+        if trial.cancelled() or not breaker.is_open:
+            self._advance()
+            return
+        if (error := trial.exception()) is None:
+            logger.info("worker %s works again", worker.address)
+            breaker.close()
+            self._on_change()
+            return
+        is_expected = isinstance(error, ProbeFailedError)
+        logger.warning(
+            "worker %s still gets no requests: %s",
+            worker.address,
+            error,
+            exc_info=None if is_expected else error,
+        )
+        breaker.open()
+        self._advance()
