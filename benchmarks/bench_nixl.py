@@ -26,7 +26,7 @@ import torch
 from machine import describe
 from nixl_pair import BLOCK_BYTES, SPEC, DSide, run_pair, seconds
 
-from pdserve_engine.kv_cache import KVCache
+from pdserve_engine.kv.kv_cache import KVCache
 
 SMALL_BLOCK_BYTES = 1024
 POST_BLOCKS = (1, 8, 32)

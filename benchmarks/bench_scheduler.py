@@ -12,11 +12,11 @@ import time
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.block_pool import BlockPool
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
-from pdserve_engine.core.request import Request
-from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.kv.block_pool import BlockPool
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
 from pdserve_engine.kv_transfer.factory import make_transport
 

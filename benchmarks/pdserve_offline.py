@@ -11,7 +11,7 @@ from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.loading import load_engine
+from pdserve_engine.runner.loading import load_engine
 
 
 class PdserveEngine:

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.inproc_client import InprocEngineClient
 
 sys.path.append(str(Path(__file__).parent))  # test modules import worker_driver
 

@@ -22,8 +22,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.worker.self_check import SelfCheckError, check_engine
+from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.inproc_client import InprocEngineClient
 
 INFO = EngineInfo(
     engine_id="d",

@@ -24,7 +24,7 @@ from worker_driver import (
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve_engine.core.step_watch import StepWatch
+from pdserve_engine.request.watchdog import StepWatch
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_common.worker import control_service, process
 from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
-from pdserve_engine.inproc_client import InprocEngineClient
+from pdserve_engine.clients.inproc import InprocEngineClient
 
 # So many tokens take seconds.
 LONG = 8000

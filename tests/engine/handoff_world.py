@@ -37,17 +37,17 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
-from pdserve_engine.core.block_pool import BlockPool
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
-from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import PauseState, Scheduler
+from pdserve_engine.kv.block_pool import BlockPool
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
-from pdserve_engine.owners import RequestOwners
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 NUM_BLOCKS = 20
 DEAD = -1

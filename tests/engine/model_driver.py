@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from pdserve_common.engine_types import SamplingParams
-from pdserve_engine.core.sched_output import (
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.registry import load_model
+from pdserve_engine.request.sched_output import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.model_runner import ModelRunner
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_kernels.reference import argmax
 
 CPU = torch.device("cpu")

@@ -16,12 +16,10 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
-from pdserve_engine.core.request import Request
-from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -37,6 +35,8 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -9,8 +9,8 @@ from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConnector, ex
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_engine.core import engine_core
-from pdserve_engine.core.request import Request
-from pdserve_engine.core.sched_output import SchedulerOutput
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import SchedulerOutput
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_engine.core.block_pool import BlockPool
-from pdserve_engine.core.kv_cache_manager import ROOT_HASH, hash_block
+from pdserve_engine.kv.block_pool import BlockPool
+from pdserve_engine.kv.kv_cache_manager import ROOT_HASH, hash_block
 
 
 def test_takes_the_least_recently_freed_block_first() -> None:

@@ -33,11 +33,11 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine import control_client, loading
+from pdserve_engine.clients import control as control_client
+from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core import control
-from pdserve_engine.inproc_client import InprocEngineClient
-from pdserve_engine.profiler import StepProfiler
+from pdserve_engine.runner import control, loading
+from pdserve_engine.runner.profiler import StepProfiler
 
 KV_MIB = 8
 PROMPT = tuple(range(2, 70))
@@ -528,7 +528,7 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
 
 async def test_steps_are_logged_on_request(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = await load(model, log_iterations=True)
-    with caplog.at_level(logging.INFO, logger="pdserve_engine.inproc_client"):
+    with caplog.at_level(logging.INFO, logger="pdserve_engine.clients.inproc"):
         await Client(engine).run("a", 3)
     await engine.close()
     steps = [r.getMessage() for r in caplog.records if r.getMessage().startswith("step ")]

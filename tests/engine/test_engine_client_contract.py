@@ -32,11 +32,11 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.clients import metrics
+from pdserve_engine.clients.inproc import InprocEngineClient
+from pdserve_engine.clients.launch import WorkerEngine, launch_engine
+from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
-from pdserve_engine.inproc_client import InprocEngineClient
-from pdserve_engine.launch import WorkerEngine, launch_engine
-from pdserve_engine.subprocess_client import metrics
-from pdserve_engine.subprocess_client.client import SubprocessEngineClient
 
 PROMPT = (5, 6, 7)
 MAX_MODEL_LEN = 8192

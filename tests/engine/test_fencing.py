@@ -14,8 +14,8 @@ from scripted_engine import ON_P, Engine, ScriptedConnector
 
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core import scheduler
-from pdserve_engine.core.control import EngineControl
-from pdserve_engine.core.request import Request
+from pdserve_engine.request.request import Request
+from pdserve_engine.runner.control import EngineControl
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
 FREEING = {"Scheduler._preempt", "Scheduler._finish", "Scheduler._free_deferred_blocks"}

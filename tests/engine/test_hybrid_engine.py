@@ -12,14 +12,14 @@ from model_driver import make_prompt
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.block_pool import BlockPool
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.model_runner import ModelRunner
+from pdserve_engine.kv.block_pool import BlockPool
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
+from pdserve_engine.runner.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pdserve_common.engine_types import SamplingParams
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.core.sched_output import NewRequestData
-from pdserve_engine.input_batch import InputBatch
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
+from pdserve_engine.request.sched_output import NewRequestData
+from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.sampling.state import SamplingState
 
 

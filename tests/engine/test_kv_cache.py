@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind
-from pdserve_engine.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
-from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels import select
 

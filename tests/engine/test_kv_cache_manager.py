@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_common.engine_types import EngineCoreRequest, LoRARequest, SamplingParams
-from pdserve_engine.core.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
-from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
-from pdserve_engine.core.request import Request
+from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
+from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
+from pdserve_engine.request.request import Request
 
 BLOCK_SIZE = 4
 NULL = NULL_BLOCK_ID

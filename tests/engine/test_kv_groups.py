@@ -1,6 +1,6 @@
 import pytest
 
-from pdserve_engine.kv_groups import group_layers, num_skipped_blocks, slots_of
+from pdserve_engine.kv.kv_groups import group_layers, num_skipped_blocks, slots_of
 
 
 def test_layers_of_one_kind_are_one_group() -> None:

@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine import kv_sizing
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import TransferLost
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.loading import LoadedEngine, _is_pool_pinned, load_engine
 from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.request.request import Request
+from pdserve_engine.runner import kv_sizing
+from pdserve_engine.runner.loading import LoadedEngine, _is_pool_pinned, load_engine
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_an_unsized_pool_takes_what_is_sensible(
 ) -> None:
     monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: room_mib << 20)
     monkeypatch.setattr(kv_sizing, "measure_largest_step", lambda *args: 0)
-    monkeypatch.setattr("pdserve_engine.loading.measure_largest_step", lambda *args: 0)
+    monkeypatch.setattr("pdserve_engine.runner.loading.measure_largest_step", lambda *args: 0)
     with loaded(model, num_blocks=None) as engine:
         assert engine.kv_cache.num_bytes == expected_bytes // BLOCK_BYTES * BLOCK_BYTES
 
@@ -187,7 +187,7 @@ def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
     expected: int,
 ) -> None:
     threads_before = torch.get_num_threads()
-    monkeypatch.setattr("pdserve_engine.loading.cpu_limit", lambda: limit)
+    monkeypatch.setattr("pdserve_engine.runner.loading.cpu_limit", lambda: limit)
     torch.set_num_threads(2)
     try:
         with loaded(model, num_threads=num_threads):
@@ -236,5 +236,5 @@ def make_ticket() -> Request:
 def test_a_pool_is_pinned_where_a_device_may_be_used_that_reads_it(
     monkeypatch: pytest.MonkeyPatch, has_rdma: bool, fields: dict[str, Any], is_pinned: bool
 ) -> None:
-    monkeypatch.setattr("pdserve_engine.loading.has_rdma_device", lambda: has_rdma)
+    monkeypatch.setattr("pdserve_engine.runner.loading.has_rdma_device", lambda: has_rdma)
     assert _is_pool_pinned(EngineConfig(**fields)) is is_pinned

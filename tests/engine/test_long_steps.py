@@ -22,11 +22,11 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     new_epoch,
 )
-from pdserve_engine import loading
+from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from pdserve_engine.kv_transfer.local import LocalRegistry, LocalTransport
-from pdserve_engine.launch import launch_engine
+from pdserve_engine.runner import loading
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve_engine.memory import available_host_bytes, peak_growth, used_bytes
+from pdserve_engine.kv.memory import available_host_bytes, peak_growth, used_bytes
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

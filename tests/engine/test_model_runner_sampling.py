@@ -12,7 +12,7 @@ from sampling_reference import adjusted
 
 from pdserve_common.engine_types import LogprobsLists, SamplingParams
 from pdserve_common.errors import RequestFailedError
-from pdserve_engine.model_runner import ModelRunner
+from pdserve_engine.runner.model_runner import ModelRunner
 
 EOS = 1
 
@@ -188,7 +188,7 @@ def test_chunks_give_prompt_logprobs_of_the_same_bits(
         return collect(driver, "a", "b", num_tokens=1, chunk=chunk)["a"][1]
 
     whole = score(10_000)
-    monkeypatch.setattr("pdserve_engine.model_runner.MAX_PROMPT_LOGITS_ROWS", 23)
+    monkeypatch.setattr("pdserve_engine.runner.model_runner.MAX_PROMPT_LOGITS_ROWS", 23)
     assert score(chunk) == whole
 
 
@@ -218,7 +218,7 @@ def test_only_prompts_that_ask_have_their_logits_computed_and_not_all_at_once(
     driver.step({"a": 10_000, "b": 10_000})
     assert num_rows == [256, 33]
     num_rows.clear()
-    monkeypatch.setattr("pdserve_engine.model_runner.MAX_PROMPT_LOGITS", 100 * 199)
+    monkeypatch.setattr("pdserve_engine.runner.model_runner.MAX_PROMPT_LOGITS", 100 * 199)
     driver.add("c", make_prompt(250), params=params)
     driver.step({"c": 10_000})
     assert num_rows == [100, 100, 49]

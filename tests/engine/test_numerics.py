@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from pdserve_engine import numerics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.numerics import numerics_id
+from pdserve_engine.runner import numerics
+from pdserve_engine.runner.numerics import numerics_id
 from pdserve_kernels import name_of, select
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pdserve_common.engine_types import SamplingParams
-from pdserve_engine.plugins import (
+from pdserve_engine.runner.plugins import (
     GENERAL_PLUGINS,
     LOGITS_PROCESSORS,
     load_general_plugins,

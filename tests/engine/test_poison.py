@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 PROMPTS = [tuple(range(5 + 3 * index, 45 + 3 * index)) for index in range(4)]
 # The pool holds about two of the requests: they are preempted, and their blocks change hands.

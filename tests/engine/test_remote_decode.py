@@ -4,8 +4,8 @@ import pytest
 from scripted_engine import ON_P, Clock, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import FinishReason, KVTransferParams
-from pdserve_engine.core.request import RequestStatus
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request import RequestStatus
 
 ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 

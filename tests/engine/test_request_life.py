@@ -12,7 +12,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestStatus
 
 E = EngineCoreEventType
 S = RequestStatus

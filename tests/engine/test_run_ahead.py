@@ -8,9 +8,9 @@ import pytest
 from scripted_engine import BLOCK_SIZE, EOS, ON_D, Clock, Engine, ScriptedConnector, expected
 
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, SamplingParams
-from pdserve_engine.core.request import RequestStatus
-from pdserve_engine.core.sched_output import SchedulerOutput
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request import RequestStatus
+from pdserve_engine.request.sched_output import SchedulerOutput
 
 PROMPT = [7] * 15  # with P's token four full blocks
 

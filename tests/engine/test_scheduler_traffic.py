@@ -20,9 +20,9 @@ from scripted_engine import (
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
-from pdserve_engine.core.request import Request
-from pdserve_engine.core.sched_output import SchedulerOutput
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import SchedulerOutput
 
 NUM_EXAMPLES = 50
 NUM_STEPS = 200  # per example: 10,000 in all

@@ -8,8 +8,8 @@ from pdserve_common.engine_types import (
     RepetitionDetectionParams,
     SamplingParams,
 )
-from pdserve_engine.core.request_queue import PriorityRequestQueue
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request_queue import PriorityRequestQueue
 
 
 def test_a_long_prompt_takes_no_more_than_its_threshold_of_a_step() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.memory import used_bytes
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.memory import used_bytes
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
-from pdserve_engine.sleep import SleepingMemory, tensors_of
+from pdserve_engine.runner.sleep import SleepingMemory, tensors_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

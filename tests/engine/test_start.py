@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pdserve_common.engine_types import ErrorCode, ErrorFault, FinishReason
 from pdserve_common.errors import InvalidRequestError, RequestFailedError
 from pdserve_common.validation import validate_request_id
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
-from pdserve_engine.core.sched_output import SchedulerOutput
+from pdserve_engine.request.sched_output import SchedulerOutput
 
 
 def fail_on(engine: Engine, *poisonous: str) -> None:

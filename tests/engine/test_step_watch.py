@@ -13,16 +13,16 @@ from prometheus_client import CollectorRegistry
 from scripted_engine import Clock
 
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
+from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
-from pdserve_engine.core.step_watch import (
+from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from pdserve_engine.request.watchdog import (
     LINEAR_CONTEXT,
     MIN_BOUND_S,
     RunningStep,
     StepWatch,
     work_of,
 )
-from pdserve_engine.launch import launch_engine
 
 TIMEOUT_S = 300.0
 # A worker looks so often.

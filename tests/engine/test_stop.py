@@ -12,8 +12,8 @@ from pdserve_common.engine_types import (
     RepetitionDetectionParams,
     SamplingParams,
 )
-from pdserve_engine.core.request import Request, RequestStatus
-from pdserve_engine.core.stop import check_stop
+from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.stop import check_stop
 
 PROMPT = (1, 1, 1, 1)
 

@@ -36,13 +36,11 @@ from pdserve_common.engine_types import (
     StructuredOutputsParams,
 )
 from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
-from pdserve_engine.config import EngineConfig
-from pdserve_engine.subprocess_client import channel as channel_module
-from pdserve_engine.subprocess_client import child as child_module
-from pdserve_engine.subprocess_client import client as client_module
-from pdserve_engine.subprocess_client.channel import Channel
-from pdserve_engine.subprocess_client.client import SubprocessEngineClient
-from pdserve_engine.subprocess_client.messages import (
+from pdserve_engine.clients import channel as channel_module
+from pdserve_engine.clients import child as child_module
+from pdserve_engine.clients import subprocess as client_module
+from pdserve_engine.clients.channel import Channel
+from pdserve_engine.clients.messages import (
     MESSAGES,
     Answer,
     FrameReader,
@@ -54,7 +52,9 @@ from pdserve_engine.subprocess_client.messages import (
     StartFailed,
     encode,
 )
-from pdserve_engine.subprocess_client.metrics import EngineProcessCollector, take_snapshot
+from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
+from pdserve_engine.clients.subprocess import SubprocessEngineClient
+from pdserve_engine.config import EngineConfig
 
 Children = Callable[[], list[psutil.Process]]
 
@@ -371,7 +371,7 @@ PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.subprocess_client.client import SubprocessEngineClient
+from pdserve_engine.clients.subprocess import SubprocessEngineClient
 
 async def main():
     config = EngineConfig(**json.loads(sys.argv[1]))

@@ -13,7 +13,7 @@ from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.loading import LoadedEngine, load_engine
+from pdserve_engine.runner.loading import LoadedEngine, load_engine
 from tiny_model_data import make_recall_prompt
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,9 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.core.request import Request, RequestStatus
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksFreed,
@@ -34,6 +33,7 @@ from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.local import LocalRegistry
 from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.request.request import Request, RequestStatus
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16

@@ -17,7 +17,6 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_common.kv_types import PROTOCOL_VERSION, Release, ReleaseAck, SessionEnded
-from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -29,6 +28,7 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
+from pdserve_engine.request.request import Request, RequestStatus
 
 
 def handoff(pair: Any, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:

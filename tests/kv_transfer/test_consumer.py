@@ -29,7 +29,6 @@ from pdserve_common.kv_types import (
     SessionEnded,
     SessionEndReason,
 )
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer import pull_events
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
@@ -49,6 +48,7 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.kv_transfer.pull import LossReason
 from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
+from pdserve_engine.request.request import Request
 
 State = ConsumerState
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -22,6 +21,7 @@ from pdserve_engine.kv_transfer.base import (
 )
 from pdserve_engine.kv_transfer.protocol import ConsumerAction
 from pdserve_engine.kv_transfer.pull import Pull, Transfer
+from pdserve_engine.request.request import Request, RequestStatus
 
 # Few, so that a block that changes hands too early is somebody else's soon.
 NUM_BLOCKS = 20

@@ -23,7 +23,6 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, Sam
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_decode import kv_link_client
 from pdserve_decode.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksFreed,
@@ -33,6 +32,7 @@ from pdserve_engine.kv_transfer.base import (
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
+from pdserve_engine.request.request import Request
 
 pytestmark = pytest.mark.slow
 

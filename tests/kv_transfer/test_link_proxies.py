@@ -7,7 +7,8 @@ import pytest
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
-from pdserve_engine.core.request import RequestStatus
+from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy
+from pdserve_engine.clients.messages import FrameReader, LinkMessage, encode
 from pdserve_engine.kv_transfer.base import (
     BlocksLanded,
     StartAllowed,
@@ -16,8 +17,7 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
-from pdserve_engine.subprocess_client.links import ConsumerProxy, LinkHost, ProducerProxy
-from pdserve_engine.subprocess_client.messages import FrameReader, LinkMessage, encode
+from pdserve_engine.request.request import RequestStatus
 
 pytestmark = pytest.mark.slow
 

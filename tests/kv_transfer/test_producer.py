@@ -29,8 +29,7 @@ from pdserve_common.kv_types import (
     SessionEnded,
     SessionEndReason,
 )
-from pdserve_engine.core.request import Request, RequestStatus
-from pdserve_engine.kv_groups import group_layers
+from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import (
     BlocksFreed,
     StartAllowed,
@@ -46,6 +45,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ProducerState,
 )
 from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S
+from pdserve_engine.request.request import Request, RequestStatus
 
 State, Event, Action = ProducerState, ProducerEvent, ProducerAction
 

@@ -11,7 +11,7 @@ import torch
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkWelcome
-from pdserve_engine.kv_cache import KVCache
+from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.local import LocalRegistry

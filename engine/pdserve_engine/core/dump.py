@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from pdserve_common.engine_types import SchedulerStats
-from pdserve_engine.core.sched_output import NewRequestData, SchedulerOutput
+from pdserve_engine.request.sched_output import NewRequestData, SchedulerOutput
 
 
 def dump_step(step: SchedulerOutput, stats: SchedulerStats) -> str:

@@ -12,12 +12,12 @@ from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, Sched
 from pdserve_common.errors import DrainingError
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.model_thread import ModelThread
-from pdserve_engine.core.outputs import ClientOutputs
-from pdserve_engine.core.request import Request, RequestStatus
-from pdserve_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.core.step_watch import RunningStep, work_of
 from pdserve_engine.kv_transfer.base import KVConnector
+from pdserve_engine.request.outputs import ClientOutputs
+from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.request.watchdog import RunningStep, work_of
 
 logger = logging.getLogger(__name__)
 

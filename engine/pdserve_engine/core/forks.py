@@ -4,8 +4,8 @@ and then hold its blocks together with it.
 
 from collections.abc import Mapping
 
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
-from pdserve_engine.core.request import Request
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.request.request import Request
 
 
 class Forks:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from pdserve_engine.core.request import Request, RequestStatus
-from pdserve_engine.core.request_queue import RequestQueue
+from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request_queue import RequestQueue
 
 # So many requests of each D are asked for ahead, or as many as make up a step, so that P does not
 # wait for answers. More would only hold room on D for nothing.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineCoreEventType
-from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
-from pdserve_engine.core.request import Request
 from pdserve_engine.core.seats import Outlook, Seats
+from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.kv_transfer.base import KVConnector
+from pdserve_engine.request.request import Request
 
 # A request that has waited this long for blocks is not overtaken by later ones.
 OVERDUE_S = 1.0

@@ -42,19 +42,13 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
-from pdserve_engine.core.deadlines import Deadlines
 from pdserve_engine.core.forks import Forks, find_source
-from pdserve_engine.core.kv_cache_manager import ComputedBlocks, KVCacheManager
-from pdserve_engine.core.outputs import ClientOutputs, emit
 from pdserve_engine.core.remote_decode import RemoteDecodes
 from pdserve_engine.core.remote_prefill import RemotePrefills
-from pdserve_engine.core.request import HeldResult, Request, RequestStatus
-from pdserve_engine.core.request_queue import make_request_queue
-from pdserve_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.step_plan import StepPlan
-from pdserve_engine.core.stop import check_stop
 from pdserve_engine.core.suspects import Suspects
+from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -70,6 +64,12 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
+from pdserve_engine.request.deadlines import Deadlines
+from pdserve_engine.request.outputs import ClientOutputs, emit
+from pdserve_engine.request.request import HeldResult, Request, RequestStatus
+from pdserve_engine.request.request_queue import make_request_queue
+from pdserve_engine.request.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from pdserve_engine.request.stop import check_stop
 
 logger = logging.getLogger(__name__)
 

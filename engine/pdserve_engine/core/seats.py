@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.forks import Forks
-from pdserve_engine.core.request import Request
+from pdserve_engine.request.request import Request
 
 # How far the last observation moves an estimate, if it is lower and if it is higher: who lands too
 # early waits behind its first token, who lands too late leaves a seat empty for a step.

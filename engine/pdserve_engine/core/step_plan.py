@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from pdserve_engine.core.request import Request
-from pdserve_engine.core.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 NewBlockIds = tuple[list[int], ...] | None
 

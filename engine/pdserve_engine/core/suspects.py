@@ -5,7 +5,7 @@ the one at fault fails.
 from collections.abc import Iterable
 
 from pdserve_engine.core.remote_decode import RemoteDecodes
-from pdserve_engine.core.request import Request
+from pdserve_engine.request.request import Request
 
 
 class Suspects:

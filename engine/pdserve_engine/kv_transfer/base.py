@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, KVLost, KVTransferStats
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome
-from pdserve_engine.kv_groups import num_skipped_blocks
+from pdserve_engine.kv.kv_groups import num_skipped_blocks
 
 if TYPE_CHECKING:
-    from pdserve_engine.core.request import Request
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
+    from pdserve_engine.request.request import Request
 
 
 # ---- what the connector tells the scheduler, in the order in which it happened. News of a request

@@ -21,7 +21,6 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVIdentity,
@@ -34,9 +33,10 @@ from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
 from pdserve_engine.kv_transfer.pull import FAILURE_REASONS, ChunkRead
 from pdserve_engine.kv_transfer.pull_events import PullEvents
+from pdserve_engine.request.request import Request
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

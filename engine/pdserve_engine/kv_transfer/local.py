@@ -19,7 +19,7 @@ from pdserve_engine.kv_transfer.base import (
 )
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 
 class LocalRegistry:

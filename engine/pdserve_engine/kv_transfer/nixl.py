@@ -14,7 +14,7 @@ from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv_transfer.links import RecentKeys
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 try:
     # It picks the NIXL for the CUDA that is there, if it is installed.

@@ -22,7 +22,6 @@ import numpy as np
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
-from pdserve_engine.core.step_watch import RunningStep, StepWatch
 from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadDone,
@@ -33,9 +32,10 @@ from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgen
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
 from pdserve_engine.kv_transfer.self_check import check_own_pool
+from pdserve_engine.request.watchdog import RunningStep, StepWatch
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.core.request import Request, RequestStatus
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVIdentity,
@@ -45,9 +44,10 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.kv_transfer.session import Session
 from pdserve_engine.kv_transfer.session_machine import Checksum, SessionMachine
+from pdserve_engine.request.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 

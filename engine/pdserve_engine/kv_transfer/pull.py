@@ -9,8 +9,7 @@ from typing import Literal, get_args
 
 from pdserve_common.engine_types import KVTransferStats
 from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, PrefillDone
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.core.request import Request
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import ReadResult, first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import (
@@ -20,6 +19,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ReadEvent,
     ReadState,
 )
+from pdserve_engine.request.request import Request
 
 # (engine id of P, request id, attempt): one P cannot touch what another one computes.
 PullKey = tuple[str, str, int]

@@ -19,7 +19,6 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import BlocksFreed, BlocksReturned, KVNews, ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import (
@@ -42,6 +41,7 @@ from pdserve_engine.kv_transfer.pull import (
     num_blocks_of,
 )
 from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
+from pdserve_engine.request.request import Request
 
 # P may ask before D's engine has taken the router's ticket, which it does between two steps,
 # however long these are. This many questions are remembered.

@@ -25,7 +25,6 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.core.request import Request
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -44,6 +43,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ReadEvent,
 )
 from pdserve_engine.kv_transfer.pull import ChunkRead, LossReason, Pull, PullKey
+from pdserve_engine.request.request import Request
 
 logger = logging.getLogger(__name__)
 

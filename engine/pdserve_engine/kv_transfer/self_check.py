@@ -9,7 +9,7 @@ import torch
 from pdserve_engine.kv_transfer.nixl import NixlAgent
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 POLL_S = 100e-6
 

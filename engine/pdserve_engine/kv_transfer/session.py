@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from pdserve_common.kv_types import KVLayout, KVSessionId, Release, SessionEndReason
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.core.request import Request
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import ProducerState
+from pdserve_engine.request.request import Request
 
 
 class Session:

@@ -23,8 +23,7 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.core.block_pool import NULL_BLOCK_ID
-from pdserve_engine.core.request import Request
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import (
     BlocksFreed,
     KVIdentity,
@@ -44,6 +43,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ProducerStep,
 )
 from pdserve_engine.kv_transfer.session import Session
+from pdserve_engine.request.request import Request
 
 logger = logging.getLogger(__name__)
 

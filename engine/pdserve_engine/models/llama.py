@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from pdserve_engine.kv_groups import group_layers, slots_of
+from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.quantized_weights import (

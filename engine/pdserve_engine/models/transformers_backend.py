@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
-from pdserve_engine.kv_groups import group_layers, slots_of
+from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
 from pdserve_engine.models.loader import Checkpoint, name_some
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config

@@ -9,7 +9,7 @@ import torch
 
 from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
-from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
 from pdserve_engine.sampling.penalties import Penalties, Rows
 from pdserve_engine.sampling.processors import (

@@ -11,7 +11,7 @@ import torch
 from model_driver import CPU, Driver, make_prompt, record_logits
 from safetensors.torch import load_file, save_file
 
-from pdserve_engine.kv_cache import KVCacheSpec
+from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelConfig, ModelError
 from pdserve_engine.models.loader import Checkpoint

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.loading import load_engine
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelConfig, ModelError
 from pdserve_engine.models.registry import load_model
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
+from pdserve_engine.runner.loading import load_engine
 
 pytestmark = pytest.mark.slow
 

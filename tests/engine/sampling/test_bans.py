@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve_common.engine_types import ErrorCode, ErrorFault, SamplingParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_choice
-from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.processors import NO_PROCESSORS
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_engine.sampling.state import SamplingState

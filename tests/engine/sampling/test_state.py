@@ -16,7 +16,7 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     SamplingParams,
 )
-from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
 from pdserve_engine.sampling.state import SamplingState
 

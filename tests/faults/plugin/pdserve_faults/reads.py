@@ -13,7 +13,7 @@ from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent, _api, _bindings
 
 if TYPE_CHECKING:
-    from pdserve_engine.kv_cache import KVCache
+    from pdserve_engine.kv.kv_cache import KVCache
 
 
 class ReadFault(enum.Enum):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve_engine.core.sched_output import NewRequestData
+from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.penalties import Rows
 from pdserve_engine.sampling.state import SamplingState
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestStatus
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 

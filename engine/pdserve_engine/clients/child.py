@@ -23,11 +23,10 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.worker.stats import EngineStatsRecorder
-from pdserve_engine.inproc_client import InprocEngineClient
-from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
-from pdserve_engine.subprocess_client.channel import Channel
-from pdserve_engine.subprocess_client.links import LinkHost
-from pdserve_engine.subprocess_client.messages import (
+from pdserve_engine.clients.channel import Channel
+from pdserve_engine.clients.inproc import InprocEngineClient
+from pdserve_engine.clients.link_proxies import LinkHost
+from pdserve_engine.clients.messages import (
     AbortRequests,
     Answer,
     Call,
@@ -53,7 +52,8 @@ from pdserve_engine.subprocess_client.messages import (
     UnregisterClient,
     WakeUp,
 )
-from pdserve_engine.subprocess_client.metrics import take_snapshot
+from pdserve_engine.clients.metrics import take_snapshot
+from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
 
 logger = logging.getLogger(__name__)
 

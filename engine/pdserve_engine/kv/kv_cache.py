@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
-from pdserve_engine.kv_groups import KVGroupLayers, group_layers
+from pdserve_engine.kv.kv_groups import KVGroupLayers, group_layers
 from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels import select
 

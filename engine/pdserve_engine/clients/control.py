@@ -16,8 +16,8 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     PdserveError,
 )
-from pdserve_engine.core.control import EngineControl, check_level, check_tags
 from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.runner.control import EngineControl, check_level, check_tags
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
 CONTROL_TIMEOUT_S = 600.0

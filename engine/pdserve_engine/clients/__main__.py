@@ -1,4 +1,4 @@
-"""python -m pdserve_engine.subprocess_client FD: started by SubprocessEngineClient alone."""
+"""python -m pdserve_engine.clients FD: started by SubprocessEngineClient alone."""
 
 import asyncio
 import ctypes
@@ -18,7 +18,7 @@ def main() -> int:
     if sys.platform == "linux":
         # The socket tells as well, but not while the engine is being imported.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    from pdserve_engine.subprocess_client.child import serve  # takes seconds: after all that
+    from pdserve_engine.clients.child import serve  # takes seconds: after all that
 
     uvloop.install()
     return asyncio.run(serve(int(sys.argv[1])))

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pdserve_engine.kv_cache import KVCache
-from pdserve_engine.memory import release_unused, used_bytes
+from pdserve_engine.kv.kv_cache import KVCache
+from pdserve_engine.kv.memory import release_unused, used_bytes
 
 logger = logging.getLogger(__name__)
 

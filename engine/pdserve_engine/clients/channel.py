@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
-from pdserve_engine.subprocess_client.messages import FrameReader, Message, ProtocolError, encode
+from pdserve_engine.clients.messages import FrameReader, Message, ProtocolError, encode
 
 # Above this an end that does not read counts as stalled ...
 STALL_BYTES = 1024 * 1024

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
-from pdserve_engine.core.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
-from pdserve_engine.core.request import Request
-from pdserve_engine.kv_groups import num_skipped_blocks
+from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
+from pdserve_engine.kv.kv_groups import num_skipped_blocks
+from pdserve_engine.request.request import Request
 
 # The parent of a prompt's first block. Fixed, so that a router can compute the same hashes.
 ROOT_HASH = b"\0" * 32

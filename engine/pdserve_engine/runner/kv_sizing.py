@@ -8,14 +8,14 @@ import torch
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.block_pool import BlockPool
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
-from pdserve_engine.core.request import Request
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.memory import available_host_bytes, peak_growth, used_bytes
-from pdserve_engine.model_runner import ModelRunner
+from pdserve_engine.kv.block_pool import BlockPool
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv.memory import available_host_bytes, peak_growth, used_bytes
 from pdserve_engine.models.base import Model
+from pdserve_engine.request.request import Request
+from pdserve_engine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pdserve_engine.core.sched_output import SchedulerOutput
+from pdserve_engine.request.sched_output import SchedulerOutput
 
 # No step counts as hung before this: weights may have to be read from a disk first.
 MIN_BOUND_S = 10.0

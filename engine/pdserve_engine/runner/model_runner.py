@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 
 from pdserve_common.engine_types import LogprobsLists
-from pdserve_engine.core.sched_output import (
+from pdserve_engine.kv.kv_cache import KVCache
+from pdserve_engine.models.base import Model
+from pdserve_engine.request.sched_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from pdserve_engine.input_batch import InputBatch
-from pdserve_engine.kv_cache import KVCache
-from pdserve_engine.models.base import Model
+from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.sampling.logprobs import compute_logprobs
 from pdserve_engine.sampling.penalties import Rows
 from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory

@@ -2,7 +2,7 @@
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.stop import token_end
-from pdserve_engine.core.request import Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestStatus
 
 _STATUSES = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,

@@ -28,11 +28,9 @@ from pdserve_common.errors import (
     EngineDeadError,
     error_from_engine,
 )
-from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.owners import RequestOwners
-from pdserve_engine.subprocess_client.channel import Channel
-from pdserve_engine.subprocess_client.links import ConsumerProxy, ProducerProxy
-from pdserve_engine.subprocess_client.messages import (
+from pdserve_engine.clients.channel import Channel
+from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
+from pdserve_engine.clients.messages import (
     AbortRequests,
     Answer,
     Call,
@@ -59,7 +57,9 @@ from pdserve_engine.subprocess_client.messages import (
     UnregisterClient,
     WakeUp,
 )
-from pdserve_engine.subprocess_client.metrics import EngineProcessCollector
+from pdserve_engine.clients.metrics import EngineProcessCollector
+from pdserve_engine.clients.owners import RequestOwners
+from pdserve_engine.config import EngineConfig, Role
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +361,7 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
     """Start an engine process. It dies with the thread that calls this, where the system can."""
     ours, theirs = socket.socketpair()
     fd = theirs.fileno()
-    command = [sys.executable, "-m", "pdserve_engine.subprocess_client", str(fd)]
+    command = [sys.executable, "-m", "pdserve_engine.clients", str(fd)]
     with theirs:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,))

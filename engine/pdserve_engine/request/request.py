@@ -17,7 +17,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.validation import PROBE_PRIORITY
-from pdserve_engine.core.sched_output import ModelRunnerOutput
+from pdserve_engine.request.sched_output import ModelRunnerOutput
 
 
 class RequestStatus(enum.IntEnum):

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator
 
-from pdserve_engine.core.request import Request
+from pdserve_engine.request.request import Request
 
 # More are looked through before the heap grows: most may be of requests that are over.
 MIN_LIMIT = 64

@@ -10,14 +10,7 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
     KVLinkWelcome,
 )
-from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
-from pdserve_engine.kv_transfer.endpoint import (
-    KVConsumerEndpoint,
-    KVProducerEndpoint,
-    RequestLink,
-)
-from pdserve_engine.kv_transfer.links import KVLink, check_welcome, find_mismatch, make_hello
-from pdserve_engine.subprocess_client.messages import (
+from pdserve_engine.clients.messages import (
     DialLink,
     LinkClosed,
     LinkFailed,
@@ -26,6 +19,13 @@ from pdserve_engine.subprocess_client.messages import (
     LinkTick,
     LinkUp,
 )
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
+from pdserve_engine.kv_transfer.endpoint import (
+    KVConsumerEndpoint,
+    KVProducerEndpoint,
+    RequestLink,
+)
+from pdserve_engine.kv_transfer.links import KVLink, check_welcome, find_mismatch, make_hello
 
 Send = Callable[[LinkMessage, int], None]
 

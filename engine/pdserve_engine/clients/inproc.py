@@ -28,12 +28,12 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.control import ControlClient
+from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.control_client import ControlClient
 from pdserve_engine.core.engine_core import StepResult
 from pdserve_engine.kv_transfer.base import KVConnector
-from pdserve_engine.loading import LoadedEngine, load_engine
-from pdserve_engine.owners import RequestOwners
+from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 logger = logging.getLogger(__name__)
 

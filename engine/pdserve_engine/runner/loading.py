@@ -19,33 +19,33 @@ from pdserve_common.model_folder import model_name
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.core.control import EngineControl
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.core.kv_cache_manager import KVCacheManager
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.core.step_watch import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
-from pdserve_engine.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.kv_sizing import (
-    fit_max_model_len,
-    make_kv_cache_manager,
-    measure_largest_step,
-    num_blocks_that_fit,
-)
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
 from pdserve_engine.kv_transfer.base import KVConnector, KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
-from pdserve_engine.memory import out_of_memory_reason, release_unused
-from pdserve_engine.model_runner import ModelRunner
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.registry import load_model
-from pdserve_engine.numerics import numerics_id
-from pdserve_engine.plugins import load_general_plugins, load_logits_processors
-from pdserve_engine.profiler import StepProfiler
-from pdserve_engine.sleep import SleepingMemory
+from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
+from pdserve_engine.runner.control import EngineControl
+from pdserve_engine.runner.kv_sizing import (
+    fit_max_model_len,
+    make_kv_cache_manager,
+    measure_largest_step,
+    num_blocks_that_fit,
+)
+from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.numerics import numerics_id
+from pdserve_engine.runner.plugins import load_general_plugins, load_logits_processors
+from pdserve_engine.runner.profiler import StepProfiler
+from pdserve_engine.runner.sleep import SleepingMemory
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu.compiled import pin_threads
 from pdserve_kernels.cpu.isa import KernelsUnavailable

@@ -3,7 +3,7 @@
 import time
 
 from pdserve_common.engine_types import EngineCoreOutput, KVLost, LogprobsLists, PrefillStats
-from pdserve_engine.core.request import Request
+from pdserve_engine.request.request import Request
 
 # Outputs by the client_index of the front end they go to.
 ClientOutputs = dict[int, list[EngineCoreOutput]]

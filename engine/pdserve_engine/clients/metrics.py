@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pdserve_common.errors import PdserveError
-from pdserve_engine.subprocess_client.messages import MetricFamily, MetricSample, MetricsSnapshot
+from pdserve_engine.clients.messages import MetricFamily, MetricSample, MetricsSnapshot
 
 # How long a scrape waits for the engine process; then it shows what it saw last.
 FETCH_TIMEOUT_S = 1.0

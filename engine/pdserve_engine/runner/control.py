@@ -10,9 +10,9 @@ from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
-from pdserve_engine.memory import out_of_memory_reason
-from pdserve_engine.profiler import StepProfiler
-from pdserve_engine.sleep import SleepingMemory
+from pdserve_engine.kv.memory import out_of_memory_reason
+from pdserve_engine.runner.profiler import StepProfiler
+from pdserve_engine.runner.sleep import SleepingMemory
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from pdserve_common.cores import confine_process
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.model_folder import find_model
 from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.net_devices import keep_to_host
-from pdserve_engine.subprocess_client.client import SubprocessEngineClient
 
 if TYPE_CHECKING:
-    from pdserve_engine.inproc_client import InprocEngineClient
+    from pdserve_engine.clients.inproc import InprocEngineClient
 
 WorkerEngine = Union["InprocEngineClient", SubprocessEngineClient]
 
@@ -46,7 +46,7 @@ async def launch_engine(
             config, role=role, engine_id=engine_id, registry=registry, log_level=log_level
         )
     # Brings in torch, which a worker whose engine is elsewhere does without.
-    from pdserve_engine.inproc_client import InprocEngineClient
+    from pdserve_engine.clients.inproc import InprocEngineClient
 
     return await InprocEngineClient.load(
         config,
