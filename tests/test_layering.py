@@ -11,8 +11,15 @@ PACKAGES = {
     "pdserve_common": ("common", {"pdserve"}),
     "pdserve_kernels": ("kernels", set()),
     "pdserve_engine": ("engine", {"pdserve_kernels", "pdserve_common"}),
-    "pdserve_prefill": ("prefill_svc", {"pdserve_engine", "pdserve_common", "pdserve"}),
-    "pdserve_decode": ("decode_svc", {"pdserve_engine", "pdserve_common", "pdserve"}),
+    "pdserve_worker": ("worker", {"pdserve_common", "pdserve"}),
+    "pdserve_prefill": (
+        "prefill_svc",
+        {"pdserve_worker", "pdserve_engine", "pdserve_common", "pdserve"},
+    ),
+    "pdserve_decode": (
+        "decode_svc",
+        {"pdserve_worker", "pdserve_engine", "pdserve_common", "pdserve"},
+    ),
     "pdserve_router": ("router", {"pdserve_common", "pdserve"}),
     "pdserve_client": ("client", {"pdserve_common", "pdserve"}),
 }
@@ -24,8 +31,8 @@ FENCED = {
     "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),
     "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
-    "grpc": ("common/", "prefill_svc/", "decode_svc/", "router/", "client/"),
-    "google": ("common/", "prefill_svc/", "decode_svc/", "router/", "client/"),
+    "grpc": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
+    "google": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
 }
 
 

@@ -14,9 +14,9 @@ from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
-from pdserve_common.worker.outgoing import HANDSHAKE_S, Outgoing
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
-from pdserve_common.worker.process import Worker, WorkerContext, run_worker
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_prefill.config import PrefillConfig
 from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:

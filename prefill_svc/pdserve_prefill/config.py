@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from pdserve_common.worker.config import WorkerConfig
 from pdserve_engine.config import EngineConfig
+from pdserve_worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

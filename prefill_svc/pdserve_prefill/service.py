@@ -15,9 +15,9 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
 )
 from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
-from pdserve_common.worker.outgoing import HANDSHAKE_S, Outgoing
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing
 
 logger = logging.getLogger(__name__)
 

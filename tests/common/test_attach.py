@@ -14,8 +14,8 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
-from pdserve_common.worker import attachment as attachment_module
-from pdserve_common.worker import service as service_module
+from pdserve_worker import attach_service as service_module
+from pdserve_worker import attachment as attachment_module
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from pdserve_common.engine_types import (
     FinishReason,
 )
 from pdserve_common.errors import DrainingError
-from pdserve_common.worker import attachment as module
-from pdserve_common.worker import outbox as outbox_module
-from pdserve_common.worker.attachment import (
+from pdserve_worker import attachment as module
+from pdserve_worker import outbox as outbox_module
+from pdserve_worker.attachment import (
     Attachment,
     Attachments,
     Frame,

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from pdserve_common import metrics
 from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.limits import LIMITS
-from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.clients.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"\| `(?P<name>pdserve_\w+)` \|(?P<labels>[^|]*)\| [^|]+ \|")

@@ -10,8 +10,8 @@ from pdserve_common.engine_types import (
     FinishReason,
 )
 from pdserve_common.errors import OverloadedError
-from pdserve_common.worker import outbox as module
-from pdserve_common.worker.outbox import Outbox
+from pdserve_worker import outbox as module
+from pdserve_worker.outbox import Outbox
 
 
 def outputs(*items: EngineCoreOutput, **fields: object) -> EngineCoreOutputs:

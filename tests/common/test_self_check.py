@@ -21,9 +21,9 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.worker.self_check import SelfCheckError, check_engine
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
+from pdserve_worker.self_check import SelfCheckError, check_engine
 
 INFO = EngineInfo(
     engine_id="d",

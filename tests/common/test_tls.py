@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer, open_channel
 from pdserve_common.tls import Tls, TlsConfig
-from pdserve_common.worker.config import WorkerConfig
+from pdserve_worker.config import WorkerConfig
 
 WORKER_NAMES = "IP:127.0.0.1,DNS:worker"
 

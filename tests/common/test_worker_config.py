@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve_common.worker.config import WorkerConfig
+from pdserve_worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize(

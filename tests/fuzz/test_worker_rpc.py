@@ -24,7 +24,7 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common.worker.control_service import MAX_DRAIN_TIMEOUT_MS
+from pdserve_worker.control_service import MAX_DRAIN_TIMEOUT_MS
 
 pytestmark = pytest.mark.slow
 

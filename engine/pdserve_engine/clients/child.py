@@ -22,7 +22,6 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
-from pdserve_common.worker.stats import EngineStatsRecorder
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost
@@ -53,6 +52,7 @@ from pdserve_engine.clients.messages import (
     WakeUp,
 )
 from pdserve_engine.clients.metrics import take_snapshot
+from pdserve_engine.clients.stats import EngineStatsRecorder
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.cores import confine_process
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_common.model_folder import find_model
-from pdserve_common.worker.stats import EngineStatsRecorder
+from pdserve_engine.clients.stats import EngineStatsRecorder
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.net_devices import keep_to_host

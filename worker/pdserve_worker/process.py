@@ -25,10 +25,10 @@ from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tls import Tls
 from pdserve_common.version import VERSION
-from pdserve_common.worker import control_service
-from pdserve_common.worker.config import WorkerConfig
-from pdserve_common.worker.self_check import check_engine
-from pdserve_common.worker.service import SERVICE_NAME, EngineCoreServicer
+from pdserve_worker import control_service
+from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
+from pdserve_worker.config import WorkerConfig
+from pdserve_worker.self_check import check_engine
 
 logger = logging.getLogger(__name__)
 

@@ -38,14 +38,14 @@ from pdserve_common.wire import (
     engine_core_request_from_proto,
     engine_info_to_proto,
 )
-from pdserve_common.worker.attachment import (
+from pdserve_worker.attachment import (
     Attachment,
     Attachments,
     Frame,
     RequestAttempt,
     Resume,
 )
-from pdserve_common.worker.outbox import Outbox
+from pdserve_worker.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pdserve_common.errors import EngineDeadError, InvalidRequestError
 from pdserve_common.rpc import RpcServer, rpc_errors
 from pdserve_common.wire import scheduler_stats_to_proto
 from pdserve_common.wire.convert import enum_from_proto
-from pdserve_common.worker.service import EngineCoreServicer
+from pdserve_worker.attach_service import EngineCoreServicer
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.errors import PdserveError
-from pdserve_common.worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
+from pdserve_worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
 
 logger = logging.getLogger(__name__)
 
