@@ -39,7 +39,8 @@ from peers.vllm_servers import variables, vllm_server
 
 from pdserve_common.cores import format_cores, usable_cores
 from pdserve_common.version import VERSION
-from pdserve_engine.models.config import LlamaConfig, ModelConfig
+from pdserve_engine.models.config import LlamaConfig
+from pdserve_engine.models.registry import read_model_config
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results/cpu.json"
@@ -113,7 +114,7 @@ def versions(peers: Sequence[str]) -> dict[str, str]:
 
 def run_offline(args: argparse.Namespace) -> dict[str, object]:
     """Time all systems, print a table and return what the JSON file says of it."""
-    model = ModelConfig.from_dir(args.model)
+    model = read_model_config(args.model)
     assert isinstance(model, LlamaConfig), f"{args.model} is not one of our own models"
     meter = LimitsMeter(CORES)
     with ExitStack() as stack:

@@ -11,8 +11,7 @@ import torch
 
 from pdserve_common.engine_types import SamplingParams
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
     ModelRunnerOutput,
@@ -49,7 +48,7 @@ class Driver:
     """Schedules by hand: each step computes up to `chunk` tokens of every request it is given."""
 
     def __init__(self, model_dir: Path, *, num_blocks: int = 512, **config: Any) -> None:
-        self.config = ModelConfig.from_dir(model_dir, **config)
+        self.config = read_model_config(model_dir, **config)
         model = load_model(model_dir, self.config, device=CPU)
         spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=CPU)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)

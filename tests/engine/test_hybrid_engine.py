@@ -17,8 +17,7 @@ from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.runner.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Engine:
     def __init__(self, model_dir: Path, *, num_blocks: int, async_scheduling: bool) -> None:
-        config = ModelConfig.from_dir(model_dir)
+        config = read_model_config(model_dir)
         spec = KVCacheSpec.from_model(config, block_size=BLOCK_SIZE, device=CPU)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
         # What no test may read: memory that nobody has written.

@@ -11,7 +11,7 @@ import torch
 from pdserve_common.kv_types import KVGroup, KVGroupKind
 from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.registry import read_model_config
 from pdserve_kernels import select
 
 SPEC = KVCacheSpec(
@@ -70,7 +70,7 @@ def test_the_budget_is_cut_into_whole_blocks() -> None:
 
 
 def test_the_layout_tells_a_peer_what_a_block_holds(make_model: Callable[..., Path]) -> None:
-    config = ModelConfig.from_dir(make_model())
+    config = read_model_config(make_model())
     spec = KVCacheSpec.from_model(config, block_size=16, device=torch.device("cpu"))
     assert spec.block_bytes == 16 * 3 * 2 * 2 * 16 * 4  # layers, heads, K and V, head_dim, fp32
     layout = spec.layout()
@@ -83,7 +83,7 @@ def test_the_layout_has_the_tile_format_of_the_kernels(
     make_model: Callable[..., Path], dtype: str
 ) -> None:
     device = torch.device("cpu")
-    config = ModelConfig.from_dir(make_model(), dtype=dtype)
+    config = read_model_config(make_model(), dtype=dtype)
     kernels = select(device)
     for block_size in (8, 16):
         spec = KVCacheSpec.from_model(config, block_size=block_size, device=device)

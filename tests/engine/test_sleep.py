@@ -8,8 +8,7 @@ import torch
 
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.memory import used_bytes
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.runner.sleep import SleepingMemory, tensors_of
 
 CPU = torch.device("cpu")
@@ -24,11 +23,11 @@ class Owner:
 
 
 def load(folder: Path, device: torch.device) -> object:
-    return load_model(folder, ModelConfig.from_dir(folder), device=device)
+    return load_model(folder, read_model_config(folder), device=device)
 
 
 def make_pool(folder: Path, device: torch.device, num_bytes: int) -> KVCache:
-    spec = KVCacheSpec.from_model(ModelConfig.from_dir(folder), block_size=16, device=device)
+    spec = KVCacheSpec.from_model(read_model_config(folder), block_size=16, device=device)
     return KVCache(spec, num_blocks=spec.num_blocks_for_budget(num_bytes), device=device)
 
 

@@ -5,15 +5,28 @@ import mmap
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
 from pdserve_engine.kv.kv_groups import KVGroupLayers, group_layers
-from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels import select
 
 HUGE_PAGE_BYTES = 2 << 20
+
+
+class AttentionShape(Protocol):
+    """What a model's config says that a KV pool depends on."""
+
+    @property
+    def attention_windows(self) -> Sequence[int | None]: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +48,7 @@ class KVCacheSpec:
 
     @classmethod
     def from_model(
-        cls, config: ModelConfig, *, block_size: int, device: torch.device
+        cls, config: AttentionShape, *, block_size: int, device: torch.device
     ) -> "KVCacheSpec":
         return cls(
             groups=group_layers(config.attention_windows),

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pdserve_engine.config import LoadQuantization, ModelImpl
+from pdserve_engine.config import LoadQuantization
 from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.rope import RopeConfig, read_rope
 
@@ -73,58 +73,6 @@ class ModelConfig:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    @staticmethod
-    def from_dir(
-        model_dir: str | Path,
-        *,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        model_impl: ModelImpl = "auto",
-        quantization: LoadQuantization | None = None,
-    ) -> "ModelConfig":
-        """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
-
-        dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
-        model's own limit and may only lower it. "auto" runs a model natively (the result is a
-        LlamaConfig) where that is possible, else on the transformers backend, which has no
-        quantization. quantization is for checkpoints that have none.
-        """
-        if model_impl not in get_args(ModelImpl):
-            choices = ", ".join(get_args(ModelImpl))
-            raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
-        raw = _read_json(Path(model_dir) / "config.json")
-        facts: dict[str, Any] = {
-            "quantization": _read_quantization(raw, quantization),
-            "dtype": _read_dtype(raw, dtype),
-            "eos_token_ids": _read_eos_token_ids(Path(model_dir), raw),
-        }
-        if model_impl != "transformers":
-            try:
-                native = _read_native(raw, max_model_len, facts)
-            except NativeUnsupportedError as error:
-                if model_impl == "native":
-                    raise
-                reason = str(error)
-            else:
-                logger.info("%s runs natively", native.architecture)
-                return native
-        else:
-            reason = "model_impl is transformers"
-        if facts["quantization"] is not None:
-            raise ModelError(
-                f"quantization is {facts['quantization'].method}, which only our own code runs "
-                f"(not run natively: {reason})"
-            )
-        # Takes seconds to import, and most models need none of it.
-        from pdserve_engine.models.transformers_config import read_transformers_config
-
-        try:
-            config = read_transformers_config(Path(model_dir), raw, max_model_len, facts)
-        except ModelError as error:
-            raise ModelError(f"{error} (not run natively: {reason})") from error
-        logger.info("%s runs on the transformers backend: %s", config.architecture, reason)
-        return config
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(ModelConfig):
@@ -140,9 +88,14 @@ class LlamaConfig(ModelConfig):
     has_qk_norm: bool
 
 
-def _read_native(
+def read_native_config(
     raw: Mapping[str, Any], max_model_len: int | None, facts: Mapping[str, Any]
 ) -> LlamaConfig:
+    """Return the shape that our own implementation runs; raise NativeUnsupportedError if it runs
+    another one, ModelError for a file that nothing can run.
+
+    raw is what `config.json` holds, facts what `read_facts` returns.
+    """
     architecture = _read_architecture(raw)
     family = FAMILIES[architecture]
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -178,12 +131,24 @@ def _read_native(
     )
 
 
+def read_facts(
+    model_dir: Path, raw: Mapping[str, Any], *, dtype: str, quantization: LoadQuantization | None
+) -> dict[str, Any]:
+    """Return the fields of ModelConfig that do not depend on who runs the model."""
+    return {
+        "quantization": _read_quantization(raw, quantization),
+        "dtype": _read_dtype(raw, dtype),
+        "eos_token_ids": _read_eos_token_ids(model_dir, raw),
+    }
+
+
 def cut_windows(windows: Iterable[int | None], max_model_len: int) -> tuple[int | None, ...]:
     """Return the windows without those that no sequence outgrows."""
     return tuple(w if w is not None and w < max_model_len else None for w in windows)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file of the model's folder; raise ModelError if there is none."""
     if not path.parent.is_dir():
         raise ModelError(f"model folder {path.parent} does not exist")
     try:
@@ -285,7 +250,7 @@ def _read_dtype(raw: Mapping[str, Any], requested: str) -> torch.dtype:
 
 def _read_eos_token_ids(model_dir: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     generation_path = model_dir / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
     # As in transformers: generation_config.json wins.
     value = generation.get("eos_token_id")
     if value is None:

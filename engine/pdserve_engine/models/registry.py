@@ -1,13 +1,23 @@
-"""Which class runs a model, and the one call that loads it."""
+"""Which code runs a model: the one call that reads its config, and the one that loads it."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from pdserve_engine.config import LoadQuantization, ModelImpl
 from pdserve_engine.models.base import Model
-from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
+from pdserve_engine.models.config import (
+    LlamaConfig,
+    ModelConfig,
+    ModelError,
+    NativeUnsupportedError,
+    read_facts,
+    read_json,
+    read_native_config,
+)
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.loader import (
     Checkpoint,
@@ -15,6 +25,57 @@ from pdserve_engine.models.loader import (
     large_tensors_mapped_apart,
     show_progress,
 )
+
+logger = logging.getLogger(__name__)
+
+
+def read_model_config(
+    model_dir: str | Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    model_impl: ModelImpl = "auto",
+    quantization: LoadQuantization | None = None,
+) -> ModelConfig:
+    """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
+
+    dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
+    model's own limit and may only lower it. "auto" runs a model natively (the result is a
+    LlamaConfig) where that is possible, else on the transformers backend, which has no
+    quantization. quantization is for checkpoints that have none.
+    """
+    if model_impl not in get_args(ModelImpl):
+        choices = ", ".join(get_args(ModelImpl))
+        raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
+    folder = Path(model_dir)
+    raw = read_json(folder / "config.json")
+    facts = read_facts(folder, raw, dtype=dtype, quantization=quantization)
+    if model_impl != "transformers":
+        try:
+            native = read_native_config(raw, max_model_len, facts)
+        except NativeUnsupportedError as error:
+            if model_impl == "native":
+                raise
+            reason = str(error)
+        else:
+            logger.info("%s runs natively", native.architecture)
+            return native
+    else:
+        reason = "model_impl is transformers"
+    if facts["quantization"] is not None:
+        raise ModelError(
+            f"quantization is {facts['quantization'].method}, which only our own code runs "
+            f"(not run natively: {reason})"
+        )
+    # Takes seconds to import, and most models need none of it.
+    from pdserve_engine.models.transformers_config import read_transformers_config
+
+    try:
+        config = read_transformers_config(folder, raw, max_model_len, facts)
+    except ModelError as error:
+        raise ModelError(f"{error} (not run natively: {reason})") from error
+    logger.info("%s runs on the transformers backend: %s", config.architecture, reason)
+    return config
 
 
 def load_model(

@@ -31,8 +31,7 @@ from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
-from pdserve_engine.models.config import ModelConfig
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import (
@@ -151,7 +150,7 @@ class _ModelSource:
     def __init__(self, config: EngineConfig) -> None:
         self.device = _device(config)
         self.logits_processors = load_logits_processors()
-        self.config = ModelConfig.from_dir(
+        self.config = read_model_config(
             config.model,
             dtype=config.dtype,
             max_model_len=config.max_model_len,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
+from pdserve_engine.models.config import LlamaConfig, ModelError
+from pdserve_engine.models.registry import read_model_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +44,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_reads_the_shape_and_derives_the_rest(write_config: Callable[..., Path]) -> None:
-    config = ModelConfig.from_dir(write_config())
+    config = read_model_config(write_config())
     assert config.architecture == "LlamaForCausalLM"
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert config.dtype == torch.bfloat16
@@ -56,7 +57,7 @@ def test_reads_the_shape_and_derives_the_rest(write_config: Callable[..., Path])
 
 def test_reads_what_transformers_saves(make_model: Callable[..., Path]) -> None:
     rope = {"rope_theta": 20000.0, "rope_type": "linear", "factor": 2.0}
-    config = ModelConfig.from_dir(make_model("Qwen3ForCausalLM", rope_parameters=rope))
+    config = read_model_config(make_model("Qwen3ForCausalLM", rope_parameters=rope))
     assert config.has_qk_norm
     assert (config.rope.rope_type, config.rope.theta, config.rope.factor) == (
         "linear",
@@ -68,21 +69,21 @@ def test_reads_what_transformers_saves(make_model: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
 def test_reads_llama3_rope_from_either_field(write_config: Callable[..., Path], field: str) -> None:
-    rope = ModelConfig.from_dir(write_config(**{field: LLAMA3_ROPE})).rope
+    rope = read_model_config(write_config(**{field: LLAMA3_ROPE})).rope
     assert (rope.rope_type, rope.factor, rope.theta) == ("llama3", 8.0, 500000.0)
 
 
 def test_llama_attention_bias_covers_the_output_projection(
     write_config: Callable[..., Path],
 ) -> None:
-    config = ModelConfig.from_dir(write_config(attention_bias=True, mlp_bias=True))
+    config = read_model_config(write_config(attention_bias=True, mlp_bias=True))
     assert config.has_qkv_bias
     assert config.has_attention_output_bias
     assert config.has_mlp_bias
 
 
 def test_qwen2_has_qkv_bias_only(write_config: Callable[..., Path]) -> None:
-    config = ModelConfig.from_dir(
+    config = read_model_config(
         write_config(architectures=["Qwen2ForCausalLM"], sliding_window=4096)
     )
     assert config.has_qkv_bias
@@ -92,17 +93,17 @@ def test_qwen2_has_qkv_bias_only(write_config: Callable[..., Path]) -> None:
 def test_generation_config_wins_for_eos(write_config: Callable[..., Path]) -> None:
     folder = write_config()
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert ModelConfig.from_dir(folder).eos_token_ids == (7, 9)
+    assert read_model_config(folder).eos_token_ids == (7, 9)
 
 
 def test_a_requested_dtype_wins(write_config: Callable[..., Path]) -> None:
-    assert ModelConfig.from_dir(write_config(), dtype="float32").dtype == torch.float32
+    assert read_model_config(write_config(), dtype="float32").dtype == torch.float32
 
 
 def test_float16_is_served_as_bfloat16_with_a_warning(
     write_config: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = ModelConfig.from_dir(write_config(torch_dtype="float16"))
+    config = read_model_config(write_config(torch_dtype="float16"))
     assert config.dtype == torch.bfloat16
     assert "float16" in caplog.text
 
@@ -136,8 +137,8 @@ def test_reads_each_layers_window(
     write_config: Callable[..., Path], changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     folder = write_config(**{"num_hidden_layers": 4, "sliding_window": 100} | changes)
-    assert ModelConfig.from_dir(folder).attention_windows == windows
-    never_slides = ModelConfig.from_dir(folder, max_model_len=100)
+    assert read_model_config(folder).attention_windows == windows
+    never_slides = read_model_config(folder, max_model_len=100)
     assert never_slides.attention_windows == (None,) * 4
 
 
@@ -146,14 +147,14 @@ def test_a_model_that_we_do_not_run_ourselves_runs_on_transformers(
 ) -> None:
     windows = {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
     folder = make_model("Gemma2ForCausalLM", **windows)
-    config = ModelConfig.from_dir(folder)
+    config = read_model_config(folder)
     assert not isinstance(config, LlamaConfig)
     assert config.architecture == "Gemma2ForCausalLM"
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (3, 2, 16)
     assert config.attention_windows == (64, 64, None)
-    assert ModelConfig.from_dir(folder, max_model_len=64).attention_windows == (None,) * 3
+    assert read_model_config(folder, max_model_len=64).attention_windows == (None,) * 3
     with pytest.raises(ModelError, match=r"architectures is .*Gemma2.*, native are Llama"):
-        ModelConfig.from_dir(folder, model_impl="native")
+        read_model_config(folder, model_impl="native")
 
 
 def test_longrope_is_served_as_long_as_it_does_not_switch(make_model: Callable[..., Path]) -> None:
@@ -165,17 +166,17 @@ def test_longrope_is_served_as_long_as_it_does_not_switch(make_model: Callable[.
         original_max_position_embeddings=64,
         rope_parameters=rope | factors | {"original_max_position_embeddings": 64},
     )
-    assert ModelConfig.from_dir(folder, max_model_len=64).max_model_len == 64
+    assert read_model_config(folder, max_model_len=64).max_model_len == 64
     with pytest.raises(ModelError, match="longrope, supported up to a max_model_len of 64"):
-        ModelConfig.from_dir(folder)
+        read_model_config(folder)
 
 
 def test_what_our_llama_lacks_runs_on_transformers(write_config: Callable[..., Path]) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
     folder = write_config(model_type="llama", rope_parameters=yarn)
-    assert not isinstance(ModelConfig.from_dir(folder), LlamaConfig)
+    assert not isinstance(read_model_config(folder), LlamaConfig)
     with pytest.raises(ModelError, match=r"rope_parameters.rope_type is yarn"):
-        ModelConfig.from_dir(folder, model_impl="native")
+        read_model_config(folder, model_impl="native")
 
 
 @pytest.mark.parametrize(
@@ -227,19 +228,19 @@ def test_refuses_what_it_cannot_run(
     write_config: Callable[..., Path], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(write_config(**changes))
+        read_model_config(write_config(**changes))
 
 
 def test_refuses_a_longer_model_len_than_the_model_has(write_config: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="max_model_len is 9000, the model supports 1 to 8192"):
-        ModelConfig.from_dir(write_config(), max_model_len=9000)
+        read_model_config(write_config(), max_model_len=9000)
 
 
 def test_names_a_missing_folder_and_a_missing_or_broken_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere does not exist"):
-        ModelConfig.from_dir(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config.json does not exist"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
-        ModelConfig.from_dir(tmp_path)
+        read_model_config(tmp_path)

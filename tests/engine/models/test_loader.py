@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.loader import Checkpoint, weights_digest
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def editable(make_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
-    return load_model(folder, ModelConfig.from_dir(folder), device=CPU, **kwargs)
+    return load_model(folder, read_model_config(folder), device=CPU, **kwargs)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

@@ -57,7 +57,7 @@ CASES = {
 LOAD = """
 import json, os, sys, torch
 from pathlib import Path
-from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.registry import read_model_config
 from pdserve_engine.models.registry import load_model
 from pdserve_engine.models import transformers_backend
 
@@ -66,7 +66,7 @@ def peak_bytes():
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 def load(folder, quantization, model_impl):
-    config = ModelConfig.from_dir(
+    config = read_model_config(
         folder, dtype="bfloat16", model_impl=model_impl, quantization=quantization
     )
     return load_model(folder, config, device=torch.device("cpu"))

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
-from pdserve_engine.models.config import ModelConfig, ModelError
+from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.quantized_weights import read_projection
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import QuantizedWeight
@@ -368,7 +368,7 @@ def test_peers_of_another_quantization_refuse_each_other(make_model: Callable[..
     folder = make_model()
     hashes = set()
     for quantization in (None, "int8", "int4"):
-        config = ModelConfig.from_dir(folder, quantization=quantization)  # type: ignore[arg-type]
+        config = read_model_config(folder, quantization=quantization)  # type: ignore[arg-type]
         layout = KVCacheSpec.from_model(config, block_size=16, device=CPU).layout()
         hashes.add(compatibility_hash(folder, config, layout))
     assert len(hashes) == 3
@@ -415,9 +415,9 @@ def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
 
 def test_only_native_models_on_a_cpu_are_quantized(make_model: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match=r"only our own code runs .* architectures"):
-        ModelConfig.from_dir(make_model("Olmo2ForCausalLM"), quantization="int8")
+        read_model_config(make_model("Olmo2ForCausalLM"), quantization="int8")
     folder = make_model()
-    config = ModelConfig.from_dir(folder, quantization="int8")
+    config = read_model_config(folder, quantization="int8")
     with pytest.raises(ModelError, match=r"device is cuda: .* for cpu only"):
         load_model(folder, config, device=torch.device("cuda"))
 
@@ -429,7 +429,7 @@ def test_scattered_groups_and_half_quantized_products_are_refused(
     stem = "model.layers.0.self_attn.v_proj"
 
     def load() -> None:
-        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+        load_model(folder, read_model_config(folder), device=CPU)
 
     change_tensors(folder, lambda tensors: tensors[f"{stem}.g_idx"].copy_(torch.arange(64) % 2))
     with pytest.raises(ModelError, match=rf"{stem}: g_idx scatters .* \(desc_act\)"):
@@ -480,7 +480,7 @@ def test_parts_of_one_product_that_differ_are_refused_by_their_names(
     name = "model.layers.0.self_attn.v_proj.weight_scale"
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].float()}))
     with pytest.raises(ModelError, match=r"q_proj, .*k_proj, .*v_proj: weights differ in"):
-        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+        load_model(folder, read_model_config(folder), device=CPU)
 
 
 def test_a_bias_that_the_model_would_leave_out_must_be_zero(
@@ -490,7 +490,7 @@ def test_a_bias_that_the_model_would_leave_out_must_be_zero(
     name = "model.layers.0.mlp.down_proj.bias"
 
     def load() -> None:
-        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+        load_model(folder, read_model_config(folder), device=CPU)
 
     change_tensors(folder, lambda tensors: tensors[name][7:8].fill_(0.5))
     with pytest.raises(ModelError, match=rf"{name} is not zero, and the model has no place for it"):
@@ -524,7 +524,7 @@ def test_it_says_where_integers_save_nothing(
         monkeypatch.setattr(compiled, "_load_once", lambda: "not in this test")
     folder = make_model(num_hidden_layers=1)
     load_model(
-        folder, ModelConfig.from_dir(folder, dtype=dtype, quantization=quantization), device=CPU
+        folder, read_model_config(folder, dtype=dtype, quantization=quantization), device=CPU
     )
     lines = [text for text in caplog.messages if "quantization saves nothing here" in text]
     assert len(lines) == (message is not None)
@@ -540,7 +540,7 @@ def test_integers_of_another_shape_than_the_config_asks_are_refused(
     with pytest.raises(
         ModelError, match=r"o_proj: shape is \(64, 63\), the config asks \(64, 64\)"
     ):
-        load_model(folder, ModelConfig.from_dir(folder), device=CPU)
+        load_model(folder, read_model_config(folder), device=CPU)
 
 
 def test_weights_are_integers_on_their_way_to_the_kernels(
@@ -557,5 +557,5 @@ def test_weights_are_integers_on_their_way_to_the_kernels(
 
     monkeypatch.setattr(kernels, "pack_linear", record)
     folder = make_model(num_hidden_layers=1)
-    load_model(folder, ModelConfig.from_dir(folder, quantization="int4"), device=CPU)
+    load_model(folder, read_model_config(folder, quantization="int4"), device=CPU)
     assert packed == [(8, 64)] + [(4, 32)] * 4

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelConfig, ModelError
-from pdserve_engine.models.registry import load_model
+from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
+from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
 from pdserve_engine.runner.loading import load_engine
 
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
-    return load_model(folder, ModelConfig.from_dir(folder), device=CPU, **kwargs)
+    return load_model(folder, read_model_config(folder), device=CPU, **kwargs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -139,7 +139,7 @@ def test_refuses_layers_that_are_not_as_their_config_says(
     make_model: Callable[..., Path], changes: dict[str, Any], message: str
 ) -> None:
     folder = make_model("Olmo2ForCausalLM")
-    config = dataclasses.replace(ModelConfig.from_dir(folder), **changes)
+    config = dataclasses.replace(read_model_config(folder), **changes)
     with pytest.raises(ModelError, match=message):
         load_model(folder, config, device=CPU)
 
@@ -174,9 +174,9 @@ def test_says_which_implementation_runs_a_model_and_why(
     make_model: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="pdserve_engine")
-    ModelConfig.from_dir(make_model("Olmo2ForCausalLM"))
+    read_model_config(make_model("Olmo2ForCausalLM"))
     assert "Olmo2ForCausalLM runs on the transformers backend: architectures is" in caplog.text
-    ModelConfig.from_dir(make_model())
+    read_model_config(make_model())
     assert "LlamaForCausalLM runs natively" in caplog.text
 
 
