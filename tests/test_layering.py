@@ -1,6 +1,7 @@
 """The import rules of docs/architecture.md, checked over every module's syntax tree."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,29 @@ PACKAGES = {
     "pdserve_client": ("client", {"pdserve_common", "pdserve"}),
 }
 OURS = {"pdserve", *PACKAGES}
+# Rooms of a package, lowest floor first: a module imports from its own room and from lower floors.
+# A name without a folder is a module.
+FLOORS = {
+    "pdserve_engine": (
+        ("config",),
+        ("request",),
+        ("kv", "sampling"),
+        ("models",),
+        ("kv_transfer",),
+        ("core",),
+        ("runner",),
+        ("clients",),
+    ),
+    "pdserve_router": (
+        ("text",),
+        ("workers",),
+        ("requests",),
+        ("router", "config"),
+        ("api",),
+        ("server",),
+        ("__main__",),
+    ),
+}
 # Third-party modules and the only places that may import them.
 FENCED = {
     "huggingface_hub": ("common/pdserve_common/model_folder.py",),
@@ -61,6 +85,49 @@ def test_packages_import_only_what_lies_below_them() -> None:
             if top in OURS and top not in allowed:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def room(module: str) -> str:
+    """The folder below its package that a module is in, or its own name."""
+    return module.split(".")[1]
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """For each of our modules those of ours that it imports, in functions too."""
+    paths = {}
+    for package, path in modules():
+        parts = path.relative_to(ROOT / PACKAGES[package][0]).with_suffix("").parts
+        paths[".".join(parts).removesuffix(".__init__")] = path
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        found[module] = set()
+        for _, name in imports(path):
+            # The longest that is a module; the rest is in it.
+            while name and name not in paths:
+                name = name.rpartition(".")[0]
+            if name not in ("", module):
+                found[module].add(name)
+    return found
+
+
+def test_rooms_import_only_from_lower_floors() -> None:
+    wrong = []
+    for module, names in imported_modules().items():
+        package = module.split(".")[0]
+        if package not in FLOORS or module == package:
+            continue
+        floor_of = {name: n for n, floor in enumerate(FLOORS[package]) for name in floor}
+        assert room(module) in floor_of, f"{module} is on no floor"
+        for name in names:
+            if not name.startswith(f"{package}.") or room(name) == room(module):
+                continue
+            if floor_of[room(name)] >= floor_of[room(module)]:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graphlib.TopologicalSorter(imported_modules()).prepare()
 
 
 def test_fenced_libraries_stay_behind_their_seam() -> None:

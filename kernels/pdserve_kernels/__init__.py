@@ -1,15 +1,16 @@
 """Kernels as plain functions; `select` picks the set that runs on a device.
 
-Every set (`reference`, `cpu`, `triton`) has the same functions with the same contracts, documented
-in `pdserve_kernels.reference`.
+Every set (`reference`, `cpu`, `triton`) is a KernelSet: the same functions with the same contracts,
+documented in `pdserve_kernels.reference`.
 """
 
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import torch
+
+from pdserve_kernels.kernel_set import KernelSet
 
 
 def _make_mkl_strict() -> None:
@@ -23,8 +24,10 @@ def _make_mkl_strict() -> None:
 
 _make_mkl_strict()
 
+__all__ = ["KernelSet", "name_of", "select"]
 
-def select(device: torch.device) -> ModuleType:
+
+def select(device: torch.device) -> KernelSet:
     """Return the kernel set for `device`: Triton on CUDA, C++ on a CPU that has it, else torch.
 
     The first call compiles the C++, if that was not done before; a log line says why it cannot.
@@ -44,7 +47,7 @@ def select(device: torch.device) -> ModuleType:
     return cpu
 
 
-def name_of(kernels: ModuleType) -> str:
+def name_of(kernels: KernelSet) -> str:
     """Return what a set from `select` is called: triton, reference, cpu/avx512bf16 or cpu/avx2."""
     from pdserve_kernels.cpu.compiled import loaded_isa
 

@@ -1,9 +1,8 @@
 """A stack of decoder layers: what it is made of, and how a kernel set computes it by functions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,8 +50,20 @@ class Decoder:
         return float(self.head_dim**-0.5)
 
 
+class LayerFunctions(NamedTuple):
+    """The functions of a kernel set that compute a layer."""
+
+    linear: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    fused_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rotary_embedding: Callable[..., None]
+    reshape_and_cache: Callable[..., None]
+    paged_attention: Callable[..., torch.Tensor]
+
+
 def run_layer_by_layer(
-    kernels: ModuleType,
+    kernels: LayerFunctions,
     decoder: Decoder,
     hidden_states: torch.Tensor,
     positions: torch.Tensor,
@@ -62,7 +73,7 @@ def run_layer_by_layer(
     """Compute `run_decoder` of a kernel set with the set's own functions."""
     eps = decoder.rms_norm_eps
     residual, norms = hidden_states, _norms_after(decoder)
-    x: torch.Tensor = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
+    x = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
     for layer, next_norm in zip(decoder.layers, norms, strict=True):
         x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
@@ -78,7 +89,7 @@ def _norms_after(decoder: Decoder) -> Iterator[torch.Tensor]:
 
 
 def _attend(
-    kernels: ModuleType,
+    kernels: LayerFunctions,
     decoder: Decoder,
     layer: DecoderLayer,
     x: torch.Tensor,
@@ -89,7 +100,7 @@ def _attend(
     heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, decoder.head_dim)
     num_heads = (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads)
     query, key, value = torch.split_with_sizes(heads, num_heads, dim=1)
-    if layer.q_norm is not None:
+    if layer.q_norm is not None and layer.k_norm is not None:
         query = kernels.rms_norm(query, layer.q_norm, decoder.rms_norm_eps)
         key = kernels.rms_norm(key, layer.k_norm, decoder.rms_norm_eps)
     kernels.rotary_embedding(positions, query, key, decoder.cos_sin_cache)
@@ -97,5 +108,4 @@ def _attend(
     attended = kernels.paged_attention(
         query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
     )
-    output: torch.Tensor = kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)
-    return output
+    return kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)

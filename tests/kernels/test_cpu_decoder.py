@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve_kernels import cpu, reference
+from pdserve_kernels.cpu.decoder import FUNCTIONS
 from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
@@ -167,7 +168,7 @@ def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, num_thre
         before, caches = hidden_states.clone(), [model.new_cache(), model.new_cache()]
         torch.set_num_threads(1)
         composed = run_layer_by_layer(
-            cpu, model.decoder, hidden_states, positions, caches[0], metadata
+            FUNCTIONS, model.decoder, hidden_states, positions, caches[0], metadata
         )
         torch.set_num_threads(num_threads)
         fused = cpu.run_decoder(hidden_states, packed, positions, caches[1], metadata)
@@ -246,7 +247,7 @@ def test_caches_in_other_formats_and_weights_in_other_dtypes_run_layer_by_layer(
     hidden_states, positions, metadata = model.step(MIXED, block_size=8)
     small_blocks = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(8), metadata)
     expected = run_layer_by_layer(
-        cpu, model.decoder, hidden_states, positions, model.new_cache(8), metadata
+        FUNCTIONS, model.decoder, hidden_states, positions, model.new_cache(8), metadata
     )
     assert torch.equal(small_blocks, expected)
     in_fp32 = Model(Shape(), dtype=torch.float32)

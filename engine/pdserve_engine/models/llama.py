@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from pdserve_engine.models.quantized_weights import (
     stored_shapes,
 )
 from pdserve_engine.models.rope import build_cos_sin_cache
-from pdserve_kernels import name_of, select
+from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight
@@ -214,7 +213,7 @@ class LlamaModel:
         return self._kernels.pack_linear(weight, bias, num_parts=num_parts)
 
 
-def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: ModuleType) -> None:
+def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> None:
     if config.quantization is None:
         return
     name = name_of(kernels)

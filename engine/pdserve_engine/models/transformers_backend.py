@@ -7,7 +7,6 @@ step go through it as one sequence of tokens, which only attention and positions
 
 import logging
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
 from pdserve_engine.models.loader import Checkpoint, name_some
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
-from pdserve_kernels import select
+from pdserve_kernels import KernelSet, select
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
 
@@ -141,7 +140,7 @@ class TransformersModel:
 class _PagedAttention(NamedTuple):
     """Attention over the paged cache for one step."""
 
-    kernels: ModuleType
+    kernels: KernelSet
     windows: tuple[int | None, ...]
     slots: tuple[tuple[int, int], ...]
     kv_cache: torch.Tensor
@@ -242,7 +241,7 @@ class _HiddenRows(nn.Module):
 class _PackedLinear(nn.Module):
     """An nn.Linear whose weight is packed for the kernel set."""
 
-    def __init__(self, linear: nn.Linear, kernels: ModuleType) -> None:
+    def __init__(self, linear: nn.Linear, kernels: KernelSet) -> None:
         super().__init__()
         self._kernels = kernels
         self._packed = kernels.pack_linear(linear.weight, linear.bias)
@@ -352,7 +351,7 @@ def _decode(
     return hidden_states
 
 
-def _pack_linears(root: nn.Module, kernels: ModuleType) -> None:
+def _pack_linears(root: nn.Module, kernels: KernelSet) -> None:
     """Replace linears one by one: each frees its weight before the next is packed."""
     # A weight that is also the embedding's would be held twice.
     shared = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}

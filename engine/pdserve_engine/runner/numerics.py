@@ -3,14 +3,13 @@
 import hashlib
 import os
 import platform
-from types import ModuleType
 
 import torch
 
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.base import Model
-from pdserve_kernels import name_of, select
+from pdserve_kernels import KernelSet, name_of, select
 
 # Which of a processor's extensions matrix multiplications are chosen by.
 _ISA_PREFIXES = ("sse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
@@ -44,7 +43,7 @@ def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def _threads(kernels: ModuleType, config: EngineConfig, model: Model) -> tuple[int, ...]:
+def _threads(kernels: KernelSet, config: EngineConfig, model: Model) -> tuple[int, ...]:
     """How many there are, unless the model is all ours and none of its kernels cares."""
     shape = model.config
     if model.is_row_independent and kernels.is_thread_independent(

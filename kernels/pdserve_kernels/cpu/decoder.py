@@ -6,15 +6,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pdserve_kernels import cpu
-from pdserve_kernels.cpu.attention import Batch
-from pdserve_kernels.cpu.cache import PagedKV, check_slots, has_packed_tiles
+from pdserve_kernels.cpu.attention import Batch, paged_attention
+from pdserve_kernels.cpu.cache import PagedKV, check_slots, has_packed_tiles, reshape_and_cache
 from pdserve_kernels.cpu.compiled import address, library
-from pdserve_kernels.cpu.layers import as_contiguous_int64, check_indices
-from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear
+from pdserve_kernels.cpu.layers import (
+    as_contiguous_int64,
+    check_indices,
+    fused_add_rms_norm,
+    rms_norm,
+    rotary_embedding,
+)
+from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear, linear, linear_silu_mul
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
-from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
+from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
+
+FUNCTIONS = LayerFunctions(
+    linear=linear,
+    linear_silu_mul=linear_silu_mul,
+    rms_norm=rms_norm,
+    fused_add_rms_norm=fused_add_rms_norm,
+    rotary_embedding=rotary_embedding,
+    reshape_and_cache=reshape_and_cache,
+    paged_attention=paged_attention,
+)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -125,7 +140,9 @@ def run_decoder(
     """See the reference's contract. Bits are those of this set's functions one by one."""
     native = packed.native
     if native is None or not has_packed_tiles(kv_cache):
-        return run_layer_by_layer(cpu, packed.decoder, hidden_states, positions, kv_cache, metadata)
+        return run_layer_by_layer(
+            FUNCTIONS, packed.decoder, hidden_states, positions, kv_cache, metadata
+        )
     _check(packed.decoder, hidden_states, positions, kv_cache, metadata)
     hidden_states, positions = hidden_states.contiguous(), as_contiguous_int64(positions)
     num_tokens = len(hidden_states)

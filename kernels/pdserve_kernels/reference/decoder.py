@@ -4,9 +4,22 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels import reference
-from pdserve_kernels.decoder import Decoder, run_layer_by_layer
+from pdserve_kernels.decoder import Decoder, LayerFunctions, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.reference.attention import paged_attention
+from pdserve_kernels.reference.cache import reshape_and_cache
+from pdserve_kernels.reference.layers import fused_add_rms_norm, rms_norm, rotary_embedding
+from pdserve_kernels.reference.linear import linear, linear_silu_mul
+
+FUNCTIONS = LayerFunctions(
+    linear=linear,
+    linear_silu_mul=linear_silu_mul,
+    rms_norm=rms_norm,
+    fused_add_rms_norm=fused_add_rms_norm,
+    rotary_embedding=rotary_embedding,
+    reshape_and_cache=reshape_and_cache,
+    paged_attention=paged_attention,
+)
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -30,4 +43,4 @@ def run_decoder(
     Returns a new tensor of hidden_states' shape and dtype; the functions of the set say what else
     they demand.
     """
-    return run_layer_by_layer(reference, packed, hidden_states, positions, kv_cache, metadata)
+    return run_layer_by_layer(FUNCTIONS, packed, hidden_states, positions, kv_cache, metadata)
