@@ -1,4 +1,3 @@
-"""The engine in a process of its own: SubprocessEngineClient here, an InprocEngineClient there.
-
-A Unix socket carries the frozen dataclasses of messages.py, and nothing else, both ways.
+"""What a worker holds of its engine: an EngineClient, with the engine in its own process or, behind
+a Unix socket that carries the frozen dataclasses of messages.py, in another one.
 """

@@ -1,7 +1,7 @@
 """The KvLink's side of a connector: what a service that carries a KvLink's messages calls.
 
 ProducerConnector and ConsumerConnector implement it where the engine runs in the service's
-process; subprocess_client/links.py does where it does not. All methods are called on the event
+process; clients/link_proxies.py does where it does not. All methods are called on the event
 loop's thread and return at once.
 """
 
