@@ -302,7 +302,7 @@ async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
 def lose_again(recovery: Recovery, *, code: ErrorCode = ErrorCode.ENGINE_DEAD) -> None:
     worker = Worker(WorkerRole.DECODE, 1)
     error = EngineError(code=code, message="gone", is_retryable=True)
-    recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+    recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
     recovery.begin_attempt()
 
 
@@ -329,13 +329,13 @@ def test_a_worker_that_is_no_use_again_and_again_is_asked_less_and_less() -> Non
     worker = Worker(WorkerRole.DECODE, 1)
     for _ in range(7):
         error = EngineError(code=ErrorCode.DRAINING, message="gone", is_retryable=True)
-        recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+        recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
         (at,) = recovery._retry_at.values()
         waits.append(at - recovery.lost_at)
         recovery.begin_attempt()
     assert waits == pytest.approx([0.5, 1, 2, 4, 8, 8, 8])
     recovery.note_tokens(1)
-    recovery.add(Route(decode=worker), worker, error, reason="")  # type: ignore[arg-type]
+    recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
     (at,) = recovery._retry_at.values()
     assert at - recovery.lost_at == pytest.approx(0.5), "a token came"
 

@@ -74,7 +74,7 @@ class BeamSearchRequest(LiveRequest):
         on_tokens: OnTokens,
         on_end: OnEnd,
     ) -> None:
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
         params = request.sampling_params
         assert params is not None
         assert params.max_tokens is not None, "the input processor fills it in"

@@ -61,7 +61,7 @@ class Handoff(LiveRequest):
         siblings: Sequence["Handoff"] | None = None,
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
         resumed = next((each for each in resume if each.index == index), None)
         self.state = RequestState(
             request,

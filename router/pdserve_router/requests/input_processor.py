@@ -4,7 +4,7 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -110,7 +110,9 @@ class InputProcessor:
         model_name: str,
         default_deadline_s: float,
         max_deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._default_deadline_s = default_deadline_s
@@ -258,7 +260,7 @@ class InputProcessor:
     def _deadline(self, wanted: float | None, arrival_time: float) -> float:
         if wanted is None:
             return arrival_time + self._default_deadline_s
-        if wanted <= time.monotonic():
+        if wanted <= self._clock():
             raise DeadlineExceededError("the deadline passed before the request was taken")
         return min(wanted, arrival_time + self._max_deadline_s)
 

@@ -1,7 +1,6 @@
 """What an API holds of a request that was accepted: its outputs, and the means to end it early."""
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
@@ -26,8 +25,10 @@ class LiveRequest(ABC):
         *,
         on_tokens: Callable[["LiveRequest", int], None],
         on_end: Callable[["LiveRequest"], None],
+        clock: Callable[[], float],
     ) -> None:
         self.request = request
+        self._clock = clock
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -98,7 +99,7 @@ class LiveRequest(ABC):
         """Fail at the deadline, if there is one, unless the timer is stopped before."""
         if self.request.deadline is not None:
             self._deadline_timer = asyncio.get_running_loop().call_later(
-                max(0.0, self.request.deadline - time.monotonic()), self._on_deadline
+                max(0.0, self.request.deadline - self._clock()), self._on_deadline
             )
 
     def _stop_deadline(self) -> None:
@@ -106,7 +107,7 @@ class LiveRequest(ABC):
             self._deadline_timer.cancel()
 
     def _on_deadline(self) -> None:
-        age = time.monotonic() - self.request.arrival_time
+        age = self._clock() - self.request.arrival_time
         self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
 
 

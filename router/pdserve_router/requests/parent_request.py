@@ -50,7 +50,7 @@ class ParentRequest(LiveRequest):
         on_end: OnEnd,
         resume: Sequence[ResumedCompletion] = (),
     ) -> None:
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end)
+        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
         params = request.sampling_params
         assert params is not None
         self._params = params

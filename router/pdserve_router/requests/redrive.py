@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -101,10 +101,8 @@ class Recovery:
         """Who failed the request in any attempt."""
         return frozenset(self._retry_at)
 
-    @property
-    def not_yet(self) -> frozenset[WorkerClient]:
+    def not_yet(self, now: float) -> frozenset[WorkerClient]:
         """Who failed it so recently that trying again makes no sense."""
-        now = time.monotonic()
         return frozenset(worker for worker, at in self._retry_at.items() if now < at)
 
     @property
@@ -120,12 +118,14 @@ class Recovery:
         is_good = holder is not None and holder.is_ready and holder not in self.failed
         return holder if is_good else None
 
-    def add(self, route: Route, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
+    def add(
+        self, route: Route, worker: WorkerClient, error: EngineError, *, reason: str, now: float
+    ) -> None:
         """A worker of the current attempt, which is on `route`, cannot go on."""
         self.route = route
         self.reason = self.reason if self.errors else reason
         self.errors[worker] = error
-        self.lost_at = time.monotonic()
+        self.lost_at = now
         is_draining = any(each.state is WorkerState.DRAINING for each in route.workers)
         self.is_planned |= is_draining or error.code is ErrorCode.DRAINING
 
@@ -200,9 +200,16 @@ class RedriveQueue:
     """
 
     def __init__(
-        self, pool: WorkerPool, *, metrics: RouterMetrics, max_redrives: int, wait_s: float
+        self,
+        pool: WorkerPool,
+        *,
+        metrics: RouterMetrics,
+        max_redrives: int,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
+        self.clock = clock
         self._max_redrives = max_redrives
         self._metrics = metrics
         self._wait_s = wait_s
@@ -248,7 +255,7 @@ class RedriveQueue:
     ) -> None:
         """Note that a worker cannot go on with the request's current attempt."""
         attempt = redrive.recovery.num_redrives
-        redrive.recovery.add(route, worker, error, reason=reason)
+        redrive.recovery.add(route, worker, error, reason=reason, now=self.clock())
         what_next = "it is sent again when a worker has room"
         if self.is_spent(redrive):
             what_next = "no attempt is left"
@@ -266,7 +273,7 @@ class RedriveQueue:
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
         )
-        waiting.not_before = min(waiting.not_before, time.monotonic() + delay_s)
+        waiting.not_before = min(waiting.not_before, self.clock() + delay_s)
         self._changed(delay_s)
 
     def discard(self, redrive: Redrive) -> None:
@@ -309,7 +316,7 @@ class RedriveQueue:
 
     def _send_next(self) -> None:
         self._timer = None
-        now = time.monotonic()
+        now = self.clock()
         has_nobody = not self._has_decode
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
@@ -405,7 +412,7 @@ class RedriveQueue:
                 return route(exclude=recovery.failed | others | busy)
         with contextlib.suppress(NoWorkerError, OverloadedError):
             return route(exclude=recovery.failed | busy)
-        return route(exclude=recovery.not_yet | busy)
+        return route(exclude=recovery.not_yet(self.clock()) | busy)
 
     def _busy(self, request: EngineCoreRequest) -> frozenset[WorkerClient]:
         """Return the prefill workers that have no room for it now."""

@@ -44,19 +44,21 @@ class AttachStream:
         *,
         on_response: Callable[[service_pb2.AttachResponse], None],
         next_frame_seq: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timings = timings
+        self._clock = clock
         self._on_response = on_response
         self._next_frame_seq = next_frame_seq
         # None ends our half of the stream.
         self._outbox: asyncio.Queue[service_pb2.AttachRequest | None] = asyncio.Queue()
         self._is_heartbeat_queued = False
-        self._last_heard = time.monotonic()
+        self._last_heard = clock()
 
     @property
     def silence_s(self) -> float:
         """How long the worker has said nothing."""
-        return time.monotonic() - self._last_heard
+        return self._clock() - self._last_heard
 
     def send(self, message: service_pb2.AttachRequest) -> None:
         """Queue a message. It is lost if the stream breaks before it has left."""
@@ -69,7 +71,7 @@ class AttachStream:
         silent worker, StreamBrokenError or AioRpcError of a stream, what `on_response` raises. If
         cancelled it ends the stream in order, which tells the worker that nobody comes back.
         """
-        self._last_heard = time.monotonic()
+        self._last_heard = self._clock()
         call = stub.Attach()
         tasks = [
             asyncio.create_task(part)
@@ -111,16 +113,16 @@ class AttachStream:
                 # Raises unless the worker ended the stream with OK.
                 code, details = await call.code(), await call.details()
                 raise StreamBrokenError(f"the stream ended: {code.name} {details}".rstrip())
-            self._last_heard = time.monotonic()
+            self._last_heard = self._clock()
             self._on_response(response)
 
     async def _watch(self) -> None:
         """Send heartbeats and notice silence: gRPC answers pings also for a hung event loop."""
         interval = self._timings.heartbeat_s
         while True:
-            before = time.monotonic()
+            before = self._clock()
             await asyncio.sleep(interval)
-            now = time.monotonic()
+            now = self._clock()
             self._beat()
             if now - before > 2 * interval:
                 # It was this process that hung: what the worker sent is still to be read.

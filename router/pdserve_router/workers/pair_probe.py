@@ -5,7 +5,7 @@ works, and on one worker.
 import asyncio
 import itertools
 import secrets
-import time
+from collections.abc import Callable
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -29,13 +29,13 @@ class ProbeFailedError(Exception):
 
 
 async def probe(
-    prefill: WorkerClient, decode: WorkerClient, *, timeout_s: float
+    prefill: WorkerClient, decode: WorkerClient, *, timeout_s: float, clock: Callable[[], float]
 ) -> KVTransferStats:
     """Have `prefill` compute two blocks and one token, and `decode` pull them and add one. Returns
     what the transfer was. Raises ProbeFailedError.
     """
     assert decode.info is not None
-    request = _request(decode.info, timeout_s)
+    request = _request(decode.info, clock() + timeout_s)
     run = _Probe(prefill, decode)
     try:
         run.start(request)
@@ -49,13 +49,15 @@ async def probe(
         decode.abort(request.request_id)
 
 
-async def probe_alone(worker: WorkerClient, *, timeout_s: float) -> None:
+async def probe_alone(
+    worker: WorkerClient, *, timeout_s: float, clock: Callable[[], float]
+) -> None:
     """Have `worker` compute two blocks and as many tokens as its role brings, without a handoff.
     Raises ProbeFailedError.
     """
     assert worker.info is not None
     num_tokens = 1 if worker.role is WorkerRole.PREFILL else _NUM_TOKENS
-    request = _request(worker.info, timeout_s, num_tokens=num_tokens)
+    request = _request(worker.info, clock() + timeout_s, num_tokens=num_tokens)
     result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     token_ids: list[int] = []
 
@@ -82,7 +84,7 @@ async def probe_alone(worker: WorkerClient, *, timeout_s: float) -> None:
 
 
 def _request(
-    info: EngineInfo, timeout_s: float, *, num_tokens: int = _NUM_TOKENS
+    info: EngineInfo, deadline: float, *, num_tokens: int = _NUM_TOKENS
 ) -> EngineCoreRequest:
     others = (token for token in range(info.vocab_size) if token not in info.eos_token_ids)
     ordinary = list(itertools.islice(others, info.block_size))
@@ -97,7 +99,7 @@ def _request(
         # Before all others, and beside a full batch: behind a long queue it would fail, and have
         # decode workers compute prompts that prefill workers are there for.
         priority=PROBE_PRIORITY,
-        deadline=time.monotonic() + timeout_s,
+        deadline=deadline,
     )
 
 

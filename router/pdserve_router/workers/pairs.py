@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdserve_common.engine_types import EngineInfo, KVTransferStats
 from pdserve_common.metrics import RouterMetrics
@@ -42,14 +42,15 @@ class Pair:
     decode: WorkerClient
     epochs: tuple[str, str]
     # Open after a failed proof and after several failed handoffs: its trial is another proof.
-    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    breaker: CircuitBreaker
+    # By the pool's clock.
+    created_at: float
     # Why these two can never work; empty if they might.
     mismatch: str = ""
     # What was found about the transport, which only a transfer can tell.
     refused_transport: str = ""
     is_proven: bool = False
     is_probing: bool = False
-    created_at: float = field(default_factory=time.monotonic)
 
     @property
     def state(self) -> str:
@@ -67,11 +68,10 @@ class Pair:
     def is_usable(self) -> bool:
         return self.is_present and self.state == "proven"
 
-    @property
-    def is_settling(self) -> bool:
+    def is_settling(self, now: float) -> bool:
         """True while its first proof is still to come."""
         is_first = self.is_present and self.state == "unproven"
-        return is_first and time.monotonic() - self.created_at < SETTLE_S
+        return is_first and now - self.created_at < SETTLE_S
 
     def __str__(self) -> str:
         return f"{self.prefill.engine_id} and {self.decode.engine_id}"
@@ -84,12 +84,18 @@ class Pairs:
     """
 
     def __init__(
-        self, *, require_transport: str, metrics: RouterMetrics, on_change: Callable[[], None]
+        self,
+        *,
+        require_transport: str,
+        metrics: RouterMetrics,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`require_transport` is "any" or what a transfer has to have used."""
         self._require_transport = require_transport
         self._metrics = metrics
         self._on_change = on_change
+        self._clock = clock
         self._pairs: dict[tuple[WorkerClient, WorkerClient], Pair] = {}
         # Asked for with each request, and changed only with `update`.
         self._usable: dict[WorkerClient, tuple[WorkerClient, ...]] = {}
@@ -101,7 +107,8 @@ class Pairs:
     @property
     def is_settling(self) -> bool:
         """True while a pair is in its first proof and there is no other to use."""
-        return not self.usable() and any(pair.is_settling for pair in self._pairs.values())
+        now = self._clock()
+        return not self.usable() and any(pair.is_settling(now) for pair in self._pairs.values())
 
     def usable(self) -> Mapping[WorkerClient, tuple[WorkerClient, ...]]:
         """Return for each prefill worker that can be used the decode workers it can be used with,
@@ -177,7 +184,10 @@ class Pairs:
     def _current(self, prefill: WorkerClient, decode: WorkerClient) -> Pair:
         epochs = (prefill.epoch, decode.epoch)
         pair = self._pairs.get((prefill, decode))
-        return pair if pair and pair.epochs == epochs else Pair(prefill, decode, epochs)
+        if pair is not None and pair.epochs == epochs:
+            return pair
+        breaker = CircuitBreaker(clock=self._clock)
+        return Pair(prefill, decode, epochs, breaker, created_at=self._clock())
 
     def _check(self, pair: Pair) -> None:
         mismatch = self._mismatch(pair)
@@ -223,7 +233,8 @@ class Pairs:
     def _start_probe(self, pair: Pair) -> None:
         pair.is_probing = True
         task = asyncio.create_task(
-            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S), name=f"probe {pair}"
+            probe(pair.prefill, pair.decode, timeout_s=PROBE_TIMEOUT_S, clock=self._clock),
+            name=f"probe {pair}",
         )
         self._probes.add(task)
         task.add_done_callback(lambda done: self._on_probed(pair, done))

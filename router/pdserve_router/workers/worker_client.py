@@ -93,6 +93,7 @@ class WorkerClient:
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
         tls: Tls | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
         self.role = role
@@ -104,7 +105,8 @@ class WorkerClient:
         # Attached to it, this one among them.
         self.num_routers = 1
         # Fed by the pool; a new process begins with a closed one.
-        self.breaker = CircuitBreaker()
+        self.breaker = CircuitBreaker(clock=clock)
+        self._clock = clock
         self._model = model
         self._router_id = router_id
         self._router_epoch = router_epoch
@@ -231,6 +233,7 @@ class WorkerClient:
             self._timings,
             on_response=self._on_response,
             next_frame_seq=lambda: self._next_frame_seq,
+            clock=self._clock,
         )
         self._attached_at = None
         try:
@@ -247,7 +250,7 @@ class WorkerClient:
             self._stream = None
         if self._attached_at is not None:
             # A link that held is replaced at once, one that flaps is not.
-            is_old = time.monotonic() - self._attached_at > self._timings.heartbeat_s
+            is_old = self._clock() - self._attached_at > self._timings.heartbeat_s
             self._backoff_s = 0.0 if is_old else self._timings.min_backoff_s
 
     def _hello(self) -> service_pb2.AttachHello:
@@ -308,11 +311,11 @@ class WorkerClient:
         is_same = info.epoch == self.epoch
         adopted = {(r.request_id, r.attempt) for r in welcome.adopted} if is_same else set()
         was_held = self.state is WorkerState.REATTACHING
-        self._attached_at = time.monotonic()
+        self._attached_at = self._clock()
         self._last_problem = ""
         self._release_hold()
         if not is_same:
-            self.breaker = CircuitBreaker()
+            self.breaker = CircuitBreaker(clock=self._clock)
         self.info = info
         self.origin = Origin.of(info)
         self.state = self._held_state if is_same and was_held else WorkerState.READY

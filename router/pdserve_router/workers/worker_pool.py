@@ -68,6 +68,7 @@ class WorkerPool:
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
         tls: Tls | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prefill` and `decode` are host:port or sources as in `discovery`; `on_change` is called
         when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
@@ -79,10 +80,14 @@ class WorkerPool:
         self._rules = rules
         self._metrics = metrics
         self._notify = on_change
+        self._clock = clock
         self._pairs = Pairs(
-            require_transport=rules.require_transport, metrics=metrics, on_change=self._on_change
+            require_transport=rules.require_transport,
+            metrics=metrics,
+            on_change=self._on_change,
+            clock=clock,
         )
-        self._trials = WorkerTrials(self._on_change)
+        self._trials = WorkerTrials(self._on_change, clock=clock)
         self._chooser = RouteChooser(rules, self._pairs)
         self._sources = {
             role: Discovery(
@@ -102,6 +107,7 @@ class WorkerPool:
             disaggregation=rules.disaggregation,
             require_exact=rules.require_determinism == "exact",
             on_change=self._on_change,
+            clock=clock,
         )
         # Since when those that are listed and not ready are not.
         self._gone_since: dict[WorkerClient, float] = {}
@@ -196,11 +202,11 @@ class WorkerPool:
         )
 
     def last_served_at(self, origins: Collection[Origin]) -> float:
-        """Return when (time.monotonic) a listed worker was last ready that could go on with an
+        """Return when (by the clock) a listed worker was last ready that could go on with an
         answer of these origins, or take a request whose answer has not begun: now if one is. One
         that has never been attached counts from when it was listed, as it may be the next.
         """
-        now = time.monotonic()
+        now = self._clock()
         name = self._weights.name_for(origins) if origins else ""
 
         def last(worker: WorkerClient) -> float:
@@ -327,6 +333,7 @@ class WorkerPool:
             on_change=self._on_change,
             timings=self._timings,
             tls=self._tls,
+            clock=self._clock,
         )
 
     def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
@@ -368,7 +375,7 @@ class WorkerPool:
     def _refresh(self) -> None:
         is_serving = bool(self._weights.name)
         workers = (*self.decode, *self.prefill)
-        now = time.monotonic()
+        now = self._clock()
         gone = [worker for worker in workers if not worker.is_ready]
         self._gone_since = {worker: self._gone_since.get(worker, now) for worker in gone}
         self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
@@ -19,9 +20,12 @@ class WorkerTrials:
     breaker's backoff.
     """
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, on_change: Callable[[], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`on_change` is called when a breaker has closed, and has to call `update`."""
         self._on_change = on_change
+        self._clock = clock
         self._workers: tuple[WorkerClient, ...] = ()
         self._trials: dict[CircuitBreaker, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -62,7 +66,8 @@ class WorkerTrials:
 
     def _start(self, worker: WorkerClient, breaker: CircuitBreaker) -> None:
         trial = asyncio.create_task(
-            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S), name=f"trial of {worker.address}"
+            probe_alone(worker, timeout_s=TRIAL_TIMEOUT_S, clock=self._clock),
+            name=f"trial of {worker.address}",
         )
         self._trials[breaker] = trial
         trial.add_done_callback(lambda done: self._on_tried(worker, breaker, done))
