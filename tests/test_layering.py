@@ -59,6 +59,24 @@ FENCED = {
     "google": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
 }
 
+# Packages whose modules get their clock as an argument `clock`, so that tests can run them on time
+# of their own, and those of their modules that may read time.monotonic themselves.
+CLOCKED = {"pdserve_common", "pdserve_worker", "pdserve_engine", "pdserve_router"}
+READ_THE_CLOCK = {
+    "common/pdserve_common/engine_types.py": "when a value was made, if nobody says it",
+    "common/pdserve_common/followed.py": "files of the machine",
+    "common/pdserve_common/load_log.py": "a log",
+    "common/pdserve_common/metrics.py": "sockets of Prometheus",
+    "common/pdserve_common/validation.py": "ages and timeouts of the wire",
+    "common/pdserve_common/wire/": "ages and timeouts of the wire",
+    "engine/pdserve_engine/kv_transfer/local.py": "how long a copy took",
+    "engine/pdserve_engine/kv_transfer/self_check.py": "the start of a process",
+    "engine/pdserve_engine/models/loader.py": "the start of a process, its log",
+    "engine/pdserve_engine/runner/loading.py": "the start of a process, its log",
+    "router/pdserve_router/api/edge_processes.py": "processes of the machine",
+    "worker/pdserve_worker/self_check.py": "the start of a process, its log",
+}
+
 
 def modules() -> Iterator[tuple[str, Path]]:
     for package, (root, _) in PACKAGES.items():
@@ -138,6 +156,31 @@ def test_fenced_libraries_stay_behind_their_seam() -> None:
             places = FENCED.get(name.split(".")[0])
             if places is not None and not where.startswith(places):
                 wrong.append(f"{where}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_clock_is_handed_in() -> None:
+    wrong = []
+    for package, path in modules():
+        where = str(path.relative_to(ROOT))
+        if package not in CLOCKED or where.startswith(tuple(READ_THE_CLOCK)):
+            continue
+        tree = ast.parse(path.read_text())
+        defaults = {
+            default
+            for node in ast.walk(tree)
+            if isinstance(node, ast.arguments)
+            for name, default in zip(node.kwonlyargs, node.kw_defaults, strict=True)
+            if name.arg == "clock"
+        }
+        wrong += [
+            f"{where}:{node.lineno} reads time.monotonic"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node) == "time.monotonic"
+            and node not in defaults
+        ]
+        wrong += [f"{where}:{line} {name}" for line, name in imports(path) if name.startswith("time.")]
     assert not wrong, "\n".join(wrong)
 
 

@@ -304,17 +304,21 @@ class Worker:
             max_num_batched_tokens=budget,
             scheduling_policy=world.random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(config, kv, self.connector)
+        self.scheduler = Scheduler(config, kv, self.connector, clock=self._clock)
         self.executor = Executor(self)
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=self.executor,
             connector=self.connector,
             max_model_len=MAX_MODEL_LEN,
+            clock=self._clock,
         )
         self.owners = RequestOwners()
         self.inbox: collections.deque[Callable[[], None]] = collections.deque()
         self.outputs: collections.deque[EngineCoreOutput] = collections.deque()
+
+    def _clock(self) -> float:
+        return self.world.now
 
     def _make_connector(self) -> Any:
         groups = tuple(
@@ -338,7 +342,7 @@ class Worker:
             "metrics": KVTransferMetrics(CollectorRegistry()),
             "wakeup": lambda: None,
             "step_seq": lambda: 0,
-            "clock": lambda: self.world.now,
+            "clock": self._clock,
         }
         if self.name.startswith("p"):
             return ProducerConnector(self.nic, session_timeout_s=60.0, **common)

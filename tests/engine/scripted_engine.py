@@ -128,6 +128,7 @@ class Engine:
         enable_caching: bool = True,
         async_scheduling: bool = False,
         windows: tuple[int | None, ...] = (None,),
+        clock: Callable[[], float] = time.monotonic,
         **config: object,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
@@ -142,7 +143,10 @@ class Engine:
             ),
             self.kv,
             connector,
+            clock=clock,
         )
+        if isinstance(connector, ScriptedConnector):
+            connector.clock = clock
         self.executor = ScriptedExecutor()
         self.core = EngineCore(
             scheduler=self.scheduler,
@@ -150,6 +154,7 @@ class Engine:
             connector=connector,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=async_scheduling,
+            clock=clock,
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
 
@@ -216,6 +221,9 @@ def held(block_ids: tuple[list[int], ...]) -> list[int]:
 
 class ScriptedConnector(KVConnector):
     """Both roles of a connector without any transport: the test says when things happen."""
+
+    # Its engine's.
+    clock: Callable[[], float] = time.monotonic
 
     def __init__(self) -> None:
         self.news: list[KVNews] = []
@@ -316,7 +324,7 @@ class ScriptedConnector(KVConnector):
     # ---- what the test makes happen: P
 
     def allow(self, request_id: str) -> None:
-        self.news.append(StartAllowed(self.asked[request_id]))
+        self.news.append(StartAllowed(self.asked[request_id], self.clock()))
 
     def later(self, request_id: str) -> None:
         """D is full."""
@@ -334,7 +342,7 @@ class ScriptedConnector(KVConnector):
 
     def claim(self, request_id: str, asked_time: float | None = None) -> None:
         """P asks for blocks, or has done so at `asked_time`."""
-        claimed_time = time.monotonic() if asked_time is None else asked_time
+        claimed_time = self.clock() if asked_time is None else asked_time
         self.news.append(BlocksClaimed(self.tickets[request_id], claimed_time))
 
     def confirm(self, request_id: str, num_tokens: int) -> None:
@@ -346,7 +354,7 @@ class ScriptedConnector(KVConnector):
         request = self.tickets[request_id]
         del self.loading[request_id]
         tokens = (next_token(list(request.all_token_ids)),)
-        self.news.append(BlocksLanded(request, tokens, landed_time=time.monotonic()))
+        self.news.append(BlocksLanded(request, tokens, landed_time=self.clock()))
 
     def finish_load(self, request_id: str) -> None:
         """All KV is here, and P's first token."""

@@ -6,7 +6,7 @@ from scripted_engine import ON_D, Clock, Engine, ScriptedConnector
 def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> None:
     """The connector is done in the middle of a step; the scheduler hears of it after that."""
     connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    engine = Engine(clock=clock, connector=connector)
     engine.add("a", list(range(10)), max_tokens=3, kv_transfer_params=ON_D)
     engine.step()
     connector.claim("a")

@@ -257,7 +257,7 @@ def decode_queue_s(engine: Engine, name: str) -> float:
 def test_what_is_behind_a_later_waits_for_d_as_well(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector)
+    engine = Engine(clock=clock, connector=connector)
     for name in ("a", "b", "c", "d"):
         engine.add(name, [1] * 10, kv_transfer_params=ON_P)
     engine.add("other", [2] * 10, kv_transfer_params=ON_P_FOR_E)
@@ -285,7 +285,7 @@ def test_what_is_behind_a_later_waits_for_d_as_well(
 def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=128, max_num_seqs=1)
+    engine = Engine(clock=clock, connector=connector, num_blocks=128, max_num_seqs=1)
     for name in ("a", "b", "c", "d"):
         engine.add(name, [ord(name)] * 60, kv_transfer_params=ON_P)
     engine.run()
@@ -311,7 +311,7 @@ def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
 
 
 def test_a_grant_taken_back_waits_for_d_again(connector: ScriptedConnector, clock: Clock) -> None:
-    engine = Engine(connector=connector)
+    engine = Engine(clock=clock, connector=connector)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
     connector.allow("a")
@@ -326,7 +326,7 @@ def test_a_grant_taken_back_waits_for_d_again(connector: ScriptedConnector, cloc
 
 
 def test_one_that_ends_holds_up_nobody(connector: ScriptedConnector, clock: Clock) -> None:
-    engine = Engine(connector=connector)
+    engine = Engine(clock=clock, connector=connector)
     for name in ("a", "b"):
         engine.add(name, [1] * 20, kv_transfer_params=ON_P)
     engine.run()
@@ -345,7 +345,7 @@ def test_one_that_ends_holds_up_nobody(connector: ScriptedConnector, clock: Cloc
 def test_an_answer_that_comes_while_p_computes_ends_the_wait_for_d(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector)
+    engine = Engine(clock=clock, connector=connector)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
     clock.now_s += 2

@@ -132,7 +132,7 @@ def test_an_unannounced_grant_gives_way_before_a_running_request(
 def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=16, enable_caching=False)
+    engine = Engine(clock=clock, connector=connector, num_blocks=16, enable_caching=False)
     engine.add("running", [1] * 20, max_tokens=40)
     engine.step()
     engine.step()
@@ -159,7 +159,7 @@ def test_a_grant_that_gives_way_does_not_cost_an_older_claim_its_turn(
 def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=8, enable_caching=False)
+    engine = Engine(clock=clock, connector=connector, num_blocks=8, enable_caching=False)
     add_ticket(engine, "a", 24)
     connector.claim("a")
     clock.now_s += 5
@@ -177,7 +177,7 @@ def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(
 def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(
     connector: ScriptedConnector, clock: Clock
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=8, enable_caching=False)
+    engine = Engine(clock=clock, connector=connector, num_blocks=8, enable_caching=False)
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
     for name, asked_time in (("b", clock.now_s + 1), ("a", clock.now_s), ("c", clock.now_s + 2)):
         add_ticket(engine, name, 24)

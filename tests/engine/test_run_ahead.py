@@ -16,8 +16,8 @@ PROMPT = [7] * 15  # with P's token four full blocks
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(connector=ScriptedConnector())
+def engine(clock: Clock) -> Engine:
+    return Engine(connector=ScriptedConnector(), clock=clock)
 
 
 def connector_of(engine: Engine) -> ScriptedConnector:

@@ -151,7 +151,7 @@ def test_abort_ends_a_request_wherever_it_is() -> None:
 
 
 def test_a_passed_deadline_ends_the_request_with_a_typed_error(clock: Clock) -> None:
-    engine = Engine()
+    engine = Engine(clock=clock)
     engine.add("a", [1, 2, 3], max_tokens=50, deadline=clock.now_s + 10)
     engine.step()
     assert engine.scheduler.next_deadline() == clock.now_s + 10
@@ -162,7 +162,7 @@ def test_a_passed_deadline_ends_the_request_with_a_typed_error(clock: Clock) -> 
 
 
 def test_a_deadline_ends_only_the_request_it_came_with(clock: Clock) -> None:
-    engine = Engine()
+    engine = Engine(clock=clock)
     engine.add("a", [1, 2, 3], max_tokens=1, deadline=clock.now_s + 10)
     engine.run()
     engine.add("a", [1, 2, 3], max_tokens=50, deadline=clock.now_s + 100)

@@ -226,7 +226,7 @@ def test_under_a_stream_of_others_nobody_starves(
     connector: ScriptedConnector, clock: Clock, others_are_local: bool
 ) -> None:
     """Each second two more come than there are seats, in one way; one comes in the other way."""
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=2)
+    engine = Engine(clock=clock, connector=connector, num_blocks=64, max_num_seqs=2)
     numbers = itertools.count()
 
     def come(is_local: bool) -> str:

@@ -2,7 +2,6 @@
 accepts, that it checks what P says, and how a pull is lost.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -124,7 +123,7 @@ class World:
         request = self.pair.ticket(request_id, **fields)
         session = self.session()
         self.say(ask(session, request_id, request.num_tokens, request.request.attempt))
-        assert self.told() == [BlocksClaimed(request)]
+        assert self.told() == [BlocksClaimed(request, 0.0)]
         return request, session
 
     def granted(self, num_cached: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
@@ -352,7 +351,7 @@ def test_a_claim_may_come_before_its_ticket(world: World) -> None:
     assert world.told() == []
     assert world.d.num_open_sessions() == 0, "a claim alone is no work of D's"
     request = world.pair.ticket()
-    assert world.told() == [BlocksClaimed(request)]
+    assert world.told() == [BlocksClaimed(request, 0.0)]
     assert world.pair.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
     world.end(request)
@@ -362,12 +361,12 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     """The engine takes tickets between two steps, and a long prompt of its own makes long ones."""
     session = world.session()
     world.say(ask(session))
-    asked_time = time.monotonic()
+    asked_time = world.now
     world.pass_time(90)
     assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
     request = world.pair.ticket()
     (news,) = world.told()
-    assert news == BlocksClaimed(request)
+    assert news == BlocksClaimed(request, 0.0)
     assert news.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
     assert world.pair.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
@@ -384,7 +383,7 @@ def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) ->
     request = world.pair.ticket()
     assert world.told() == []
     world.say(ask(world.session()))  # P may ask again: the ticket is here now
-    assert world.told() == [BlocksClaimed(request)]
+    assert world.told() == [BlocksClaimed(request, 0.0)]
     world.end(request)
 
 
@@ -405,7 +404,7 @@ def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> N
     request = world.pair.ticket()
     assert world.told() == []
     world.say(ask(world.session()))
-    assert world.told() == [BlocksClaimed(request)]
+    assert world.told() == [BlocksClaimed(request, 0.0)]
     world.end(request)
 
 
@@ -480,7 +479,7 @@ def test_a_request_that_p_preempts_is_claimed_again(world: World, stage: str) ->
 
     second = world.session()
     world.say(ask(second))
-    assert world.told() == [BlocksClaimed(request)]
+    assert world.told() == [BlocksClaimed(request, 0.0)]
     assert world.pair.reserve(request)
     assert world.heard() == [Granted(session=second, first_block=0)]
     world.say(ready(session, 0, 5))
@@ -493,7 +492,7 @@ def test_a_grant_answers_only_a_claim_that_the_scheduler_knows(world: World) -> 
     request, session = world.claimed()
     world.say(ended(session, "preempted"), ask(world.session()))
     assert not world.pair.reserve(request)
-    assert world.told() == [BlocksReturned(request, frozenset()), BlocksClaimed(request)]
+    assert world.told() == [BlocksReturned(request, frozenset()), BlocksClaimed(request, 0.0)]
     assert world.pair.reserve(request)
     world.end(request)
 
@@ -984,7 +983,7 @@ def test_a_claim_counts_the_tokens_that_are_resumed(world: World) -> None:
     request = world.pair.ticket(attempt=1, resume_output_token_ids=(7, 8))
     session = world.session()
     world.say(ask(session, num_tokens=42, attempt=1))
-    assert world.told() == [BlocksClaimed(request)]
+    assert world.told() == [BlocksClaimed(request, 0.0)]
     world.end(request)
 
 
@@ -1057,7 +1056,7 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
     kept = world.pair.end_d(first)
     assert len(kept) == 1
     second = world.pair.ticket(attempt=1)
-    assert world.told() == [BlocksClaimed(second)]
+    assert world.told() == [BlocksClaimed(second, 0.0)]
     world.say(ended(session, "error"))  # of the first
     assert world.pair.reserve(second)
     assert world.told(TransferLost) == []

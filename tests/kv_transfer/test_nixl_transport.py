@@ -16,7 +16,7 @@ import torch
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer import nixl_transport, reads
+from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.self_check import check_own_pool
@@ -105,7 +105,13 @@ class Rig:
 
     def __init__(self, kit: SimpleNamespace, require_transport: str = "any") -> None:
         self.kit = kit
-        self.transport = nixl_transport.NixlTransport("d0.x", require_transport=require_transport)
+        # By how much its clock is ahead.
+        self.skew_s = 0.0
+        self.transport = nixl_transport.NixlTransport(
+            "d0.x",
+            require_transport=require_transport,
+            clock=lambda: time.monotonic() + self.skew_s,
+        )
         pool = SimpleNamespace(block_bytes=BLOCK_BYTES, num_blocks=256)
         self.transport.register(pool)  # type: ignore[arg-type]
         self.agent: FakeAgent = self.transport._agent  # type: ignore[assignment]
@@ -320,25 +326,20 @@ def test_reads_are_polled_between_commands_that_take_long(rig: Rig) -> None:
 
 
 def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(
-    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, kit: SimpleNamespace
 ) -> None:
     rig.read(1)
     rig.wait_posted(1)
     rig.agent.probe_end = None
     rig.connect()
     rig.settle()
-    skew_s = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skew_s)
-    monkeypatch.setattr(nixl_transport, "time", clock)
-    monkeypatch.setattr(reads, "time", clock)
 
     def take_long() -> None:
-        nonlocal skew_s
-        skew_s = 100.0
+        rig.skew_s = 100.0
         rig.agent.num_polls = 0
 
     rig.transport._commands.put(take_long)
-    kit.wait_until(lambda: skew_s and rig.agent.num_polls > 4)
+    kit.wait_until(lambda: rig.skew_s and rig.agent.num_polls > 4)
     assert rig.lost == [], "neither the one that is read from nor the one that connects"
     assert rig.landed.stalls == []
 

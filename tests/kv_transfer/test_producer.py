@@ -106,7 +106,7 @@ class World:
     def granted(self, *, first_block: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
         request, session = self.asked(**fields)
         self.say(Granted(session=session, first_block=first_block))
-        assert self.side.take_p_news() == [StartAllowed(request)]
+        assert self.side.take_p_news() == [StartAllowed(request, 0.0)]
         return request, session
 
     def sending(self, **fields: Any) -> tuple[Request, KVSessionId]:
@@ -182,7 +182,7 @@ def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
     assert world.num_sessions(State.ASKING) == 1
     world.side.now += 0.25
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request)]
+    assert world.take_p_news() == [StartAllowed(request, 0.0)]
     (wait,) = world.p_metrics.grant_wait._metrics.values()
     assert wait._sum.get() == 0.25
     assert world.start(request)
@@ -334,7 +334,7 @@ def test_a_request_is_asked_for_when_d_has_dialed(world: World) -> None:
     world.pass_time(LINK_WAIT_S + 1)
     assert world.take_p_news() == [], "a D that is merely full is waited for"
     world.say(Granted(session=message.session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request)]
+    assert world.take_p_news() == [StartAllowed(request, 0.0)]
 
 
 def test_a_d_that_dials_while_ps_event_loop_hangs_is_in_time(world: World) -> None:
@@ -363,7 +363,7 @@ def test_a_later_grant_comes_unasked(world: World) -> None:
     world.say(Later(session=session))
     assert world.take_p_news() == [StartDeferred(request)]
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request)]
+    assert world.take_p_news() == [StartAllowed(request, 0.0)]
     grants = world.p_metrics.grants
     assert [grants.labels(answer)._value.get() for answer in ("granted", "later")] == [1, 1]
 
@@ -374,7 +374,7 @@ def test_a_revoked_grant_is_waited_for_again(world: World) -> None:
     assert not world.start(request), "the news of it is not taken yet"
     assert world.take_p_news() == [StartForbidden(request)]
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request)]
+    assert world.take_p_news() == [StartAllowed(request, 0.0)]
     assert world.start(request)
     world.compute(request, 16)
     assert world.heard()[0].first_block == 0, "D's cache has changed meanwhile"
@@ -386,7 +386,7 @@ def test_news_wake_the_engine_and_keep_their_order(world: World) -> None:
     world.say(Granted(session=session, first_block=0))
     world.say(Revoke(session=session))
     assert world.num_wakeups == wakeups + 2
-    assert world.take_p_news() == [StartAllowed(request), StartForbidden(request)]
+    assert world.take_p_news() == [StartAllowed(request, 0.0), StartForbidden(request)]
 
 
 def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import grpc
@@ -59,8 +59,11 @@ WRITE_TIMEOUT_S = 10.0
 class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     """One worker's engine, served."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(
+        self, engine: EngineClient, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
+        self._clock = clock
         self._attachments = Attachments(engine)
         self._is_draining = False
         self._is_stopping = False
@@ -267,7 +270,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         validate_engine_core_request(request, self._engine.info)
         if remaining_s is None:
             return request
-        deadline = time.monotonic() + remaining_s
+        deadline = self._clock() + remaining_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)
         return dataclasses.replace(request, deadline=deadline)

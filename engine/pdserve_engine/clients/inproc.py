@@ -49,7 +49,7 @@ MAX_WAIT_S = 60.0
 
 class _Add(NamedTuple):
     request: EngineCoreRequest
-    # When it came, monotonic seconds: a step may be under way.
+    # When it came, by the clock: a step may be under way.
     queued_time: float
 
 
@@ -69,7 +69,8 @@ StepObserver = Callable[[SchedulerStats, Sequence[EngineCoreOutput], bool], None
 class InprocEngineClient:
     """Owns the engine thread from `start` to `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._clients: dict[int, OutputsCallback] = {}
@@ -176,7 +177,7 @@ class InprocEngineClient:
         self._owners.claim(request)
         if self._loaded.connector is not None:
             self._loaded.connector.on_dispatched(request)
-        self._inputs.put(_Add(request, time.monotonic()))
+        self._inputs.put(_Add(request, self._clock()))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # Ids without an owner may be requests that P has handed off: their sessions end.
@@ -250,9 +251,9 @@ class InprocEngineClient:
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until the condition holds or the engine has died; False after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         while self.is_alive() and not condition():
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 return False
             self.wake()
             await asyncio.sleep(DRAIN_POLL_S)
@@ -301,7 +302,7 @@ class InprocEngineClient:
             timeout = MAX_WAIT_S
             deadline = self._core.scheduler.next_deadline()
             if deadline is not None:
-                timeout = min(timeout, max(0.0, deadline - time.monotonic()))
+                timeout = min(timeout, max(0.0, deadline - self._clock()))
             try:
                 self._handle(self._inputs.get(timeout=timeout))
             except queue.Empty:

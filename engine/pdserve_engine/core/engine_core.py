@@ -88,6 +88,7 @@ class EngineCore:
         max_model_len: int,
         async_scheduling: bool = False,
         take_aborts: Callable[[], Iterable[str]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`take_aborts` returns the ids aborted since it was last called; asked while a step is
         under way. With `async_scheduling` the model runs on a thread of its own until `close`.
@@ -97,6 +98,7 @@ class EngineCore:
         self.connector = connector
         self._max_model_len = max_model_len
         self._take_aborts = take_aborts
+        self._clock = clock
         self._batch_queue: deque[_Batch] = deque()
         self._model_thread = ModelThread() if async_scheduling else None
         # The step that is computed or waited for; any thread may look.
@@ -110,11 +112,17 @@ class EngineCore:
         self.step_seq = 0
 
     def add_request(self, request: EngineCoreRequest, *, queued_time: float | None = None) -> None:
-        """`queued_time` is when the worker got it, in monotonic seconds, if that was before now."""
+        """`queued_time` is when the worker got it, by the clock, if that was before now."""
         params = request.sampling_params
         seed = params.seed if params is not None and params.seed is not None else 0
         self.scheduler.add_request(
-            Request(request, max_model_len=self._max_model_len, seed=seed, queued_time=queued_time)
+            Request(
+                request,
+                max_model_len=self._max_model_len,
+                seed=seed,
+                queued_time=queued_time,
+                clock=self._clock,
+            )
         )
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -155,7 +163,7 @@ class EngineCore:
         plan the next step first. Exceptions that cannot be pinned on requests pass through: the
         caller ends the engine.
         """
-        self.scheduler.expire_deadlines(time.monotonic())
+        self.scheduler.expire_deadlines(self._clock())
         if not self._batch_queue or self._may_look_ahead():
             self._submit(self.scheduler.schedule())
             if self._may_look_ahead():
@@ -166,7 +174,7 @@ class EngineCore:
 
     def poll(self) -> StepResult:
         """Take in KV news and deadlines without running the model."""
-        self.scheduler.expire_deadlines(time.monotonic())
+        self.scheduler.expire_deadlines(self._clock())
         self.scheduler.update_from_kv_transfer()
         return self._result(_Taken(has_progressed=False))
 
@@ -206,7 +214,7 @@ class EngineCore:
         if self._model_thread is not None:
             future = self._model_thread.submit(execute)
         else:
-            self.running_step = RunningStep(time.monotonic(), work)
+            self.running_step = RunningStep(self._clock(), work)
             future = Future()
             try:
                 future.set_result(execute())
@@ -221,16 +229,16 @@ class EngineCore:
         """
         if self._is_broken_off:
             raise RuntimeError("the step before this one failed")
-        start = time.monotonic()
+        start = self._clock()
         try:
             output = self.executor.execute_model(scheduled)
         except BaseException:  # whatever it was, it goes on to whoever waits
             self._is_broken_off = True
             raise
-        return output, time.monotonic() - start
+        return output, self._clock() - start
 
     def _wait_for(self, future: "Future[T]", work: int | None) -> T:
-        self.running_step = RunningStep(time.monotonic(), work)
+        self.running_step = RunningStep(self._clock(), work)
         try:
             return future.result()
         finally:
@@ -309,7 +317,9 @@ class EngineCore:
             sampling_params=params,
             client_index=NO_CLIENT,
         )
-        self.scheduler.try_first(Request(request, max_model_len=self._max_model_len, seed=0))
+        self.scheduler.try_first(
+            Request(request, max_model_len=self._max_model_len, seed=0, clock=self._clock)
+        )
 
     def _result(self, taken: _Taken) -> StepResult:
         stats = self.scheduler.make_stats(

@@ -6,7 +6,6 @@ full of requests that wait for the other one.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ class HeldUp(NamedTuple):
 
 
 class _Stopwatch:
-    """Adds up the seconds during which something was so, in points of time.monotonic()."""
+    """Adds up the seconds during which something was so, in points of time of one clock."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -43,9 +42,15 @@ class _Stopwatch:
 class RemoteDecodes:
     """Requests on their way to another worker that are not in the batch, by their D."""
 
-    def __init__(self, make_queue: Callable[[], RequestQueue], step_tokens: int) -> None:
+    def __init__(
+        self,
+        make_queue: Callable[[], RequestQueue],
+        step_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._make_queue = make_queue
         self._step_tokens = step_tokens
+        self._clock = clock
         self._queues: dict[str, RequestQueue] = {}
         # Asked for and not started: granted ones among them are in the scheduler's queue as well.
         self._asked: dict[str, dict[Request, None]] = {}
@@ -101,7 +106,7 @@ class RemoteDecodes:
 
     def add(self, request: Request) -> None:
         self._queue_of(request).add_request(request)
-        request.held_up_before_s = self._held_up[_engine_id(request)].total_s(time.monotonic())
+        request.held_up_before_s = self._held_up[_engine_id(request)].total_s(self._clock())
 
     def prepend(self, request: Request) -> None:
         """Put a preempted request first; it needs a grant again."""
@@ -217,7 +222,7 @@ class RemoteDecodes:
         """D holds up its queue while it is asked, and nothing that it has granted waits for P."""
         asked = self._asked[engine_id]
         is_held_up = bool(asked) and self._granted.isdisjoint(asked)
-        self._held_up[engine_id].set(is_held_up, time.monotonic() if at is None else at)
+        self._held_up[engine_id].set(is_held_up, self._clock() if at is None else at)
 
 
 def _engine_id(request: Request) -> str:

@@ -10,7 +10,6 @@ time, need only free blocks.
 
 import bisect
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,9 +36,8 @@ class _Claim:
     # P knows that it has to wait.
     is_deferred: bool = False
 
-    @property
-    def is_overdue(self) -> bool:
-        return time.monotonic() - self.since > OVERDUE_S
+    def is_overdue(self, now: float) -> bool:
+        return now - self.since > OVERDUE_S
 
 
 class _Room(NamedTuple):
@@ -66,6 +64,7 @@ class RemotePrefills:
         seats: Seats,
         landed: Callable[[], Iterable[Request]],
         num_spare_blocks: Callable[[], int],
+        clock: Callable[[], float],
     ) -> None:
         """`landed` returns those of here that have left, but find no place in the batch;
         `num_spare_blocks` how many free blocks an admission has to leave.
@@ -75,6 +74,7 @@ class RemotePrefills:
         self._seats = seats
         self._landed = landed
         self._num_spare_blocks = num_spare_blocks
+        self._clock = clock
         # And when P claimed blocks last; before that, or if it has run ahead in vain: when it came.
         self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
@@ -93,11 +93,13 @@ class RemotePrefills:
     def come_before(self, waiting_since: float) -> bool:
         """Must a local request that has waited since then leave its blocks to an overdue claim?"""
         first = self._claims[0] if self._claims else None
-        return first is not None and first.is_overdue and first.since < waiting_since
+        if first is None or not first.is_overdue(self._clock()):
+            return False
+        return first.since < waiting_since
 
     def add(self, request: Request) -> None:
         """Note the router's ticket."""
-        self._requests[request] = time.monotonic()
+        self._requests[request] = self._clock()
 
     def remove(self, request: Request) -> bool:
         """Forget a request that runs or ends; False if it is not here."""
@@ -113,7 +115,7 @@ class RemotePrefills:
         self.remove(request)
 
     def claim(self, request: Request, since: float) -> None:
-        """P wants to start the request, and has asked at `since` (time.monotonic, not after now);
+        """P wants to start the request, and has asked at `since` (by the clock, not after now);
         it gets its blocks when grant_claims finds room.
         """
         # It may have asked, withdrawn and asked again before the first claim had its turn.
@@ -142,7 +144,8 @@ class RemotePrefills:
         that has waited since `waiting_since` if that is overdue. `num_ahead` local ones have the
         next seats.
         """
-        is_overdue = time.monotonic() - waiting_since > OVERDUE_S
+        now = self._clock()
+        is_overdue = now - waiting_since > OVERDUE_S
         room: _Room | None = None
         num_skipped = 0
         for claim in list(self._claims):
@@ -152,7 +155,7 @@ class RemotePrefills:
             if self._reserve(claim.request, room):
                 self._claims.remove(claim)
                 room = None
-            elif claim.is_overdue:
+            elif claim.is_overdue(now):
                 return
             else:
                 num_skipped += 1

@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pdserve_common.engine_types import (
@@ -105,8 +105,11 @@ class Scheduler:
         config: SchedulerConfig,
         kv_cache_manager: KVCacheManager,
         connector: KVConnector | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
+        self._clock = clock
         self.kv = kv_cache_manager
         self.connector = connector
         self.pause_state = PauseState.UNPAUSED
@@ -115,13 +118,15 @@ class Scheduler:
         # Probes first.
         self.running: list[Request] = []
         self.remote_decodes = RemoteDecodes(
-            lambda: make_request_queue(config.scheduling_policy), config.max_num_batched_tokens
+            lambda: make_request_queue(config.scheduling_policy),
+            config.max_num_batched_tokens,
+            clock,
         )
         self.kv_ready: deque[Request] = deque()
         self.forks = Forks(kv_cache_manager)
         self.seats = Seats(config, self.running, self.kv_ready, self.forks)
         self.remote_prefills = RemotePrefills(
-            connector, self.kv, self.seats, self._landed_pulls, self._num_spare_blocks
+            connector, self.kv, self.seats, self._landed_pulls, self._num_spare_blocks, clock
         )
         self.num_preemptions = 0
         # Of the waiting requests, those that were running.
@@ -206,7 +211,7 @@ class Scheduler:
             self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline (time.monotonic) of a request that is not over."""
+        """Return the earliest deadline (by the clock) of a request that is not over."""
         return self._deadlines.next()
 
     def has_requests(self) -> bool:
@@ -263,7 +268,7 @@ class Scheduler:
                 continue
             token_ids = sampled.get(request.request_id, ())
             if request.needs_remote_kv:
-                request.held_result = HeldResult(num_tokens, token_ids, result, time.monotonic())
+                request.held_result = HeldResult(num_tokens, token_ids, result, self._clock())
             else:
                 self._take_in(request, num_tokens, token_ids, result)
         self._free_deferred_blocks()
@@ -559,7 +564,7 @@ class Scheduler:
 
     def _start_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = time.monotonic()
+            request.first_scheduled_time = self._clock()
         request.record_event(EngineCoreEventType.SCHEDULED)
         self._num_preempted -= request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING

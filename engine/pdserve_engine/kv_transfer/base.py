@@ -5,7 +5,6 @@ ones, so reading them is not part of any step. A connector's scheduler side is c
 thread; the KvLink's messages arrive on the event loop's thread, at the methods of endpoint.py.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,8 @@ class StartAllowed:
     """P: D has reserved blocks for the request."""
 
     request: "Request"
-    # time.monotonic() when D's answer came.
-    granted_time: float = field(default_factory=lambda: time.monotonic(), compare=False)
+    # When D's answer came, by the connector's clock.
+    granted_time: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,8 @@ class BlocksClaimed:
     """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
 
     request: "Request"
-    # time.monotonic() of P's asking; the scheduler may hear of it a step later.
-    claimed_time: float = field(default_factory=time.monotonic, compare=False)
+    # When P asked, by the connector's clock; the scheduler may hear of it a step later.
+    claimed_time: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ class BlocksLanded:
 
     request: "Request"
     output_token_ids: tuple[int, ...]
-    # time.monotonic(); the scheduler may hear of it a step later.
-    landed_time: float = field(default_factory=time.monotonic)
+    # By the connector's clock; the scheduler may hear of it a step later.
+    landed_time: float
 
 
 @dataclass(frozen=True, slots=True)

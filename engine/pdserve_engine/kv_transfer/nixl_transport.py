@@ -72,7 +72,14 @@ class NixlTransport(KVTransport):
 
     name = "nixl"
 
-    def __init__(self, agent_name: str, *, require_transport: str = "any") -> None:
+    def __init__(
+        self,
+        agent_name: str,
+        *,
+        require_transport: str = "any",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._agent_name = agent_name
         self._require_transport = require_transport
         self._lock = threading.Lock()
@@ -84,7 +91,7 @@ class NixlTransport(KVTransport):
         self._failure: str | None = None
         # What the thread is at; None while it sleeps on its queue.
         self._turn: RunningStep | None = None
-        self._watch = StepWatch(timeout_s=HANG_S)
+        self._watch = StepWatch(timeout_s=HANG_S, clock=clock)
         # The rest belongs to the thread.
         self._all_peers: list[Peer] = []
         self._is_exporting = False
@@ -136,7 +143,7 @@ class NixlTransport(KVTransport):
     def set_exporting(self, is_exporting: bool) -> None:
         def change() -> None:
             self._is_exporting = is_exporting
-            self._pump_pace.restart()
+            self._pump_pace.restart(self._clock())
 
         self._commands.put(change)
 
@@ -215,6 +222,7 @@ class NixlTransport(KVTransport):
             on_progress=self._on_progress,
             lose=self._lose,
             fail=self._fail,
+            clock=self._clock,
         )
         self._opened.set_result(self._agent.endpoint)
         try:
@@ -231,7 +239,7 @@ class NixlTransport(KVTransport):
 
     def _work(self) -> None:
         while self._close_by is None or any(peer.posted for peer in self._all_peers):
-            if self._close_by is not None and time.monotonic() > self._close_by:
+            if self._close_by is not None and self._clock() > self._close_by:
                 logger.error("READs have not landed %g s after the close began", CLOSE_S)
                 return  # what they write into must stay as it is
             self._take_commands()
@@ -252,12 +260,12 @@ class NixlTransport(KVTransport):
         except queue.Empty:
             self._begin_turn()
             return
-        started_at, round_s = time.monotonic(), 0.0
+        started_at, round_s = self._clock(), 0.0
         with contextlib.suppress(queue.Empty):
             while True:
                 self._begin_turn()
                 command()
-                round_s = time.monotonic() - started_at
+                round_s = self._clock() - started_at
                 if round_s > MAX_POLL_S:
                     break
                 command = self._commands.get_nowait()
@@ -267,31 +275,31 @@ class NixlTransport(KVTransport):
                 peer.excuse(round_s)
 
     def _begin_turn(self) -> None:
-        self._turn = RunningStep(time.monotonic(), None)
+        self._turn = RunningStep(self._clock(), None)
 
     def _on_progress(self) -> None:
         self._begin_turn()
-        self._poll_pace.restart()
+        self._poll_pace.restart(self._clock())
 
     def _wait_s(self) -> float | None:
         if self._has_posted():
-            return self._poll_pace.interval_s()
+            return self._poll_pace.interval_s(self._clock())
         if self._is_connecting():
-            return min(MAX_POLL_S, self._pump_pace.interval_s())
+            return min(MAX_POLL_S, self._pump_pace.interval_s(self._clock()))
         if self._is_exporting:
-            return self._pump_pace.interval_s()
+            return self._pump_pace.interval_s(self._clock())
         return IDLE_PUMP_S if self._has_had_peers else None
 
     def _is_connecting(self) -> bool:
-        return time.monotonic() < self._connect_until
+        return self._clock() < self._connect_until
 
     def _has_posted(self) -> bool:
         return any(peer.posted or peer.probe is not None for peer in self._all_peers)
 
     def _start_connect(self) -> None:
         self._has_had_peers = True
-        self._connect_until = time.monotonic() + CONNECT_S
-        self._pump_pace.restart()
+        self._connect_until = self._clock() + CONNECT_S
+        self._pump_pace.restart(self._clock())
 
     def _check_own_pool(self, outcome: "Future[None]") -> None:
         try:
@@ -302,12 +310,12 @@ class NixlTransport(KVTransport):
             outcome.set_result(None)
 
     def _start_close(self) -> None:
-        self._close_by = time.monotonic() + CLOSE_S
+        self._close_by = self._clock() + CLOSE_S
         for peer in self._all_peers:
             self._reads.drop_waiting(peer, "transport is closing")
 
     def _progress(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._is_exporting or self._has_had_peers:
             self._pump(now)
         for peer in list(self._all_peers):
@@ -320,8 +328,8 @@ class NixlTransport(KVTransport):
 
     def _pump(self, now: float) -> None:
         self._agent.progress()
-        if time.monotonic() - now > SERVED_S:
-            self._pump_pace.restart()  # who has read will read again
+        if self._clock() - now > SERVED_S:
+            self._pump_pace.restart(self._clock())  # who has read will read again
 
     def _fail(self, reason: str) -> None:
         if self._failure is None:
@@ -335,7 +343,7 @@ class NixlTransport(KVTransport):
         if peer.is_removed:
             return  # nobody would use the connection, and NIXL would not close it
         self._all_peers.append(peer)
-        peer.connect_by = time.monotonic() + CONNECT_S
+        peer.connect_by = self._clock() + CONNECT_S
         try:
             peer.dlist = self._agent.add_peer(peer.agent_name, peer.welcome.endpoint)
             if self._agent.num_left_open > MAX_LEFT_OPEN:
@@ -347,7 +355,7 @@ class NixlTransport(KVTransport):
     def _post_probe(self, peer: Peer) -> None:
         peer.probe = self._agent.make_probe(peer.agent_name, peer.welcome.endpoint)
         peer.num_probes += 1
-        self._poll_pace.restart()
+        self._poll_pace.restart(self._clock())
         peer.num_synchronous += self._agent.post(peer.probe)
 
     def _poll_probe(self, peer: Peer, now: float) -> None:
@@ -357,7 +365,7 @@ class NixlTransport(KVTransport):
                 self._lose(peer, f"cannot connect within {CONNECT_S:g} s")
             return
         self._drop_probe(peer)
-        self._poll_pace.restart()
+        self._poll_pace.restart(self._clock())
         if error:
             self._lose(peer, f"cannot connect: {error}")
             return

@@ -147,7 +147,7 @@ class Pull:
     # None while EARLY.
     request: Request | None = None
     # P's session and the link it came over, from P's asking on, and when that was, for the
-    # scheduler: time.monotonic().
+    # scheduler.
     session: KVSessionId | None = None
     link: KVLink | None = None
     asked_time: float = 0.0

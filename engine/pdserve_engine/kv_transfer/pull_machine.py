@@ -7,7 +7,6 @@ is set before its actions are carried out.
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -140,7 +139,7 @@ class PullMachine:
 
     def open_session(self, pull: Pull, link: KVLink, session: KVSessionId) -> None:
         pull.session, pull.link = session, link
-        pull.asked_time = time.monotonic()
+        pull.asked_time = self._clock()
         self.by_session[session] = pull
 
     def tell(self, news: KVNews) -> None:
@@ -229,7 +228,7 @@ class PullMachine:
         self.tell(BlocksConfirmed(pull.ticket, num_tokens))
 
     def _run_ahead(self, pull: Pull) -> None:
-        self.tell(BlocksLanded(pull.ticket, pull.granted.output_token_ids))
+        self.tell(BlocksLanded(pull.ticket, pull.granted.output_token_ids, self._clock()))
 
     def _accept(self, pull: Pull) -> None:
         transfer = pull.granted

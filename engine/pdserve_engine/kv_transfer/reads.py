@@ -3,7 +3,6 @@ nothing can land any more.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,11 +40,11 @@ class Pace:
     max_s: float
     since: float = 0.0
 
-    def restart(self) -> None:
-        self.since = time.monotonic()
+    def restart(self, now: float) -> None:
+        self.since = now
 
-    def interval_s(self) -> float:
-        return min(self.max_s, max(self.min_s, (time.monotonic() - self.since) / 8))
+    def interval_s(self, now: float) -> float:
+        return min(self.max_s, max(self.min_s, (now - self.since) / 8))
 
 
 @dataclass(slots=True, eq=False)
@@ -123,12 +122,14 @@ class Reads:
         on_progress: Callable[[], None],
         lose: Callable[[Peer, str], None],
         fail: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         """`on_progress` is called when something moves, `lose` when a peer's READ failed or
         stalled, `fail` when the process has to be restarted.
         """
         self._agent = agent
         self._block_bytes = block_bytes
+        self._clock = clock
         self._on_progress = on_progress
         self._lose = lose
         self._fail = fail
@@ -176,10 +177,10 @@ class Reads:
             peer.posted_bytes += piece.num_bytes
             self._post(peer, piece)
             self._on_progress()
-            self._poll(peer, piece, time.monotonic())
+            self._poll(peer, piece, self._clock())
 
     def _post(self, peer: Peer, piece: Piece) -> None:
-        read, now = piece.read, time.monotonic()
+        read, now = piece.read, self._clock()
         if not read.started_at:
             read.started_at = read.progress_at = now
         wanted = slice(piece.start, piece.stop)
@@ -266,7 +267,7 @@ class Reads:
         result = ReadResult(
             is_ok=not read.error,
             num_bytes=len(read.local) * self._block_bytes,
-            duration_s=time.monotonic() - read.started_at if read.started_at else 0.0,
+            duration_s=self._clock() - read.started_at if read.started_at else 0.0,
             transport=read.peer.transport,
             error=read.error,
         )

@@ -231,7 +231,7 @@ class SessionMachine:
     def _allow_start(self, session: Session) -> None:
         waited_s = self._clock() - session.asked_at
         self._metrics.grant_wait.labels(session.engine_id).observe(waited_s)
-        self._tell(StartAllowed(session.request))
+        self._tell(StartAllowed(session.request, self._clock()))
 
     def _forbid_start(self, session: Session) -> None:
         self._tell(StartForbidden(session.request))

@@ -1,7 +1,5 @@
 """What a request's progress looks like to its front end."""
 
-import time
-
 from pdserve_common.engine_types import EngineCoreOutput, KVLost, LogprobsLists, PrefillStats
 from pdserve_engine.request.request import Request
 
@@ -60,7 +58,7 @@ def _prefill_stats(request: Request, first_token_index: int) -> PrefillStats | N
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=max(request.num_cached_tokens, 0),
         queue_s=queue_s,
-        prefill_s=time.monotonic() - request.first_scheduled_time,
+        prefill_s=request.clock() - request.first_scheduled_time,
         # What is not P's is D's: no other worker has it.
         decode_queue_s=request.decode_queue_s if request.do_remote_decode else queue_s,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pdserve_common.engine_types import (
@@ -67,6 +67,7 @@ class Request:
     __slots__ = (
         "_all_token_ids",
         "block_hashes",
+        "clock",
         "decode_queue_s",
         "error",
         "events",
@@ -104,8 +105,9 @@ class Request:
         max_model_len: int,
         seed: int,
         queued_time: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`queued_time`: monotonic seconds; None for now."""
+        """`queued_time`: seconds of the clock; None for now."""
         params = request.sampling_params
         assert params is not None, "pooling requests are refused at the edge"
         self.request = request
@@ -146,7 +148,8 @@ class Request:
         self.num_emitted_prompt_logprobs = 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
-        self.queued_time = time.monotonic() if queued_time is None else queued_time
+        self.clock = clock
+        self.queued_time = clock() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
         # P: how long D, being full, held up its queue until this came, and then this.
         self.held_up_before_s = self.decode_queue_s = 0.0
@@ -238,7 +241,7 @@ class Request:
         self._all_token_ids.extend(token_ids)
 
     def record_event(self, event_type: EngineCoreEventType) -> None:
-        self.events.append(EngineCoreEvent(event_type, time.monotonic()))
+        self.events.append(EngineCoreEvent(event_type, self.clock()))
 
     def take_events(self) -> tuple[EngineCoreEvent, ...]:
         events = tuple(self.events)
@@ -250,7 +253,7 @@ class Request:
         stats, self.kv_transfer_stats = self.kv_transfer_stats, None
         if stats is None or self.kv_ready_time is None:
             return None
-        now = time.monotonic()
+        now = self.clock()
         admitted = now if self.first_scheduled_time is None else self.first_scheduled_time
         computed = now if self.held_result is None else self.held_result.since
         return dataclasses.replace(
