@@ -180,7 +180,9 @@ def test_the_clock_is_handed_in() -> None:
             and ast.unparse(node) == "time.monotonic"
             and node not in defaults
         ]
-        wrong += [f"{where}:{line} {name}" for line, name in imports(path) if name.startswith("time.")]
+        wrong += [
+            f"{where}:{line} {name}" for line, name in imports(path) if name.startswith("time.")
+        ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -11,11 +11,12 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_common.errors import InvalidRequestError, KVTransferError
 from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
+from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
-from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class KVLinkPool:
         self._backoff_s: dict[str, float] = {}
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = asyncio.create_task(every(HEARTBEAT_S, connector.on_tick))
         self._connector.bind_link_pool(self._request_link)
 
     async def close(self) -> None:
@@ -153,11 +154,6 @@ class KVLinkPool:
         except InvalidRequestError as error:
             return error.message
         return "closed by P"
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._connector.on_tick()
 
 
 def _end_of(task: "asyncio.Task[str]") -> str:

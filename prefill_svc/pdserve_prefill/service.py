@@ -14,9 +14,10 @@ from pdserve_common.kv_types import (
     KVLinkRequestMessage,
     KVLinkResponseMessage,
 )
+from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
-from pdserve_engine.kv_transfer.links import TICK_S, KVLink
+from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
         """Must run inside the event loop."""
         self._connector = connector
         self._links: set[Outgoing[KVLinkResponseMessage]] = set()
-        self._ticker = asyncio.create_task(self._tick())
+        self._ticker = asyncio.create_task(every(HEARTBEAT_S, connector.on_tick))
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         kv_grpc.add_KvTransferServiceServicer_to_server(self, server)
@@ -105,11 +106,6 @@ class KvTransferServicer(kv_grpc.KvTransferServiceServicer):
             reason = error.details() or "stream broke"
         finally:
             outgoing.close(reason)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._connector.on_tick()
 
 
 async def _next(requests: AsyncIterator[kv_pb2.KvLinkRequest]) -> kv_pb2.KvLinkRequest:

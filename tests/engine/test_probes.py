@@ -66,7 +66,11 @@ def test_a_full_decode_worker_grants_a_probe_and_runs_it(
     connector: ScriptedConnector, clock: Clock, policy: str, mode: str
 ) -> None:
     engine = Engine(
-        clock=clock, connector=connector, max_num_seqs=2, scheduling_policy=policy, scheduling_mode=mode
+        clock=clock,
+        connector=connector,
+        max_num_seqs=2,
+        scheduling_policy=policy,
+        scheduling_mode=mode,
     )
     engine.add("claims", [1] * 8, kv_transfer_params=ON_D)
     fill(engine)

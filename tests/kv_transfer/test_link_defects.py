@@ -19,8 +19,8 @@ from pdserve_prefill import service as prefill_service
 @pytest.fixture
 async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """P and D with a link that is up."""
-    monkeypatch.setattr(kv_link_client, "TICK_S", 0.01)
-    monkeypatch.setattr(prefill_service, "TICK_S", 0.01)
+    monkeypatch.setattr(kv_link_client, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(prefill_service, "HEARTBEAT_S", 0.01)
     pair = kit.Pair("local")
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")

@@ -16,7 +16,7 @@ import torch
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer import nixl_transport
+from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.self_check import check_own_pool

@@ -407,13 +407,13 @@ async def test_a_big_pool_proves_enough_for_every_worker_a_few_at_a_time(start, 
     real, running, most = pairs.probe, 0, 0
     may_run = asyncio.Event()
 
-    async def counted(*workers: object, timeout_s: float) -> object:
+    async def counted(*workers: object, **options: object) -> object:
         nonlocal running, most
         running += 1
         most = max(most, running)
         try:
             await may_run.wait()
-            return await real(*workers, timeout_s=timeout_s)
+            return await real(*workers, **options)
         finally:
             running -= 1
 

@@ -29,6 +29,7 @@ from pdserve_common.errors import (
     PdserveError,
     RequestAbortedError,
 )
+from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S
 from pdserve_common.rpc import rpc_errors
 from pdserve_common.validation import validate_engine_core_request
 from pdserve_common.version import VERSION
@@ -50,9 +51,8 @@ from pdserve_worker.outbox import Outbox
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "pdserve.v1.EngineCoreService"
-HEARTBEAT_S = 1.0
 # Silence after which a router is taken for dead, and how long one write to it may take.
-ROUTER_TIMEOUT_S = 5.0
+ROUTER_TIMEOUT_S = SILENCE_S
 WRITE_TIMEOUT_S = 10.0
 
 

@@ -20,6 +20,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
 )
 from pdserve_common.errors import PdserveError
+from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
 from pdserve_engine.clients.channel import Channel
@@ -57,7 +58,6 @@ from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEn
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
 # How long the last messages may take to leave.
 FLUSH_TIMEOUT_S = 5.0
 EXIT_NOT_LOADED = 1
@@ -100,7 +100,8 @@ class _EngineProcess:
 
     async def run(self) -> int:
         """Load, serve, close."""
-        heartbeat = asyncio.create_task(self._beat())
+        self._send_status()
+        heartbeat = asyncio.create_task(every(HEARTBEAT_S, self._send_status))
         message = await self._load_message
         setup_logging(message.log_level, message.engine_id)
         try:
@@ -167,11 +168,6 @@ class _EngineProcess:
                 finished_requests=finished_requests,
             )
         self.channel.send(status)
-
-    async def _beat(self) -> None:
-        while True:
-            self._send_status()
-            await asyncio.sleep(HEARTBEAT_S)
 
     # ---- what the worker says
 

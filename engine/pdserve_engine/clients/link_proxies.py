@@ -73,7 +73,7 @@ class _Proxy:
         epoch: str,
         handle: KVLinkHandle[KVLinkRequestMessage] | KVLinkHandle[KVLinkResponseMessage],
     ) -> KVLink:
-        link = KVLink(next(self._numbers), engine_id, epoch, handle, last_heard=0.0)
+        link = KVLink(next(self._numbers), engine_id, epoch, handle)
         self._links[link.number] = link
         return link
 

@@ -230,7 +230,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class LinkTick:
-    """TICK_S has passed."""
+    """HEARTBEAT_S has passed."""
 
 
 @dataclass(frozen=True, slots=True)

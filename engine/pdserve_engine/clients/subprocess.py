@@ -28,6 +28,7 @@ from pdserve_common.errors import (
     EngineDeadError,
     error_from_engine,
 )
+from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.messages import (
@@ -63,9 +64,9 @@ from pdserve_engine.config import EngineConfig, Role
 
 logger = logging.getLogger(__name__)
 
-# The process says something each second; loading may keep it from that for longer.
-SILENCE_S = 10
-LOADING_SILENCE_S = 120
+# Loading may keep the process from saying something for longer.
+SILENCE_S = 10.0
+LOADING_SILENCE_S = 120.0
 # The engine process gives a call up by itself; these are for one that does not answer.
 CALL_TIMEOUT_S = 1800.0
 ANSWER_MARGIN_S = 5.0
@@ -96,7 +97,8 @@ class SubprocessEngineClient:
         self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
         self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
-        self._silent_s = 0
+        self._awake = AwakeClock(HEARTBEAT_S)
+        self._last_heard = self._awake()
         self._is_draining = False
         self._is_closing = False
         self._error: str | None = None
@@ -140,7 +142,7 @@ class SubprocessEngineClient:
         _, self._channel = await asyncio.get_running_loop().create_unix_connection(
             lambda: Channel(self._on_message, self._on_lost), sock=ours
         )
-        self._tasks.append(asyncio.create_task(self._count_silence()))
+        self._tasks.append(asyncio.create_task(every(HEARTBEAT_S, self._tick)))
 
     async def _become_ready(self, role: Role) -> None:
         ready = await self._ready
@@ -189,8 +191,8 @@ class SubprocessEngineClient:
     def problem(self) -> str | None:
         if self._error is not None:
             return self._error
-        if self._silent_s > SILENCE_S and not self._is_closing:
-            return f"the engine process has said nothing for {self._silent_s} s"
+        if self._silence_s > SILENCE_S and not self._is_closing:
+            return f"the engine process has said nothing for {self._silence_s:.0f} s"
         return self._status.problem
 
     # ---- control
@@ -277,7 +279,7 @@ class SubprocessEngineClient:
     # ---- what the process says
 
     def _on_message(self, message: Message, ref: int) -> None:
-        self._silent_s = 0
+        self._last_heard = self._awake()
         if self._error is not None:
             return
         if isinstance(message, EngineStatus):
@@ -317,14 +319,15 @@ class SubprocessEngineClient:
         if not status.is_alive and not self._is_closing:
             self._die(status.problem or "the engine died")
 
-    async def _count_silence(self) -> None:
-        # Counted, not measured: while this process is stopped, the other cannot be heard.
-        while True:
-            await asyncio.sleep(1.0)
-            self._silent_s += 1
-            if self._silent_s > LOADING_SILENCE_S and not self._ready.done():
-                error = EngineDeadError("the engine process hangs while loading")
-                self._ready.set_exception(error)
+    @property
+    def _silence_s(self) -> float:
+        return self._awake() - self._last_heard
+
+    def _tick(self) -> None:
+        self._awake.tick()
+        if self._silence_s > LOADING_SILENCE_S and not self._ready.done():
+            error = EngineDeadError("the engine process hangs while loading")
+            self._ready.set_exception(error)
 
     def _on_lost(self, reason: str) -> None:
         self._lost.set()

@@ -73,7 +73,7 @@ class ConsumerConnector(KVConnector):
         self._lock = threading.Lock()
         self._request_link: RequestLink | None = None
         self._dialing: set[str] = set()
-        self._links = LinkTable(clock())
+        self._links = LinkTable(clock)
         # What has gone wrong in here, and why the worker must not go on.
         self._defect: str | None = None
         self._events = PullEvents(
@@ -215,7 +215,7 @@ class ConsumerConnector(KVConnector):
             old = self._links.get(engine_id)
             if old is not None:
                 self._drop_link(old, "replaced")
-            link = KVLink(welcome.link, engine_id, welcome.epoch, handle, self._clock())
+            link = KVLink(welcome.link, engine_id, welcome.epoch, handle)
             link.peer = self._transport.add_peer(welcome, partial(self._on_peer_lost, link))
             link.num_blocks = sum(region.num_blocks for region in welcome.endpoint.regions)
             self._links.add(link)
@@ -242,13 +242,13 @@ class ConsumerConnector(KVConnector):
         with self._lock:
             is_known = self._links.is_open(link)
             if is_known:
-                link.last_heard = self._clock()
+                self._links.heard(link)
                 is_known = self._events.on_message(link, message)
             if not is_known:
                 self._metrics.late_messages.inc()
 
     def on_tick(self) -> None:
-        """Send heartbeats, end what is overdue. Call it every TICK_S, also while the engine is
+        """Send heartbeats, end what is overdue. Call it every HEARTBEAT_S, also while the engine is
         idle.
         """
         try:
@@ -283,7 +283,7 @@ class ConsumerConnector(KVConnector):
     def _tick(self) -> None:
         with self._lock:
             now = self._clock()
-            tick = self._links.tick(now, self._step_seq())
+            tick = self._links.tick(self._step_seq())
             for link in tick.silent:
                 self._drop_link(link, "silent")
             self._events.expire(now, tick.overslept_s)

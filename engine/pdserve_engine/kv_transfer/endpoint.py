@@ -35,7 +35,7 @@ class KVLinkEndpoint(Protocol[MessageT_contra]):
         """The link's stream has ended. May be called again."""
 
     def on_tick(self) -> None:
-        """Send heartbeats and end what is overdue; to be called every TICK_S."""
+        """Send heartbeats and end what is overdue; to be called every HEARTBEAT_S."""
 
 
 @runtime_checkable

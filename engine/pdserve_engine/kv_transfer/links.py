@@ -1,7 +1,7 @@
 """What P's and D's connectors share: their open KvLinks, who is still alive, and the handshake."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +15,9 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
     KVSessionId,
 )
+from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
 
-# How often the services call `on_tick`.
-TICK_S = 1.0
-# A peer that says nothing for this long is dead.
-SILENCE_S = 5.0
 # What both sides log of a session that will not bring its KV to D: id and peer, the state that it
 # was in, its age, why, and what comes of it.
 SESSION_LOST = "KV session %s with %s is lost in state %s after %.1f s: %s; %s"
@@ -35,7 +32,8 @@ class KVLink:
     epoch: str
     # Takes responses on P, requests on D.
     handle: KVLinkHandle[Any]
-    last_heard: float
+    # By its table's AwakeClock.
+    last_heard: float = 0.0
     # D: the transport's key of this peer.
     peer: str = ""
     # D: the size of the peer's pool.
@@ -60,9 +58,9 @@ class Tick(NamedTuple):
 class LinkTable:
     """The open links, at most one for each peer engine. Guarded by its connector's lock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._links: dict[str, KVLink] = {}
-        self._last_tick = now
+        self._awake = AwakeClock(HEARTBEAT_S, clock=clock)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -70,6 +68,11 @@ class LinkTable:
     def add(self, link: KVLink) -> None:
         assert link.engine_id not in self._links, "the old link is dropped first"
         self._links[link.engine_id] = link
+        self.heard(link)
+
+    def heard(self, link: KVLink) -> None:
+        """Its peer has said something."""
+        link.last_heard = self._awake()
 
     def get(self, engine_id: str) -> KVLink | None:
         return self._links.get(engine_id)
@@ -87,12 +90,11 @@ class LinkTable:
         del self._links[link.engine_id]
         return True
 
-    def tick(self, now: float, step_seq: int) -> Tick:
+    def tick(self, step_seq: int) -> Tick:
         """Send heartbeats and see who has gone silent, other than for our own absence."""
-        overslept_s = max(0.0, now - self._last_tick - TICK_S)
-        self._last_tick = now
+        overslept_s = self._awake.tick()
+        now = self._awake()
         for link in self._links.values():
-            link.last_heard = min(now, link.last_heard + overslept_s)
             link.handle.send(KVLinkHeartbeat(step_seq=step_seq))
         silent = [link for link in self._links.values() if now - link.last_heard > SILENCE_S]
         return Tick(silent, overslept_s)

@@ -148,7 +148,7 @@ class NixlTransport(KVTransport):
         self._commands.put(change)
 
     def poke(self) -> None:
-        self._commands.put(self._pump_pace.restart)
+        self._commands.put(lambda: self._pump_pace.restart(self._clock()))
 
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
         if welcome.endpoint.memory_type not in ("DRAM", "VRAM"):

@@ -90,7 +90,7 @@ class ProducerConnector(KVConnector):
         self._step_seq = step_seq
         self._clock = clock
         self._lock = threading.Lock()
-        self._links = LinkTable(clock())
+        self._links = LinkTable(clock)
         # What has gone wrong in here, and why the worker must not go on.
         self._defect: str | None = None
         self._next_link = 1
@@ -231,7 +231,7 @@ class ProducerConnector(KVConnector):
             old = self._links.get(hello.engine_id)
             if old is not None:
                 self._drop_link(old, "replaced")
-            link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle, self._clock())
+            link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle)
             self._next_link += 1
             self._links.add(link)
             self._metrics.links.set(len(self._links))
@@ -246,7 +246,7 @@ class ProducerConnector(KVConnector):
         with self._lock:
             is_known = self._links.is_open(link)
             if is_known:
-                link.last_heard = self._clock()
+                self._links.heard(link)
                 is_known = self._take_message(link, message)
             if not is_known:
                 self._metrics.late_messages.inc()
@@ -257,7 +257,7 @@ class ProducerConnector(KVConnector):
             self._drop_link(link, reason)
 
     def on_tick(self) -> None:
-        """Send heartbeats, end what is overdue. Call it every TICK_S, also while the engine is
+        """Send heartbeats, end what is overdue. Call it every HEARTBEAT_S, also while the engine is
         idle.
         """
         try:
@@ -269,7 +269,7 @@ class ProducerConnector(KVConnector):
     def _tick(self) -> None:
         with self._lock:
             now = self._clock()
-            tick = self._links.tick(now, self._step_seq())
+            tick = self._links.tick(self._step_seq())
             for link in tick.silent:
                 self._drop_link(link, "silent")
             self._machine.expire(now, tick.overslept_s)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pdserve_common.liveness import AwakeClock
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 # No step counts as hung before this: weights may have to be read from a disk first.
@@ -49,11 +50,11 @@ class StepWatch:
         """`timeout_s` bounds any step, and is the bound while nothing is known of any."""
         self._timeout_s = timeout_s
         self._min_bound_s = min_bound_s
+        self._awake = AwakeClock(MAX_LOOK_S, clock=clock)
         self._clock = clock
-        self._looked = clock()
         self._running: RunningStep | None = None
-        # Of the running step.
-        self._seen_s = 0.0
+        # By the AwakeClock.
+        self._running_since = 0.0
         self._has_overslept = False
         self.forget()
 
@@ -67,11 +68,12 @@ class StepWatch:
         self._look()
         if running is not self._running:
             self._running = running
-            self._seen_s = min(self._looked - running.started, MAX_LOOK_S) if running else 0.0
+            seen_s = min(self._clock() - running.started, MAX_LOOK_S) if running else 0.0
+            self._running_since = self._awake() - seen_s
         if running is None:
             return None
         bound_s = self._bound_s(running.work)
-        return bound_s if self._seen_s > bound_s else None
+        return bound_s if self._awake() - self._running_since > bound_s else None
 
     def learn(self, work: int, duration_s: float) -> None:
         """A step is over. Steps during which the process was stopped teach nothing."""
@@ -82,10 +84,7 @@ class StepWatch:
         self._has_overslept = False
 
     def _look(self) -> None:
-        now = self._clock()
-        passed_s, self._looked = now - self._looked, now
-        self._seen_s += min(passed_s, MAX_LOOK_S)
-        self._has_overslept |= passed_s > MAX_LOOK_S
+        self._has_overslept |= self._awake.tick() > 0
 
     def _bound_s(self, work: int | None) -> float:
         if work is None or self._longest is None:

@@ -10,6 +10,7 @@ import grpc
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
+from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock, every
 
 # How long a worker may take to end a stream that we have closed.
 _CLOSE_S = 0.5
@@ -19,10 +20,10 @@ _CLOSE_S = 0.5
 class LinkTimings:
     """How a link proves that it lives; tests shorten it."""
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = HEARTBEAT_S
     # How long after its last word a worker is waited for, whether its stream stands or broke. It
     # keeps a router's requests as long from when it finds the stream broken, which is not before.
-    dead_after_s: float = 5.0
+    dead_after_s: float = SILENCE_S
     min_backoff_s: float = 0.1
     max_backoff_s: float = 2.0
 
@@ -47,18 +48,18 @@ class AttachStream:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timings = timings
-        self._clock = clock
+        self._awake = AwakeClock(timings.heartbeat_s, clock=clock)
         self._on_response = on_response
         self._next_frame_seq = next_frame_seq
         # None ends our half of the stream.
         self._outbox: asyncio.Queue[service_pb2.AttachRequest | None] = asyncio.Queue()
         self._is_heartbeat_queued = False
-        self._last_heard = clock()
+        self._last_heard = self._awake()
 
     @property
     def silence_s(self) -> float:
-        """How long the worker has said nothing."""
-        return self._clock() - self._last_heard
+        """How long the worker has said nothing while this process was awake."""
+        return self._awake() - self._last_heard
 
     def send(self, message: service_pb2.AttachRequest) -> None:
         """Queue a message. It is lost if the stream breaks before it has left."""
@@ -71,11 +72,15 @@ class AttachStream:
         silent worker, StreamBrokenError or AioRpcError of a stream, what `on_response` raises. If
         cancelled it ends the stream in order, which tells the worker that nobody comes back.
         """
-        self._last_heard = self._clock()
+        self._last_heard = self._awake()
         call = stub.Attach()
         tasks = [
             asyncio.create_task(part)
-            for part in (self._read(call), self._write(call, hello), self._watch())
+            for part in (
+                self._read(call),
+                self._write(call, hello),
+                every(self._timings.heartbeat_s, self._tick),
+            )
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -113,24 +118,14 @@ class AttachStream:
                 # Raises unless the worker ended the stream with OK.
                 code, details = await call.code(), await call.details()
                 raise StreamBrokenError(f"the stream ended: {code.name} {details}".rstrip())
-            self._last_heard = self._clock()
+            self._last_heard = self._awake()
             self._on_response(response)
 
-    async def _watch(self) -> None:
-        """Send heartbeats and notice silence: gRPC answers pings also for a hung event loop."""
-        interval = self._timings.heartbeat_s
-        while True:
-            before = self._clock()
-            await asyncio.sleep(interval)
-            now = self._clock()
-            self._beat()
-            if now - before > 2 * interval:
-                # It was this process that hung: what the worker sent is still to be read.
-                self._last_heard = max(self._last_heard, now - interval)
-            if self.silence_s > self._timings.dead_after_s:
-                raise LinkLostError(f"nothing heard for {self.silence_s:.1f} s")
-
-    def _beat(self) -> None:
+    def _tick(self) -> None:
+        """Send a heartbeat and notice silence."""
+        self._awake.tick()
+        if self.silence_s > self._timings.dead_after_s:
+            raise LinkLostError(f"nothing heard for {self.silence_s:.1f} s")
         if not self._is_heartbeat_queued:
             self._is_heartbeat_queued = True
             self.send(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))

@@ -1,0 +1,40 @@
+"""How processes see that their peers live: each says something every HEARTBEAT_S, and who is silent
+for longer is dead. gRPC's own pings do not tell: it answers them for a hung event loop, too.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+HEARTBEAT_S = 1.0
+# A peer that says nothing for this long is dead.
+SILENCE_S = 5.0
+
+
+async def every(interval_s: float, call: Callable[[], None]) -> None:
+    """Call again and again, first after `interval_s`. Raises what `call` does."""
+    while True:
+        await asyncio.sleep(interval_s)
+        call()
+
+
+class AwakeClock:
+    """Seconds for which this process was awake, to measure silence by: what a peer sent while we
+    hung is still to be read. Of the time between two ticks at most `interval_s` counts.
+    """
+
+    def __init__(self, interval_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._awake_s = 0.0
+        self._ticked_at = clock()
+
+    def __call__(self) -> float:
+        return self._awake_s + min(self._clock() - self._ticked_at, self._interval_s)
+
+    def tick(self) -> float:
+        """Call it every `interval_s`, or more often. Return how long this process hung since."""
+        now = self._clock()
+        passed_s, self._ticked_at = now - self._ticked_at, now
+        self._awake_s += min(passed_s, self._interval_s)
+        return max(0.0, passed_s - self._interval_s)
