@@ -10,7 +10,7 @@ import re
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,7 +20,7 @@ from pdserve_client.waterfall import FIRST_ITL_STAGES, TTFT_STAGES
 
 FOLDER = Path(__file__).parent.parent / "helm" / "dashboards"
 COLUMNS = 24
-VARIABLES = {"$namespace": ".*", "$release": ".*", "$model": ".*"}
+VARIABLES = {"namespace": ".*", "release": ".*", "model": ".*"}
 UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "ops": "/s", "x": "x"}
 PREFIXES = {-6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G"}
 # Told apart by people who do not tell red from green, too.
@@ -68,6 +68,8 @@ class Source:
     seconds: float
     # Four scrapes at least.
     rate_interval: str
+    # The values of variables that are not to match everything.
+    chosen: Mapping[str, str] = field(default_factory=dict)
     end: float = field(default_factory=time.time)
 
     def read(self, panel: dict[str, Any]) -> Lines:
@@ -91,8 +93,9 @@ class Source:
         return dict(sorted(lines.items(), key=_by_stage))
 
     def _ask(self, expr: str) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
-        for variable, value in {"$__rate_interval": self.rate_interval, **VARIABLES}.items():
-            expr = expr.replace(variable, value)
+        variables = VARIABLES | {"__rate_interval": self.rate_interval} | self.chosen
+        for variable, value in variables.items():
+            expr = expr.replace(f"${variable}", value)
         parameters = {"start": self.end - self.seconds, "end": self.end, "step": STEP_S}
         query = urllib.parse.urlencode({"query": expr, **parameters})
         with urllib.request.urlopen(

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from selenium.webdriver import Chrome, ChromeOptions
@@ -45,7 +45,8 @@ FRONT = {
         "Transfer that the prefill hides",
     ],
 }
-DASHBOARDS = ("overview", "waterfall", "prefill-pool", "decode-pool", "kv-transfer", "router")
+DASHBOARDS = ("overview", "waterfall", "kv-transfer", "router")
+POOLS = ("prefill", "decode")
 SLOTS = 16
 NOTE = (
     "{:.0f} minutes of one prefill and one decode worker with the bundled model on {} CPU cores: "
@@ -174,11 +175,15 @@ def chromium() -> Iterator[Chrome]:
 def take_dashboards(browser: Chrome, source: Source, html: Path) -> None:
     note = NOTE.format(source.seconds / 60, len(os.sched_getaffinity(0)))
     chosen = [panel for name, titles in FRONT.items() for panel in panels_of(name, titles)]
-    pages = {"dashboard": ("pdserve: panels of its dashboards", chosen)}
+    pages = {"dashboard": ("pdserve: panels of its dashboards", chosen, source)}
     for name in DASHBOARDS:
-        pages[f"pdserve-{name}"] = (f"pdserve: {name}", panels_of(f"pdserve-{name}"))
-    for name, (title, panels) in pages.items():
-        html.write_text(page(title, note, panels, source, WIDTH))
+        pages[f"pdserve-{name}"] = (f"pdserve: {name}", panels_of(f"pdserve-{name}"), source)
+    for pool in POOLS:
+        of_pool = replace(source, chosen={"pool": pool})
+        panels = panels_of("pdserve-pool")
+        pages[f"pdserve-{pool}-pool"] = (f"pdserve: {pool} pool", panels, of_pool)
+    for name, (title, panels, asked) in pages.items():
+        html.write_text(page(title, note, panels, asked, WIDTH))
         browser.get(html.as_uri())
         # The README's is to be sharp on dense screens, too.
         take(browser, name, scale=2 if name == "dashboard" else 1)

@@ -7,8 +7,8 @@ without these labels included.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +55,8 @@ class Dashboard:
     title: str
     description: str
     rows: Sequence[Row]
+    # Variables of this dashboard alone: their values, of which the first is chosen by default.
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 # ---- PromQL
@@ -461,17 +463,17 @@ def waterfall() -> Dashboard:
     )
 
 
-def pool(component: str) -> Dashboard:
-    labels, peer = of_component(component), "decode" if component == "prefill" else "prefill"
+def pool() -> Dashboard:
+    labels = of_component("$pool")
     tokens = sum_rate("pdserve_engine_step_tokens_sum", labels, by="pod")
     hits, lookups = (
         sum_rate(f"pdserve_prefix_cache_{name}_total", labels, by="pod")
         for name in ("hits", "queries")
     )
-    queue_is_bad = {
-        "prefill": "Above 10 s: add prefill workers.",
-        "decode": "Decode computes prompts itself: the router's dashboard says why.",
-    }
+    queue_is_bad = (
+        "Prefill, above 10 s: add prefill workers. Decode: it computes prompts itself, the "
+        "router's dashboard says why."
+    )
     work = Row(
         title="Utilization and saturation",
         panels=[
@@ -490,7 +492,7 @@ def pool(component: str) -> Dashboard:
                 queries={"{{pod}}": f"pdserve_requests_waiting{{{labels}}}"},
                 description=(
                     "Requests in the waiting queue, those that wait for the other pool as well. "
-                    f"Growing: this pool is too small, or {peer} is; the waterfall tells."
+                    "Growing: this pool is too small, or the other is; the waterfall tells."
                 ),
             ),
             Panel(
@@ -531,8 +533,7 @@ def pool(component: str) -> Dashboard:
                     "all": f"sum(pdserve_waiting_tokens{{{labels}}}) / "
                     + sum_rate("pdserve_engine_step_tokens_sum", labels)
                 },
-                description="Tokens that wait for this pool, at its present speed. "
-                + queue_is_bad[component],
+                description="Tokens that wait for this pool, at its present speed. " + queue_is_bad,
             ),
             Panel(
                 title="Tokens computed",
@@ -572,8 +573,7 @@ def pool(component: str) -> Dashboard:
                 queries={
                     "{{pod}}": quantile(0.99, "pdserve_engine_queue_seconds", labels, by="pod")
                 },
-                description="From arrival at the engine to being scheduled. "
-                + queue_is_bad[component],
+                description="From arrival at the engine to being scheduled. " + queue_is_bad,
             ),
             Panel(
                 title="CPU",
@@ -700,10 +700,11 @@ def pool(component: str) -> Dashboard:
         ],
     )
     return Dashboard(
-        name=f"{component}-pool",
-        title=f"pdserve / {component.capitalize()} pool",
-        description=f"The {component} workers, by Pod.",
+        name="pool",
+        title="pdserve / Pool",
+        description="The prefill or the decode workers, by Pod.",
         rows=[work, kv, ends],
+        choices={"pool": ("prefill", "decode")},
     )
 
 
@@ -1169,7 +1170,7 @@ def router() -> Dashboard:
 
 
 def dashboards() -> list[Dashboard]:
-    return [overview(), waterfall(), pool("prefill"), pool("decode"), kv_transfer(), router()]
+    return [overview(), waterfall(), pool(), kv_transfer(), router()]
 
 
 def to_json(dashboard: Dashboard) -> dict[str, Any]:
@@ -1185,7 +1186,13 @@ def to_json(dashboard: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "timezone": "browser",
         "links": [_LINKS],
-        "templating": {"list": [_DATASOURCES, *map(_variable, ("namespace", "release", "model"))]},
+        "templating": {
+            "list": [
+                _DATASOURCES,
+                *map(_variable, ("namespace", "release", "model")),
+                *(_choice(name, values) for name, values in dashboard.choices.items()),
+            ]
+        },
         "panels": list(_laid_out(dashboard.rows)),
     }
 
@@ -1225,6 +1232,19 @@ def _variable(label: str) -> dict[str, Any]:
         "includeAll": True,
         "allValue": ".*",
         "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _choice(name: str, values: Sequence[str]) -> dict[str, Any]:
+    """A variable that is one of `values`."""
+    return {
+        "name": name,
+        "label": name.capitalize(),
+        "type": "custom",
+        "query": ", ".join(values),
+        "multi": False,
+        "includeAll": False,
+        "current": {"text": values[0], "value": values[0]},
     }
 
 

@@ -23,6 +23,8 @@ VARIABLES = {
     "$model": ".*",
     "$__rate_interval": "1m",
 }
+# The values of the variable $pool, which has no value for all.
+POOLS = ("prefill", "decode")
 # What Prometheus or whoever configures it adds to each series.
 TARGET_LABELS = {"namespace", "release", "component", "pod"}
 
@@ -56,12 +58,18 @@ def variable_queries() -> Iterator[tuple[Query, str]]:
 
 
 def panel_queries(**variables: str) -> list[Query]:
-    """Return the queries of all panels with VARIABLES, or others of the same names, put in."""
+    """Return the queries of all panels with VARIABLES, or others of the same names, put in; those
+    of one pool for each.
+    """
     values = VARIABLES | {f"${name}": value for name, value in variables.items()}
     return [
-        Query(f"{title}: {panel['title']} {target['refId']}", _put_in(target["expr"], values))
+        Query(
+            f"{title}{f' ({pool})' if pool else ''}: {panel['title']} {target['refId']}",
+            _put_in(target["expr"], values | {"$pool": pool}),
+        )
         for title, panel in panels()
         for target in panel["targets"]
+        for pool in (POOLS if "$pool" in target["expr"] else ("",))
     ]
 
 
