@@ -22,7 +22,7 @@ from pdserve_client.resume import ResumableAnswer
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import open_blocking_channel, open_channel
 from pdserve_common.tls import Tls
-from pdserve_common.wire import sampling_params_to_proto
+from pdserve_common.wire import to_proto
 
 # Text, a chat as mappings with "role" and "content", or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -38,7 +38,7 @@ def build_request(
     """
     request = pb2.GenerateRequest(**fields)
     if params is not None:
-        request.sampling_params.CopyFrom(sampling_params_to_proto(params))
+        request.sampling_params.CopyFrom(to_proto(params))
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):

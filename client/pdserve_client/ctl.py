@@ -15,10 +15,10 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_client.config import tls_of
 from pdserve_common.config import add_config_flags
 from pdserve_common.engine_client import MAX_SLEEP_LEVEL, SLEEP_TAGS
-from pdserve_common.engine_types import PauseMode, SchedulerStats
+from pdserve_common.engine_types import EngineInfo, PauseMode, SchedulerStats
 from pdserve_common.rpc import open_blocking_channel
 from pdserve_common.tls import TlsConfig
-from pdserve_common.wire import engine_info_from_proto, scheduler_stats_from_proto
+from pdserve_common.wire import from_proto
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 24 * 3600.0
@@ -190,13 +190,13 @@ def _profile(channel: grpc.Channel, args: argparse.Namespace) -> None:
 def _info(channel: grpc.Channel, args: argparse.Namespace) -> None:
     stub = service_grpc.EngineCoreServiceStub(channel)
     response = stub.GetInfo(service_pb2.GetInfoRequest(), timeout=args.timeout_s)
-    info = engine_info_from_proto(response.info)
+    info = from_proto(EngineInfo, response.info)
     _print_table({field.name: _show(getattr(info, field.name)) for field in fields(info)})
 
 
 def _load(channel: grpc.Channel, args: argparse.Namespace) -> None:
     response = _control(channel).GetLoad(control_pb2.GetLoadRequest(), timeout=args.timeout_s)
-    stats = scheduler_stats_from_proto(response.scheduler_stats)
+    stats = from_proto(SchedulerStats, response.scheduler_stats)
     rows = {"state": _state(response), "kv_cache_usage": f"{100 * stats.kv_cache_usage:.1f}%"}
     rows |= {field.name: _show(getattr(stats, field.name)) for field in fields(SchedulerStats)}
     _print_table(rows)

@@ -14,7 +14,7 @@ from pdserve_common.kv_types import KVLinkRequestMessage, KVLinkWelcome
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
-from pdserve_common.wire.kv_link import kv_link_request_to_proto, kv_link_response_from_proto
+from pdserve_common.wire import kv_link_request_to_proto, kv_link_response_from_proto
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing

@@ -15,7 +15,7 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
 )
 from pdserve_common.liveness import HEARTBEAT_S, every
-from pdserve_common.wire.kv_link import kv_link_request_from_proto, kv_link_response_to_proto
+from pdserve_common.wire import kv_link_request_from_proto, kv_link_response_to_proto
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_worker.outgoing import HANDSHAKE_S, Outgoing

@@ -306,10 +306,10 @@ AGES_NS = st.integers(0, 2**64 - 1) | st.integers(0, 2 * MAX_TIMEOUT_S * 10**9)
 @example(2**63)
 @example(0)
 def test_a_request_is_no_older_than_any_deadline_allows(age_ns: int) -> None:
-    message = wire.engine_core_request_to_proto(REQUEST)
+    message = wire.to_proto(REQUEST)
     message.age_ns = age_ns
     before = time.monotonic()
-    request = wire.engine_core_request_from_proto(message)
+    request = wire.from_proto(EngineCoreRequest, message)
     assert abs(before - request.arrival_time - age_ns / 1e9) < 100
     # A slow machine adds to its age.
     if age_ns <= (MAX_TIMEOUT_S - 100) * 10**9:
@@ -327,7 +327,7 @@ def test_a_request_is_no_older_than_any_deadline_allows(age_ns: int) -> None:
 def test_what_the_router_lets_pass_is_within_bounds_for_the_worker(penalty: float) -> None:
     """The wire has 32 bits for it."""
     params = SamplingParams(repetition_penalty=penalty)
-    sent = wire.sampling_params_from_proto(wire.sampling_params_to_proto(params))
+    sent = wire.from_proto(SamplingParams, wire.to_proto(params))
     if MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
         validate_sampling_params(sent, vocab_size=100)
         return

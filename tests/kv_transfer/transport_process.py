@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import conftest as kit
 from pdserve_common.kv_types import KVLinkWelcome
-from pdserve_common.wire.kv_link import (
+from pdserve_common.wire import (
     kv_link_response_from_proto,
     kv_link_response_to_proto,
     kv_pb2,

@@ -347,7 +347,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         # gRPC takes one write at a time.
         lock = asyncio.Lock()
         welcome = pb2.AttachWelcome(
-            info=wire.engine_info_to_proto(self.info),
+            info=wire.to_proto(self.info),
             adopted=adopted,
             protocol_version=self.protocol_version,
         )
@@ -395,7 +395,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "add_request":
-                request = wire.engine_core_request_from_proto(message.add_request)
+                request = wire.from_proto(EngineCoreRequest, message.add_request)
                 (self.probes if is_probe(request.request_id) else self.requests).append(request)
                 self._run(Running(self, link, request))
             elif kind == "abort_requests":

@@ -153,7 +153,7 @@ class Worker:
                 self._emit(finish_reason=FinishReason.ABORT)
                 self.leg = None
             return
-        request = wire.engine_core_request_from_proto(message.add_request)
+        request = wire.from_proto(EngineCoreRequest, message.add_request)
         if self.leg is not None and self.leg.request.attempt >= request.attempt:
             return
         params = request.kv_transfer_params or KVTransferParams()

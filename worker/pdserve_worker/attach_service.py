@@ -36,8 +36,8 @@ from pdserve_common.version import VERSION
 from pdserve_common.wire import (
     engine_core_output_to_proto,
     engine_core_outputs_to_proto,
-    engine_core_request_from_proto,
-    engine_info_to_proto,
+    from_proto,
+    to_proto,
 )
 from pdserve_worker.attachment import (
     Attachment,
@@ -92,7 +92,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
     async def GetInfo(
         self, request: service_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> service_pb2.GetInfoResponse:
-        return service_pb2.GetInfoResponse(info=engine_info_to_proto(self._engine.info))
+        return service_pb2.GetInfoResponse(info=to_proto(self._engine.info))
 
     async def Generate(
         self,
@@ -147,7 +147,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 len(adopted),
             )
             welcome = service_pb2.AttachWelcome(
-                info=engine_info_to_proto(self._engine.info),
+                info=to_proto(self._engine.info),
                 client_index=attachment.client_index,
                 adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
                 protocol_version=version,
@@ -266,7 +266,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self, message: core_pb2.EngineCoreRequest, remaining_s: float | None
     ) -> EngineCoreRequest:
         """Return what the engine may get. Raises a PdserveError."""
-        request = engine_core_request_from_proto(message)
+        request = from_proto(EngineCoreRequest, message)
         validate_engine_core_request(request, self._engine.info)
         if remaining_s is None:
             return request

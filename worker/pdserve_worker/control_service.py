@@ -14,8 +14,7 @@ from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import EngineDeadError, InvalidRequestError
 from pdserve_common.rpc import RpcServer, rpc_errors
-from pdserve_common.wire import scheduler_stats_to_proto
-from pdserve_common.wire.convert import enum_from_proto
+from pdserve_common.wire import enum_from_proto, to_proto
 from pdserve_worker.attach_service import EngineCoreServicer
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class ControlServicer(control_grpc.ControlServiceServicer):
     ) -> control_pb2.GetLoadResponse:
         state = self._engine.state()
         return control_pb2.GetLoadResponse(
-            scheduler_stats=scheduler_stats_to_proto(self._engine.stats()),
+            scheduler_stats=to_proto(self._engine.stats()),
             paused=state.is_paused,
             sleep_level=state.sleep_level,
             draining=self._readiness.is_draining,

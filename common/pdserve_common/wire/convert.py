@@ -13,6 +13,10 @@ def seconds_to_ns(seconds: float) -> int:
     return max(0, round(seconds * 1e9))
 
 
+def ns_to_seconds(ns: int) -> float:
+    return ns / 1e9
+
+
 def enum_from_proto(cls: type[E], value: int, field: str) -> E:
     """Return the member. Raises InvalidRequestError naming the field and the known values."""
     try:

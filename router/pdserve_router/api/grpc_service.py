@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import wire
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import FinishReason, SamplingParams
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import status_of
 from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
@@ -247,7 +247,7 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         text=request.text if kind == "text" else None,
         messages=_messages(request.chat) if kind == "chat" else None,
         token_ids=tuple(request.tokens.token_ids) if kind == "tokens" else None,
-        sampling_params=wire.sampling_params_from_proto(request.sampling_params),
+        sampling_params=wire.from_proto(SamplingParams, request.sampling_params),
         priority=request.priority,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         arrival_ns=call.arrival_ns,
@@ -331,5 +331,5 @@ def _completion_to_proto(
     elif completion.stop_reason is not None:
         message.stop_token_id = completion.stop_reason
     if completion.error is not None:
-        message.error.CopyFrom(wire.engine_error_to_proto(completion.error))
+        message.error.CopyFrom(wire.to_proto(completion.error))
     return message

@@ -183,7 +183,7 @@ class WorkerClient:
         """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
-        message = wire.engine_core_request_to_proto(request)
+        message = wire.to_proto(request)
         self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
         self._is_idle.clear()
         self._send(service_pb2.AttachRequest(add_request=message))
@@ -301,7 +301,7 @@ class WorkerClient:
                 f"it speaks version {version} of the Attach protocol (pdserve "
                 f"{welcome.info.version}), this router {attach_protocol.spoken()}"
             )
-        info = wire.engine_info_from_proto(welcome.info)
+        info = wire.from_proto(EngineInfo, welcome.info)
         if info.role is not self.role:
             raise LinkLostError(
                 f"it is a {info.role.name.lower()} worker, listed under {self.role.name.lower()}"
