@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
+from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.engine_core import EngineCore
-from pdserve_engine.runner.loading import load_engine
 
 BATCHES = (1, 8, 32, 64)
 PROMPT_TOKENS = 32

@@ -21,8 +21,8 @@ from peers.offline import Case, run_case
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 from pdserve_kernels import cpu, reference
 
 SHAPES = ((1, 64), (1, 512), (8, 128), (32, 128))

@@ -41,6 +41,7 @@ from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState, Scheduler
+from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
@@ -66,14 +67,14 @@ def kv_of(token_ids: Sequence[int]) -> list[int]:
 
 @dataclass(eq=False)
 class Known:
-    """A request as the executor knows it."""
+    """A request as the rank knows it."""
 
     token_ids: list[int]
     num_computed: int
     tables: tuple[list[int], ...]
 
 
-class Executor:
+class Rank:
     """Checks the KV that a step reads, and writes what it computes."""
 
     def __init__(self, worker: "Worker") -> None:
@@ -305,10 +306,14 @@ class Worker:
             scheduling_policy=world.random.choice(["fcfs", "priority"]),
         )
         self.scheduler = Scheduler(config, kv, self.connector, clock=self._clock)
-        self.executor = Executor(self)
+        self.rank = Rank(self)
         self.core = EngineCore(
             scheduler=self.scheduler,
-            executor=self.executor,
+            executor=UniprocExecutor(
+                self.rank,  # type: ignore[arg-type]
+                async_scheduling=False,
+                clock=self._clock,
+            ),
             connector=self.connector,
             max_model_len=MAX_MODEL_LEN,
             clock=self._clock,
@@ -530,7 +535,7 @@ class World:
         elif event < 0.20:
             worker.preempt()
         elif event < 0.205:
-            worker.executor.fails_next = True
+            worker.rank.fails_next = True
         elif event < 0.21:
             worker.connector.fence_all("sleep")
         elif event < 0.215:

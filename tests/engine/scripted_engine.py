@@ -18,6 +18,7 @@ from pdserve_common.engine_types import (
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.base import (
@@ -57,7 +58,7 @@ def next_token(token_ids: tuple[int, ...] | list[int]) -> int:
     return (sum(token_ids) * 31 + len(token_ids)) % 500
 
 
-class ScriptedExecutor:
+class ScriptedRank:
     """Keeps its own view of every request from the scheduler's diffs, as the model runner does."""
 
     def __init__(self) -> None:
@@ -147,13 +148,16 @@ class Engine:
         )
         if isinstance(connector, ScriptedConnector):
             connector.clock = clock
-        self.executor = ScriptedExecutor()
+        self.rank = ScriptedRank()
         self.core = EngineCore(
             scheduler=self.scheduler,
-            executor=self.executor,
+            executor=UniprocExecutor(
+                self.rank,  # type: ignore[arg-type]
+                async_scheduling=async_scheduling,
+                clock=clock,
+            ),
             connector=connector,
             max_model_len=MAX_MODEL_LEN,
-            async_scheduling=async_scheduling,
             clock=clock,
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
@@ -177,7 +181,7 @@ class Engine:
         for outputs in result.outputs.values():
             for output in outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
-        return self.executor.steps[-1] if self.executor.steps else None
+        return self.rank.steps[-1] if self.rank.steps else None
 
     def run(self, max_steps: int = 1000) -> None:
         num_polls = 0
@@ -244,9 +248,6 @@ class ScriptedConnector(KVConnector):
     # ---- what the scheduler calls, and what is called for it
 
     def on_dispatched(self, request: EngineCoreRequest) -> None:
-        pass
-
-    def register_kv_cache(self, kv_cache: object) -> None:
         pass
 
     def on_new_request(self, request: Request) -> None:

@@ -37,7 +37,7 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._event = threading.Event()
-        engine.executor.on_step = self._wait
+        engine.rank.on_step = self._wait
 
     def open(self) -> None:
         self._event.set()
@@ -61,7 +61,7 @@ def test_the_next_step_is_planned_while_one_runs(make_engine: Callable[..., Engi
     assert request.num_computed_tokens == 7
     engine.run()
     assert engine.tokens("a") == expected([1] * 6, 3)
-    num_computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    num_computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert num_computed == 8, "nothing is computed past max_tokens"
     engine.assert_idle()
 
@@ -71,9 +71,9 @@ def test_tokens_sampled_after_the_end_are_dropped_and_their_blocks_come_back_lat
 ) -> None:
     engine = make_engine(enable_caching=False)
     engine.add("a", [1] * BLOCK_SIZE, max_tokens=30)
-    engine.executor.script["a"] = [5, EOS, 6, 7]
+    engine.rank.script["a"] = [5, EOS, 6, 7]
     engine.run()
-    num_computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    num_computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert num_computed == BLOCK_SIZE + 2, "a third token was under way when EOS came"
     assert engine.tokens("a") == [5, EOS]
     assert engine.finish_reason("a") == FinishReason.STOP

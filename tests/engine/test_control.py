@@ -36,7 +36,7 @@ from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.clients import control as control_client
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner import control, loading
+from pdserve_engine.runner import control, model_source
 from pdserve_engine.runner.profiler import StepProfiler
 
 KV_MIB = 8
@@ -256,15 +256,15 @@ async def test_a_pause_that_takes_too_long_is_undone(
 @contextlib.contextmanager
 def slowed(engine: InprocEngineClient) -> Iterator[None]:
     """Dozens of tokens take far longer than anything else, also on a busy machine."""
-    executor = engine._core.executor
-    execute = executor.execute_model
+    rank: Any = engine._core.executor.rank
+    execute = rank.execute_model
 
     def execute_slowly(scheduled: Any) -> Any:
         time.sleep(0.02)
         return execute(scheduled)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "execute_model", execute_slowly)
+        patch.setattr(rank, "execute_model", execute_slowly)
         yield
 
 
@@ -357,6 +357,7 @@ async def test_a_wake_up_without_memory_can_be_repeated(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = client.engine
+    rank: Any = engine._core.executor.rank
     expected = await client.run("before")
     await engine.sleep(2, PauseMode.WAIT)
 
@@ -367,12 +368,12 @@ async def test_a_wake_up_without_memory_can_be_repeated(
         return torch.empty(2**60, dtype=torch.uint8)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "load_model", fail_on_cpu)
+        patch.setattr(model_source, "load_model", fail_on_cpu)
         refusal = "no memory for weights: .*DefaultCPUAllocator.*; free some and wake it up again"
         with pytest.raises(FailedPreconditionError, match=refusal):
             await engine.wake_up(())
     with monkeypatch.context() as patch:
-        patch.setattr(engine._loaded.kv_cache, "restore", fail)
+        patch.setattr(rank.kv_cache, "restore", fail)
         with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted;"):
             await engine.wake_up(())
     assert engine.state().sleep_level == 2

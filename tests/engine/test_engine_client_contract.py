@@ -163,7 +163,7 @@ async def kill(engine: WorkerEngine) -> str:
     def fail(*_: object) -> None:
         raise RuntimeError("no more")
 
-    engine._core.executor.execute_model = fail  # type: ignore[method-assign, assignment]
+    engine._core.executor.rank.execute_model = fail  # type: ignore[method-assign, assignment]
     return "no more"
 
 

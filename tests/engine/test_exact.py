@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 from pdserve_kernels import name_of, select
 
 pytestmark = pytest.mark.slow

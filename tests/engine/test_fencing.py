@@ -100,14 +100,14 @@ def connector_of(engine: Engine) -> Witness:
 
 def fail_a_step(engine: Engine) -> None:
     """The next one that computes anything."""
-    num_steps = len(engine.executor.steps)
+    num_steps = len(engine.rank.steps)
 
     def fail(step: object) -> None:
-        engine.executor.on_step = lambda step: None
+        engine.rank.on_step = lambda step: None
         raise RuntimeError("a passing fault")
 
-    engine.executor.on_step = fail
-    while len(engine.executor.steps) == num_steps:
+    engine.rank.on_step = fail
+    while len(engine.rank.steps) == num_steps:
         engine.step()
 
 
@@ -122,13 +122,12 @@ def decode_alone(engine: Engine) -> None:
 
 def fail_request(engine: Engine) -> None:
     error = RequestFailedError("cannot be sampled")
-    engine.executor.errors["a"] = error.to_engine_error()
+    engine.rank.errors["a"] = error.to_engine_error()
     engine.step()
 
 
 def put_to_sleep(engine: Engine) -> None:
-    control = EngineControl(engine.core, memory=None, profiler=None)  # type: ignore[arg-type]
-    control.end_sessions()
+    EngineControl(engine.core).end_sessions()
 
 
 RUNNING: dict[str, tuple[Drive, str]] = {
@@ -178,7 +177,7 @@ def test_a_failed_step_fences_each_request_of_it_before_it_frees_any_block_of_th
         engine.add(name, [ord(name)] * 12, kv_transfer_params=ON_P)
     connector.watch(engine)
     fail_a_step(engine)
-    assert engine.executor.steps[-1].num_scheduled_tokens == {"a": 12, "b": 12}
+    assert engine.rank.steps[-1].num_scheduled_tokens == {"a": 12, "b": 12}
     assert connector.events == ["on_preempted", "free"] * 2
 
 
@@ -188,11 +187,11 @@ def test_blocks_under_a_step_in_flight_are_fenced_at_once_and_free_when_it_is_ov
     connector.watch(engine)
 
     def abort(step: object) -> None:
-        engine.executor.on_step = lambda step: None
+        engine.rank.on_step = lambda step: None
         engine.core.abort_requests(["a"])
         assert connector.events == ["request_finished"]
 
-    engine.executor.on_step = abort
+    engine.rank.on_step = abort
     engine.step()
     assert connector.events == ["request_finished", "free"]
 

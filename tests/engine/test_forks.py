@@ -36,8 +36,7 @@ def test_branches_compute_the_prompt_once(
         assert len({ids[2] for ids in blocks}) == 4, "the border's is everyone's own"
     engine.run()
     computed = [
-        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
-        for name in names
+        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.rank.steps) for name in names
     ]
     assert computed[0] == len(PROMPT) + 3
     assert computed[1:] == [len(PROMPT) - 2 * BLOCK_SIZE + 3] * 3
@@ -52,7 +51,7 @@ def test_branches_share_what_was_pulled() -> None:
     engine = Engine(connector=connector, enable_caching=False)
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
-    assert not engine.executor.steps or not engine.executor.steps[-1].num_scheduled_tokens
+    assert not engine.rank.steps or not engine.rank.steps[-1].num_scheduled_tokens
     connector.claim(names[0])
     engine.step()
     engine.step()
@@ -62,8 +61,7 @@ def test_branches_share_what_was_pulled() -> None:
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, 4)
     computed = [
-        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
-        for name in names
+        sum(step.num_scheduled_tokens.get(name, 0) for step in engine.rank.steps) for name in names
     ]
     assert computed == [3, 5, 5], "the prompt's full blocks are not computed here"
     engine.assert_idle()
@@ -86,7 +84,7 @@ def test_branches_wait_for_the_next_attempt_of_their_source() -> None:
     engine.run()
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, 4)
-    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert computed == 3 + 5 + 5
     engine.assert_idle()
 

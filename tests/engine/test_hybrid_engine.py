@@ -14,6 +14,7 @@ from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
@@ -48,17 +49,17 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK), self.kv
         )
+        runner = ModelRunner(
+            load_model(model_dir, config, device=CPU),
+            self.cache,
+            max_num_seqs=4,
+            max_model_len=config.max_model_len,
+        )
         self.core = EngineCore(
             scheduler=self.scheduler,
-            executor=ModelRunner(
-                load_model(model_dir, config, device=CPU),
-                self.cache,
-                max_num_seqs=4,
-                max_model_len=config.max_model_len,
-            ),
+            executor=UniprocExecutor(runner, async_scheduling=async_scheduling),  # type: ignore[arg-type]
             connector=None,
             max_model_len=config.max_model_len,
-            async_scheduling=async_scheduling,
         )
         self.peak = 0
 

@@ -58,8 +58,8 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     engine: Any = await launch_engine(
         config, role="decode", engine_id="d", registry=CollectorRegistry()
     )
-    executor = engine._core.executor
-    execute = executor.execute_model
+    rank: Any = engine._core.executor.rank
+    execute = rank.execute_model
 
     may_end = threading.Event()
 
@@ -67,7 +67,7 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
         may_end.wait(120)
         return execute(*args)
 
-    monkeypatch.setattr(executor, "execute_model", hang)
+    monkeypatch.setattr(rank, "execute_model", hang)
     messages: list[EngineCoreOutputs] = []
     index = engine.register_client(messages.append)
     assert engine.problem() is None

@@ -13,13 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import TransferLost
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
-from pdserve_engine.runner.loading import LoadedEngine, _is_pool_pinned, load_engine
+from pdserve_engine.runner.rank import _is_pool_pinned
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +48,16 @@ def loaded(model: Path, **fields: Any) -> Iterator[LoadedEngine]:
     engine.close()
 
 
+def pool_of(engine: LoadedEngine) -> KVCache:
+    assert isinstance(engine.core.executor, UniprocExecutor)
+    return engine.core.executor.rank.kv_cache
+
+
 def test_the_models_length_is_served_where_it_fits(model: Path) -> None:
     with loaded(model) as engine:
         assert engine.info.max_model_len == 2048
         assert engine.info.num_blocks == 128
-        assert engine.kv_cache.num_bytes == 128 * BLOCK_BYTES
+        assert pool_of(engine).num_bytes == 128 * BLOCK_BYTES
         assert engine.core.step_seq == 0
         assert not engine.core.has_work()
 
@@ -91,10 +99,9 @@ def test_an_unsized_pool_takes_what_is_sensible(
     model: Path, monkeypatch: pytest.MonkeyPatch, room_mib: int, expected_bytes: int
 ) -> None:
     monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: room_mib << 20)
-    monkeypatch.setattr(kv_sizing, "measure_largest_step", lambda *args: 0)
-    monkeypatch.setattr("pdserve_engine.runner.loading.measure_largest_step", lambda *args: 0)
+    monkeypatch.setattr("pdserve_engine.runner.rank.measure_largest_step", lambda *args: 0)
     with loaded(model, num_blocks=None) as engine:
-        assert engine.kv_cache.num_bytes == expected_bytes // BLOCK_BYTES * BLOCK_BYTES
+        assert pool_of(engine).num_bytes == expected_bytes // BLOCK_BYTES * BLOCK_BYTES
 
 
 def test_the_largest_step_fills_token_budget_and_batch(
@@ -155,8 +162,8 @@ def test_memory_that_is_used_up_is_refused_with_numbers_that_make_sense(
 
 def test_requests_get_rows_of_the_length_that_fits(model: Path) -> None:
     with loaded(model, num_blocks=10) as engine:
-        runner: Any = engine.core.executor
-        assert runner._batch.token_ids.shape[1] == 160 + 1
+        executor: Any = engine.core.executor
+        assert executor.rank._runner._batch.token_ids.shape[1] == 160 + 1
 
 
 @pytest.mark.parametrize("block_size", [0, 3, 128])
@@ -187,7 +194,7 @@ def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
     expected: int,
 ) -> None:
     threads_before = torch.get_num_threads()
-    monkeypatch.setattr("pdserve_engine.runner.loading.cpu_limit", lambda: limit)
+    monkeypatch.setattr("pdserve_engine.runner.model_source.cpu_limit", lambda: limit)
     torch.set_num_threads(2)
     try:
         with loaded(model, num_threads=num_threads):
@@ -236,5 +243,5 @@ def make_ticket() -> Request:
 def test_a_pool_is_pinned_where_a_device_may_be_used_that_reads_it(
     monkeypatch: pytest.MonkeyPatch, has_rdma: bool, fields: dict[str, Any], is_pinned: bool
 ) -> None:
-    monkeypatch.setattr("pdserve_engine.runner.loading.has_rdma_device", lambda: has_rdma)
+    monkeypatch.setattr("pdserve_engine.runner.rank.has_rdma_device", lambda: has_rdma)
     assert _is_pool_pinned(EngineConfig(**fields)) is is_pinned

@@ -22,11 +22,11 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     new_epoch,
 )
+from pdserve_engine.clients import loading
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from pdserve_engine.kv_transfer.local import LocalRegistry, LocalTransport
-from pdserve_engine.runner import loading
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:
@@ -61,7 +61,7 @@ async def launch(model: Path, *, role: Literal["prefill", "decode"], **fields: A
 @contextlib.asynccontextmanager
 async def long_step(engine: Any) -> AsyncIterator[None]:
     """Within it the engine is in the midst of a step."""
-    execute = engine._core.executor.execute_model
+    execute = engine._core.executor.rank.execute_model
     is_in_step, may_end = threading.Event(), threading.Event()
 
     def hang(*args: Any) -> Any:
@@ -69,7 +69,7 @@ async def long_step(engine: Any) -> AsyncIterator[None]:
         assert may_end.wait(60)
         return execute(*args)
 
-    engine._core.executor.execute_model = hang
+    engine._core.executor.rank.execute_model = hang
     engine.add_request(request("local"))
     assert await asyncio.to_thread(is_in_step.wait, 60)
     try:

@@ -13,7 +13,7 @@ def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> No
     engine.step()
     connector.finish_load("a")
     clock.now_s += 30
-    engine.executor.on_step = lambda step: setattr(clock, "now_s", clock.now_s + 2)
+    engine.rank.on_step = lambda step: setattr(clock, "now_s", clock.now_s + 2)
     engine.run()
     first, *others = [output.kv_transfer_stats for output in engine.outputs["a"]]
     assert first is not None

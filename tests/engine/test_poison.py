@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 PROMPTS = [tuple(range(5 + 3 * index, 45 + 3 * index)) for index in range(4)]
 # The pool holds about two of the requests: they are preempted, and their blocks change hands.
@@ -68,5 +69,6 @@ def test_poisoned_blocks_change_no_token(
     for _ in range(2):  # with blocks that were used, and perhaps cached, before
         assert generate(engine) == expected
     assert engine.core.scheduler.num_preemptions > 0
-    assert engine.kv_cache.tensor.isnan().any()
+    executor: Any = engine.core.executor
+    assert executor.rank.kv_cache.tensor.isnan().any()
     engine.close()

@@ -18,7 +18,7 @@ def connector() -> ScriptedConnector:
 
 
 def started(engine: Engine) -> list[str]:
-    return [new.request_id for step in engine.executor.steps for new in step.scheduled_new_reqs]
+    return [new.request_id for step in engine.rank.steps for new in step.scheduled_new_reqs]
 
 
 def test_a_request_holds_no_block_before_its_grant(connector: ScriptedConnector) -> None:
@@ -122,7 +122,7 @@ def test_a_cached_prefix_is_announced_before_anything_is_computed(
     engine.add("first", [1] * 12)
     engine.run()
     announced_at_first: list[int | None] = []
-    engine.executor.on_step = lambda step: announced_at_first.append(connector.announced.get("a"))
+    engine.rank.on_step = lambda step: announced_at_first.append(connector.announced.get("a"))
     engine.add("a", [1] * 16, kv_transfer_params=ON_P)
     engine.run()
     assert announced_at_first[0] == 12

@@ -228,7 +228,7 @@ def test_a_lost_transfer_is_told_and_its_blocks_wait_for_the_next_attempt(
     first = expected(prompt, 1)
     engine.add("a", prompt, attempt=1, resume_output_token_ids=tuple(first))
     engine.run()
-    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert computed == 4 + 1 + 2, "the confirmed tokens are not computed again"
     tokens = [t for output in engine.outputs["a"] for t in output.new_token_ids]
     assert first + tokens == expected(prompt, 4)
@@ -255,7 +255,7 @@ def test_d_tells_the_router_only_what_the_next_attempt_finds(
     engine.outputs.clear()
     engine.add("a", [ord("a")] * 16, attempt=1)
     engine.run()
-    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert computed == 16 - told + 3
     assert told == 0
 

@@ -80,7 +80,7 @@ def test_every_status_is_reached_from_where_it_may_be(
     engine.add("stopped", [1, 2], sampling_params=SamplingParams(stop_token_ids=(whole[1],)))
     loop = RepetitionDetectionParams(max_pattern_size=1)
     engine.add("looping", [3], sampling_params=SamplingParams(repetition_detection=loop))
-    engine.executor.script["looping"] = [7, 7]
+    engine.rank.script["looping"] = [7, 7]
     engine.add("aborted", [4])
     engine.core.abort_requests(["aborted"])
     engine.run()
@@ -154,7 +154,7 @@ def test_an_abort_that_comes_while_the_model_runs_keeps_the_steps_token_back() -
 
     engine.core = EngineCore(
         scheduler=engine.scheduler,
-        executor=engine.executor,
+        executor=engine.core.executor,
         connector=None,
         max_model_len=MAX_MODEL_LEN,
         take_aborts=take_aborts,
@@ -162,9 +162,9 @@ def test_an_abort_that_comes_while_the_model_runs_keeps_the_steps_token_back() -
     engine.add("a", [1, 2, 3], max_tokens=8)
     engine.add("b", [4, 5], max_tokens=8)
     engine.step()
-    engine.executor.on_step = lambda step: aborts.append("a") if not aborts else None
+    engine.rank.on_step = lambda step: aborts.append("a") if not aborts else None
     engine.step()
-    assert engine.executor.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
+    assert engine.rank.steps[-1].num_scheduled_tokens == {"a": 1, "b": 1}
     assert engine.tokens("a") == expected([1, 2, 3], 1), "of the first step only"
     assert engine.finish_reason("a") == FinishReason.ABORT
     engine.run()

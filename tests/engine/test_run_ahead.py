@@ -44,7 +44,7 @@ def run_ahead(engine: Engine, name: str = "a", **fields: object) -> None:
 
 
 def num_computed(engine: Engine, name: str = "a") -> int:
-    return sum(step.num_scheduled_tokens.get(name, 0) for step in engine.executor.steps)
+    return sum(step.num_scheduled_tokens.get(name, 0) for step in engine.rank.steps)
 
 
 # ---- until P's word
@@ -65,10 +65,10 @@ def test_one_step_runs_and_nothing_of_it_gets_out(engine: Engine) -> None:
 def test_it_waits_without_work(engine: Engine) -> None:
     run_ahead(engine)
     assert not engine.core.has_work()
-    num_steps = len(engine.executor.steps)
+    num_steps = len(engine.rank.steps)
     connector_of(engine).accept("a")
     engine.step()
-    assert len(engine.executor.steps) == num_steps
+    assert len(engine.rank.steps) == num_steps
     assert engine.tokens("a") == expected(PROMPT, 2), "its tokens wait for no step"
     assert engine.pool.num_cached_blocks == 4
     engine.run()
@@ -78,7 +78,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
 
 
 def test_a_word_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
-    engine.executor.on_step = lambda step: (
+    engine.rank.on_step = lambda step: (
         connector_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
     )
     pull(engine, max_tokens=2)
@@ -154,7 +154,7 @@ def test_during_a_pause_ps_word_still_counts(engine: Engine) -> None:
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 def test_the_step_may_bring_the_end(engine: Engine, reason: FinishReason) -> None:
     is_stop = reason is FinishReason.STOP
-    engine.executor.script["a"] = [EOS] if is_stop else []
+    engine.rank.script["a"] = [EOS] if is_stop else []
     run_ahead(engine, max_tokens=9 if is_stop else 2)
     assert "a" not in engine.outputs
     connector_of(engine).accept("a")
@@ -191,7 +191,7 @@ def test_ps_token_may_be_the_end_though_it_seemed_not(engine: Engine) -> None:
 
 
 def test_a_step_that_failed_for_it_alone_fails_it_with_ps_word(engine: Engine) -> None:
-    engine.executor.num_nans["a"] = 3
+    engine.rank.num_nans["a"] = 3
     run_ahead(engine)
     assert "a" not in engine.outputs
     connector_of(engine).accept("a")
@@ -241,7 +241,7 @@ def test_a_request_that_ends_takes_its_tokens_with_it(
 
 @pytest.mark.parametrize("stage", [pull, run_ahead])
 def test_a_lost_request_has_never_run(engine: Engine, stage: Callable[..., None]) -> None:
-    engine.executor.script["a"] = [3]  # as if it had read what is not its own
+    engine.rank.script["a"] = [3]  # as if it had read what is not its own
     stage(engine)
     request = engine.scheduler.requests["a"]
     connector_of(engine).lose("a")
@@ -256,7 +256,7 @@ def test_a_lost_request_has_never_run(engine: Engine, stage: Callable[..., None]
     assert engine.pool.num_cached_blocks == 0
     assert engine.kv.num_blocks_of("a") >= 4, "it holds them until its router has decided"
     engine.outputs.clear()
-    engine.executor.script.clear()
+    engine.rank.script.clear()
     first = expected(PROMPT, 1)
     engine.add("a", PROMPT, attempt=1, resume_output_token_ids=tuple(first))
     engine.run()
@@ -271,7 +271,7 @@ def test_the_others_of_its_step_go_on(engine: Engine) -> None:
     connector_of(engine).lose("a")
     engine.run()
     assert engine.tokens("other") == expected([1] * 4, 8)
-    assert "a" not in engine.executor.tokens, "the model forgets it"
+    assert "a" not in engine.rank.tokens, "the model forgets it"
 
 
 def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) -> None:
@@ -280,14 +280,14 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
             raise RuntimeError("a passing fault")
 
     engine.add("other", [1] * 4, max_tokens=8)
-    engine.executor.on_step = fail
+    engine.rank.on_step = fail
     pull(engine)
     engine.step()
     for _ in range(4):
         engine.step()
     assert "a" not in engine.outputs
     assert engine.scheduler.requests["a"].num_in_flight_tokens == 0
-    engine.executor.on_step = lambda step: None
+    engine.rank.on_step = lambda step: None
     connector_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
@@ -301,12 +301,12 @@ def test_a_step_of_it_alone_that_raises_has_never_been(engine: Engine) -> None:
         if step.num_scheduled_tokens:
             raise RuntimeError("a passing fault")
 
-    engine.executor.on_step = fail
+    engine.rank.on_step = fail
     pull(engine)
     engine.run()
     assert num_computed(engine) == 1
     assert "a" not in engine.outputs, "it waits for P's word, as if it had not run"
-    engine.executor.on_step = lambda step: None
+    engine.rank.on_step = lambda step: None
     connector_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
@@ -339,7 +339,7 @@ def test_ps_word_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
     engine.core._last = engine.core._last._replace(duration_s=0.0)  # as if steps were short
     pull(engine)
     is_open = threading.Event()
-    engine.executor.on_step = lambda step: is_open.wait(60)
+    engine.rank.on_step = lambda step: is_open.wait(60)
     engine.step()
     engine.step()
     request = engine.scheduler.requests["a"]
@@ -374,7 +374,7 @@ def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_word(
         if "b" in step.num_scheduled_tokens:
             connector_of(engine).accept("b")
 
-    engine.executor.on_step = compute
+    engine.rank.on_step = compute
     run_ahead(engine, max_tokens=2)
     clock.now_s += 20
     connector_of(engine).accept("a")

@@ -98,7 +98,7 @@ def test_lower_priority_numbers_go_first_and_are_preempted_last() -> None:
     engine.run()
     finished = [rid for rid, outs in engine.outputs.items() if outs[-1].finished]
     assert set(finished) == {"early", "late"}
-    preempted = set().union(*(step.preempted_req_ids for step in engine.executor.steps))
+    preempted = set().union(*(step.preempted_req_ids for step in engine.rank.steps))
     assert preempted == {"late"}
 
 
@@ -194,7 +194,7 @@ def test_nan_logits_fail_only_their_request() -> None:
     engine = Engine()
     engine.add("bad", [1, 2], max_tokens=5)
     engine.add("good", [3, 4], max_tokens=5)
-    engine.executor.num_nans = {"bad": 7}
+    engine.rank.num_nans = {"bad": 7}
     engine.run()
     assert engine.finish_reason("bad") == FinishReason.ERROR
     assert engine.outputs["bad"][-1].num_nans_in_logits == 7
@@ -268,7 +268,7 @@ def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_firs
     assert engine.tokens("a") == expected(prompt, 6)
     assert engine.outputs["a"][0].new_token_ids == tuple(expected(prompt, 2))
     assert engine.outputs["a"][0].kv_transfer_stats is not None
-    computed = sum(step.total_num_scheduled_tokens for step in engine.executor.steps)
+    computed = sum(step.total_num_scheduled_tokens for step in engine.rank.steps)
     assert computed == 5, "no prompt token is computed on D"
     engine.assert_idle()
 

@@ -73,7 +73,7 @@ class Traffic:
         self.num_resets = 0
         self._ids = itertools.count()
         self._fault: Exception | None = None
-        engine.executor.on_step = self._maybe_fail
+        engine.rank.on_step = self._maybe_fail
 
     def event(self) -> None:
         pools = (self.connector.loading, self.connector.zombies, self.connector.held)

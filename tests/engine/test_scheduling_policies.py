@@ -62,14 +62,14 @@ def test_v0_mode_computes_whole_prompts_apart_from_decodes() -> None:
         engine.run()
         for name, prompt in prompts.items():
             assert engine.tokens(name) == expected(prompt, 6)
-    for step in engines["v0"].executor.steps:
+    for step in engines["v0"].rank.steps:
         is_new = {request.request_id for request in step.scheduled_new_reqs}
         assert not (is_new and set(step.num_scheduled_tokens) - is_new), "both in one step"
         for name in is_new:
             assert step.num_scheduled_tokens[name] == len(prompts[name]), "not whole"
     assert any(
         len({min(count, 2) for count in step.num_scheduled_tokens.values()}) == 2
-        for step in engines["v1"].executor.steps
+        for step in engines["v1"].rank.steps
     ), "v1 mixes"
 
 
@@ -94,7 +94,7 @@ def test_a_paused_engine_takes_requests_and_goes_on_where_it_was() -> None:
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
     engine.add("new", [2] * 5)
     engine.step()
-    assert list(engine.executor.steps[-1].num_scheduled_tokens) == ["running"]
+    assert list(engine.rank.steps[-1].num_scheduled_tokens) == ["running"]
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
     assert not engine.core.has_work()
     engine.scheduler.pause_state = PauseState.UNPAUSED
@@ -115,7 +115,7 @@ def test_a_loop_ends_a_request(output: list[int], is_loop: bool) -> None:
         ),
     )
     engine.add("a", [1, 2, 3], sampling_params=params)
-    engine.executor.script["a"] = list(output)
+    engine.rank.script["a"] = list(output)
     engine.run()
     wanted = FinishReason.REPETITION if is_loop else FinishReason.LENGTH
     assert engine.finish_reason("a") == wanted
@@ -153,13 +153,13 @@ def test_the_common_prefix_of_the_batch_is_known() -> None:
     shared = [1] * (3 * BLOCK_SIZE)
     engine.add("a", [*shared, 2, 3], max_tokens=8)
     engine.step()
-    assert engine.executor.steps[-1].num_common_prefix_blocks == (0, 0), "alone there is none"
+    assert engine.rank.steps[-1].num_common_prefix_blocks == (0, 0), "alone there is none"
     engine.add("b", [*shared, 4], max_tokens=4)
     engine.step()
-    assert engine.executor.steps[-1].num_common_prefix_blocks == (3, 0)
+    assert engine.rank.steps[-1].num_common_prefix_blocks == (3, 0)
     engine.add("c", [5] * 6, max_tokens=2)
     engine.step()
-    assert engine.executor.steps[-1].num_common_prefix_blocks == (0, 0)
+    assert engine.rank.steps[-1].num_common_prefix_blocks == (0, 0)
     engine.run()
     engine.assert_idle()
 
@@ -190,7 +190,7 @@ def test_a_loop_before_min_tokens_does_not_end_a_request() -> None:
     detection = RepetitionDetectionParams(max_pattern_size=1, min_count=3)
     params = SamplingParams(max_tokens=20, min_tokens=5, repetition_detection=detection)
     engine.add("a", [1, 2, 3], sampling_params=params)
-    engine.executor.script["a"] = [7] * 20
+    engine.rank.script["a"] = [7] * 20
     engine.run()
     assert engine.tokens("a") == [7] * 5
     assert engine.finish_reason("a") == FinishReason.REPETITION

@@ -63,7 +63,7 @@ def serve(load: Load) -> Outcome:
         lengths[name] = load.num_tokens(chance, most)
         engine.add(name, [number] * 8, max_tokens=most, kv_transfer_params=ON_D)
         early = [1] * (lengths[name] - 2)
-        engine.executor.script[name] = early if lengths[name] == most else [*early, EOS]
+        engine.rank.script[name] = early if lengths[name] == most else [*early, EOS]
     queue, asked = deque(lengths), set[str]()
     landing: dict[str, int] = {}
     landed: dict[str, int] = {}

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ def fail_on(engine: Engine, *poisonous: str) -> None:
         if bad:
             raise RuntimeError(f"cannot compute {bad}")
 
-    engine.executor.on_step = check
+    engine.rank.on_step = check
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -69,7 +69,7 @@ def test_a_passing_fault_costs_nothing_but_time() -> None:
     fail_on(engine, "a", "b")
     engine.step()
     assert not any(r.num_in_flight_tokens for r in engine.scheduler.requests.values())
-    engine.executor.on_step = lambda step: None
+    engine.rank.on_step = lambda step: None
     engine.run()
     for name in ("a", "b"):
         assert engine.tokens(name) == expected([ord(name)] * 6, 8)
@@ -84,11 +84,11 @@ def test_an_engine_whose_every_step_fails_dies() -> None:
     def fail(step: SchedulerOutput) -> None:
         raise RuntimeError("no device")
 
-    engine.executor.on_step = fail
+    engine.rank.on_step = fail
     with pytest.raises(RuntimeError, match="no device"):
         engine.run()
-    assert len(engine.executor.steps) == MAX_FAILURES_IN_A_ROW + 1
-    assert engine.executor.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
+    assert len(engine.rank.steps) == MAX_FAILURES_IN_A_ROW + 1
+    assert engine.rank.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
 
 
 def test_any_number_of_bad_requests_leaves_the_engine_and_the_others_alive() -> None:
@@ -126,15 +126,15 @@ def test_a_probe_that_waits_for_a_block_decides_when_there_is_one() -> None:
         if step.num_scheduled_tokens:
             raise RuntimeError("no device")
 
-    engine.executor.on_step = fail
+    engine.rank.on_step = fail
     for _ in range(2 * len(pulls)):
         engine.step()
-    failed = [name for step in engine.executor.steps[2:] for name in step.num_scheduled_tokens]
+    failed = [name for step in engine.rank.steps[2:] for name in step.num_scheduled_tokens]
     assert failed == pulls, "the probe waits: a block more is reserved for each of them"
     engine.core.abort_requests(pulls)
     with pytest.raises(RuntimeError, match="no device"):
         engine.step()
-    assert engine.executor.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
+    assert engine.rank.steps[-1].num_scheduled_tokens == {PROBE_ID: 1}
 
 
 def test_no_front_end_can_name_a_request_as_the_engines_own() -> None:
@@ -187,7 +187,7 @@ def test_nothing_is_computed_behind_a_failed_step() -> None:
         if num_computed == 1:
             raise RuntimeError("a passing fault")
 
-    engine.executor.on_step = fail_once
+    engine.rank.on_step = fail_once
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 6, max_tokens=8)
     engine.step()
@@ -222,7 +222,7 @@ def test_a_suspect_waits_for_a_place_in_the_batch() -> None:
             num_failures += 1
             raise RuntimeError("a passing fault")
 
-    engine.executor.on_step = fail_twice
+    engine.rank.on_step = fail_twice
     while engine.scheduler.has_requests():
         engine.step()
         assert len(engine.scheduler.running) <= 2
@@ -265,7 +265,7 @@ def test_nobody_shares_blocks_that_led_to_nan_logits(windows: tuple[int | None, 
     engine = Engine(windows=windows)
     engine.add("other", prompt[: 2 * BLOCK_SIZE], max_tokens=6)
     engine.run()
-    engine.executor.num_nans["a"] = 3
+    engine.rank.num_nans["a"] = 3
     engine.add("a", prompt)
     engine.add("fork", prompt, fork_of="a")
     assert engine.step().num_scheduled_tokens == {"a": len(prompt) - 2 * BLOCK_SIZE}
@@ -285,7 +285,7 @@ def test_a_fork_with_nan_logits_takes_its_sources_blocks_from_the_cache() -> Non
     engine.add("a", prompt)
     engine.step()
     engine.add("fork", prompt, fork_of="a")
-    engine.executor.num_nans["fork"] = 3
+    engine.rank.num_nans["fork"] = 3
     engine.step()
     assert engine.finish_reason("fork") == FinishReason.ERROR
     engine.add("b", prompt)
@@ -300,7 +300,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 6)
     error = RequestFailedError("logits processor 'x' raised ValueError('y')").to_engine_error()
-    engine.executor.errors["a"] = error
+    engine.rank.errors["a"] = error
     engine.run()
     assert engine.outputs["a"][-1].error == error
     assert engine.tokens("b") == expected([ord("b")] * 6, 4)
@@ -311,7 +311,7 @@ def test_what_a_request_fails_by_itself_is_its_own_fault() -> None:
     engine = Engine()
     for name in ("nan", "bad"):
         engine.add(name, [ord(name[0])] * 6)
-    engine.executor.num_nans["nan"] = 3
+    engine.rank.num_nans["nan"] = 3
     fail_on(engine, "bad")
     engine.run()
     for name in ("nan", "bad"):
@@ -326,12 +326,12 @@ def test_an_engine_that_brings_nan_for_everybody_dies(async_scheduling: bool) ->
     names = [str(index) for index in range(3 * MAX_FAILURES_IN_A_ROW)]
     for name in names:
         engine.add(name, [ord(name[0])] * 6)
-    engine.executor.num_nans |= dict.fromkeys((*names, PROBE_ID), 7)
+    engine.rank.num_nans |= dict.fromkeys((*names, PROBE_ID), 7)
     with pytest.raises(RuntimeError, match="NaN logits for a token of our own"):
         engine.run()
     engine.core.close()
     # Nothing was planned behind it, but for a step of nothing where steps are planned ahead.
-    planned = [step for step in engine.executor.steps if step.num_scheduled_tokens]
+    planned = [step for step in engine.rank.steps if step.num_scheduled_tokens]
     assert PROBE_ID in planned[-1].num_scheduled_tokens
 
 
@@ -341,14 +341,14 @@ def test_requests_with_nan_logits_cost_the_engine_a_token_now_and_then(
 ) -> None:
     engine = Engine(async_scheduling=async_scheduling, max_num_seqs=1)
     bad = [f"bad-{index}" for index in range(4 * MAX_FAILURES_IN_A_ROW)]
-    engine.executor.num_nans |= dict.fromkeys(bad, 7)
+    engine.rank.num_nans |= dict.fromkeys(bad, 7)
     for index, name in enumerate(bad):
         engine.add(name, [index] * 4)
     engine.add("good", [1, 2, 3], max_tokens=30)
     engine.run()
     assert {engine.finish_reason(name) for name in bad} == {FinishReason.ERROR}
     assert engine.tokens("good") == expected([1, 2, 3], 30)
-    num_probes = sum(PROBE_ID in step.num_scheduled_tokens for step in engine.executor.steps)
+    num_probes = sum(PROBE_ID in step.num_scheduled_tokens for step in engine.rank.steps)
     assert 0 < num_probes <= 2 * 4, "steps in flight may fail meanwhile"
     engine.assert_idle()
     engine.core.close()
@@ -360,8 +360,8 @@ def test_a_failing_row_counts_as_no_failing_step() -> None:
     bad = [f"bad-{index}" for index in range(3 * MAX_FAILURES_IN_A_ROW)]
     for index, name in enumerate(bad):
         engine.add(name, [index] * 4)
-        engine.executor.errors[name] = error
+        engine.rank.errors[name] = error
     engine.run()
-    assert not any(PROBE_ID in step.num_scheduled_tokens for step in engine.executor.steps)
+    assert not any(PROBE_ID in step.num_scheduled_tokens for step in engine.rank.steps)
     assert len(engine.scheduler.suspects) == 0
     assert all(engine.outputs[name][-1].error == error for name in bad)

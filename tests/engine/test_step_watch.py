@@ -165,13 +165,13 @@ async def test_an_engine_learns_from_its_steps(
     engine._loaded = dataclasses.replace(engine._loaded, step_watch=watch)
     engine.add_request(dataclasses.replace(request, request_id="b"))
     await until(lambda: "b" in ended(outputs))
-    may_end, execute = threading.Event(), engine._core.executor.execute_model
+    may_end, execute = threading.Event(), engine._core.executor.rank.execute_model
 
     def hang(scheduled: SchedulerOutput) -> Any:
         may_end.wait(120)
         return execute(scheduled)
 
-    monkeypatch.setattr(engine._core.executor, "execute_model", hang)
+    monkeypatch.setattr(engine._core.executor.rank, "execute_model", hang)
     engine.add_request(dataclasses.replace(request, request_id="c"))
     await until(lambda: engine.problem() is not None)
     assert "a step has taken more than" in engine.problem()

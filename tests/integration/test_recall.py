@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 from tiny_model_data import make_recall_prompt
 
 pytestmark = pytest.mark.slow
@@ -102,6 +102,7 @@ def generate(
             eos_token_id=engine.info.eos_token_ids[0],
         )
     )
+    executor: Any = core.executor
     tokens: list[int] = []
     is_clean = corrupted is not None
     while core.has_work():
@@ -111,6 +112,6 @@ def generate(
             (block_ids,) = core.scheduler.kv.get_block_ids("r")
             size = engine.info.block_size
             for index in range(corrupted[0] // size, (corrupted[1] - 1) // size + 1):
-                engine.kv_cache.tensor[block_ids[index]].normal_()
+                executor.rank.kv_cache.tensor[block_ids[index]].normal_()
             is_clean = False
     return tokens[:-1]

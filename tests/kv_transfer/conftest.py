@@ -258,6 +258,8 @@ class PSide:
     def start_p(self, **options: Any) -> None:
         identity = make_identity("p0", layout=self.layout)
         self.p_transport = make_transport(self.kind, identity, registry=self.registry)
+        self.p_transport.register(self.p_pool)
+        self.p_transport.self_check()
         self.p_identity = identity
         self.p = ProducerConnector(
             self.p_transport,
@@ -267,7 +269,6 @@ class PSide:
             **options,
             **self._common(),
         )
-        self.p.register_kv_cache(self.p_pool)
         fill(self.p_pool, seed=1)
 
     def request(
@@ -349,6 +350,8 @@ class Pair(PSide):
         self.dialed: list[str] = []
         d_identity = make_identity("d0", layout=self.layout)
         self.transport = FaultTransport(make_transport(kind, d_identity, registry=self.registry))
+        self.transport.register(self.d_pool)
+        self.transport.self_check()
         self.d = ConsumerConnector(
             self.transport,
             identity=d_identity,
@@ -357,7 +360,6 @@ class Pair(PSide):
             **self._common(),
         )
         self.d.bind_link_pool(lambda engine_id, host, port: self.dialed.append(engine_id))
-        self.d.register_kv_cache(self.d_pool)
         fill(self.d_pool, seed=2)
         self.to_p = Wire()
         self.d_link: KVLink | None = None

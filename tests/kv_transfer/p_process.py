@@ -34,15 +34,17 @@ class Prefills:
     def __init__(self, engine_id: str, compatibility_hash: str, require_transport: str) -> None:
         identity = kit.make_identity(engine_id, compatibility_hash=compatibility_hash)
         self._loop = asyncio.get_running_loop()
+        transport = make_transport("nixl", identity, require_transport=require_transport)
+        pool = kit.make_pool(1)
+        transport.register(pool)
+        transport.self_check()
         self.connector = ProducerConnector(
-            make_transport("nixl", identity, require_transport=require_transport),
+            transport,
             identity=identity,
             metrics=KVTransferMetrics(CollectorRegistry()),
             wakeup=self._wake,
             step_seq=lambda: 0,
         )
-        pool = kit.make_pool(1)
-        self.connector.register_kv_cache(pool)
         kit.fill(pool, 1)
         self.blocks = kit.Blocks()
 

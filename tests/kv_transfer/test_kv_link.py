@@ -107,6 +107,8 @@ class D:
         self.pool = kit.make_pool(2)
         identity = kit.make_identity("d0")
         self.transport = kit.FaultTransport(make_transport("nixl", identity))
+        self.transport.register(self.pool)
+        self.transport.self_check()
         self.metrics = KVTransferMetrics(CollectorRegistry())
         self.connector = ConsumerConnector(
             self.transport,
@@ -116,7 +118,6 @@ class D:
             step_seq=lambda: 0,
             transfer_timeout_s=PATIENCE_S,
         )
-        self.connector.register_kv_cache(self.pool)
         self.links = KVLinkPool(self.connector)
         self.has_room = True
         self.tables: dict[Request, list[int]] = {}

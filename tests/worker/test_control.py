@@ -71,14 +71,14 @@ async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(
     assert await worker.is_alive()
     watch = StepWatch(timeout_s=0.1)
     worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_watch=watch)
-    executor = worker.engine._core.executor
-    execute, may_end = executor.execute_model, threading.Event()
+    rank: Any = worker.engine._core.executor.rank
+    execute, may_end = rank.execute_model, threading.Event()
 
     def hang(scheduled: Any) -> Any:
         may_end.wait(2 * TIMEOUT_S)
         return execute(scheduled)
 
-    monkeypatch.setattr(executor, "execute_model", hang)
+    monkeypatch.setattr(rank, "execute_model", hang)
     async with worker.attach("one") as router:
         await router.write(add("long", 4))
         deadline = time.monotonic() + TIMEOUT_S
@@ -122,7 +122,8 @@ async def until_serving(worker: Worker) -> None:
 async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = worker.engine._loaded.control._memory
+    rank: Any = worker.engine._core.executor.rank
+    memory = rank.memory
     load_model = memory._load_model
 
     def load_slowly() -> object:

@@ -88,15 +88,15 @@ async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
 @contextlib.contextmanager
 def slowed(worker: Worker) -> Iterator[None]:
     """Dozens of tokens take far longer than anything else, also on a busy machine."""
-    executor = worker.engine._core.executor
-    execute = executor.execute_model
+    rank: Any = worker.engine._core.executor.rank
+    execute = rank.execute_model
 
     def execute_slowly(scheduled: Any) -> Any:
         time.sleep(0.02)
         return execute(scheduled)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "execute_model", execute_slowly)
+        patch.setattr(rank, "execute_model", execute_slowly)
         yield
 
 

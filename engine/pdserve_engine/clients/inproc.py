@@ -29,11 +29,11 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.clients.control import ControlClient
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import StepResult
 from pdserve_engine.kv_transfer.base import KVConnector
-from pdserve_engine.runner.loading import LoadedEngine, load_engine
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,8 @@ class InprocEngineClient:
         if bound_s is not None:
             return f"a step has taken more than {bound_s:g} s"
         connector = self._loaded.connector
-        return connector.failure() if connector is not None else None
+        failure = self._core.executor.failure()
+        return failure or (connector.failure() if connector is not None else None)
 
     # ---- control
 

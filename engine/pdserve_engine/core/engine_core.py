@@ -1,17 +1,16 @@
 """One step of an engine: schedule, execute, update. Owned by the engine thread."""
 
-import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, SchedulerStats
 from pdserve_common.errors import DrainingError
 from pdserve_engine.core.dump import dump_step
-from pdserve_engine.core.model_thread import ModelThread
+from pdserve_engine.core.executor import ExecutedStep, Executor
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv_transfer.base import KVConnector
 from pdserve_engine.request.outputs import ClientOutputs
@@ -21,8 +20,6 @@ from pdserve_engine.request.watchdog import RunningStep, work_of
 
 logger = logging.getLogger(__name__)
 
-# Steps in flight at once with async scheduling: one runs, the next one waits for it.
-BATCH_QUEUE_SIZE = 2
 # After a longer step planning ahead saves next to nothing, and would keep requests that arrive
 # meanwhile out of the next step.
 MAX_LOOKAHEAD_STEP_S = 0.02
@@ -32,15 +29,8 @@ MAX_FAILURES_IN_A_ROW = 5
 PROBE_ID = "\0engine-probe"
 # The client_index of nobody.
 NO_CLIENT = -1
-CLOSE_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
-
-
-class Executor(Protocol):
-    """Runs the model on a scheduled step; ModelRunner is one."""
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class StepResult(NamedTuple):
@@ -55,16 +45,12 @@ class StepResult(NamedTuple):
     has_progressed: bool
 
 
-# What a step brought, and the seconds it took.
-_Executed = tuple[ModelRunnerOutput, float]
-
-
 class _Batch(NamedTuple):
     """A step that was handed to the model."""
 
     scheduled: SchedulerOutput
     work: int
-    future: Future[_Executed]
+    future: Future[ExecutedStep]
 
 
 class _Taken(NamedTuple):
@@ -86,12 +72,11 @@ class EngineCore:
         executor: Executor,
         connector: KVConnector | None,
         max_model_len: int,
-        async_scheduling: bool = False,
         take_aborts: Callable[[], Iterable[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`take_aborts` returns the ids aborted since it was last called; asked while a step is
-        under way. With `async_scheduling` the model runs on a thread of its own until `close`.
+        under way.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -100,10 +85,8 @@ class EngineCore:
         self._take_aborts = take_aborts
         self._clock = clock
         self._batch_queue: deque[_Batch] = deque()
-        self._model_thread = ModelThread() if async_scheduling else None
         # The step that is computed or waited for; any thread may look.
         self.running_step: RunningStep | None = None
-        self._is_broken_off = False
         # The last step that computed something. Unknown is taken for long.
         self._last = _Taken(has_progressed=False, num_tokens=1, duration_s=MAX_LOOKAHEAD_STEP_S)
         self._num_failures_in_a_row = 0
@@ -186,21 +169,23 @@ class EngineCore:
         while self._batch_queue:
             self._take_oldest()
 
-    def on_model_thread(self, function: Callable[[], T]) -> T:
-        """Call where the model runs, after the steps in flight, and return what it returns."""
-        if self._model_thread is None:
-            return function()
-        return self._wait_for(self._model_thread.submit(function), work=None)
+    def wait_for(self, future: "Future[T]", work: int | None = None) -> T:
+        """Return the result of a step, or of a call that comes behind steps."""
+        self.running_step = RunningStep(self._clock(), work)
+        try:
+            return future.result()
+        finally:
+            self.running_step = None
 
     def close(self) -> bool:
-        """End the model's thread after the steps in flight; False if it hangs in one."""
-        return self._model_thread is None or self._model_thread.close(CLOSE_TIMEOUT_S)
+        """Stop the executor after the steps in flight; False if one of them hangs."""
+        return self.executor.stop()
 
     # ---- the batch queue
 
     def _may_look_ahead(self) -> bool:
         """May another step be planned before the last one has brought its tokens?"""
-        if self._model_thread is None or not 0 < len(self._batch_queue) < BATCH_QUEUE_SIZE:
+        if not 0 < len(self._batch_queue) < self.executor.max_concurrent_batches:
             return False
         num_tokens = self._batch_queue[-1].scheduled.total_num_scheduled_tokens
         expected_s = self._last.duration_s * max(1.0, num_tokens / self._last.num_tokens)
@@ -208,46 +193,16 @@ class EngineCore:
         return is_short and not self.scheduler.needs_drain
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
-        execute = functools.partial(self._execute, scheduled)
         work = work_of(scheduled)
-        future: Future[_Executed]
-        if self._model_thread is not None:
-            future = self._model_thread.submit(execute)
-        else:
-            self.running_step = RunningStep(self._clock(), work)
-            future = Future()
-            try:
-                future.set_result(execute())
-            except Exception as error:  # kept for _take_oldest, as the thread's would be
-                future.set_exception(error)
-            self.running_step = None
+        self.running_step = RunningStep(self._clock(), work)  # it may be over on return
+        future = self.executor.submit(scheduled)
+        self.running_step = None
         self._batch_queue.append(_Batch(scheduled, work, future))
-
-    def _execute(self, scheduled: SchedulerOutput) -> _Executed:
-        """On the model's thread. Nothing runs behind a step that failed: the runner's state lacks
-        what that step would have told it.
-        """
-        if self._is_broken_off:
-            raise RuntimeError("the step before this one failed")
-        start = self._clock()
-        try:
-            output = self.executor.execute_model(scheduled)
-        except BaseException:  # whatever it was, it goes on to whoever waits
-            self._is_broken_off = True
-            raise
-        return output, self._clock() - start
-
-    def _wait_for(self, future: "Future[T]", work: int | None) -> T:
-        self.running_step = RunningStep(self._clock(), work)
-        try:
-            return future.result()
-        finally:
-            self.running_step = None
 
     def _take_oldest(self) -> _Taken:
         scheduled, work, future = self._batch_queue.popleft()
         try:
-            output, duration_s = self._wait_for(future, work)
+            output, duration_s = self.wait_for(future, work)
         except Exception as error:  # whatever a model, a kernel or a plugin may raise
             self._isolate(scheduled, error)
             return _Taken(has_progressed=True)
@@ -292,7 +247,7 @@ class EngineCore:
             batch = self._batch_queue.popleft()
             batch.future.exception()
             steps.append(batch.scheduled)
-        self._is_broken_off = False
+        self.executor.recover()
         self.scheduler.discard_steps(steps, f"the model failed on this request: {error!r}")
         self._note_failure()
 

@@ -154,12 +154,6 @@ class KVConnector(ABC):
     # ---- the engine thread
 
     @abstractmethod
-    def register_kv_cache(self, kv_cache: "KVCache") -> None:
-        """Register the pool's memory with the transport, which has to prove that it moves bytes;
-        once, before anything else. Raises KVTransferError.
-        """
-
-    @abstractmethod
     def on_new_request(self, request: "Request") -> None:
         """D: the request's ticket; P may have asked for it already. P: nothing."""
 

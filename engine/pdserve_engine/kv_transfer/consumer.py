@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import (
@@ -34,9 +33,6 @@ from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, m
 from pdserve_engine.kv_transfer.pull import FAILURE_REASONS, ChunkRead
 from pdserve_engine.kv_transfer.pull_events import PullEvents
 from pdserve_engine.request.request import Request
-
-if TYPE_CHECKING:
-    from pdserve_engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +104,6 @@ class ConsumerConnector(KVConnector):
             self.dial(params.remote_engine_id, params.remote_host, params.remote_port)
 
     # ---- the engine thread
-
-    def register_kv_cache(self, kv_cache: "KVCache") -> None:
-        self._transport.register(kv_cache)
-        self._transport.self_check()
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params

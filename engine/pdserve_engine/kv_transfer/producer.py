@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from pdserve_common.engine_types import EngineCoreRequest, ErrorFault
 from pdserve_common.errors import KVTransferError
@@ -45,9 +44,6 @@ from pdserve_engine.kv_transfer.protocol import (
 from pdserve_engine.kv_transfer.session import Session
 from pdserve_engine.kv_transfer.session_machine import Checksum, SessionMachine
 from pdserve_engine.request.request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from pdserve_engine.kv.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +114,6 @@ class ProducerConnector(KVConnector):
         """Nothing: D dials."""
 
     # ---- the engine thread
-
-    def register_kv_cache(self, kv_cache: "KVCache") -> None:
-        self._transport.register(kv_cache)
-        self._transport.self_check()
 
     def on_new_request(self, request: Request) -> None:
         """Nothing: the scheduler asks for the request when its turn is near."""

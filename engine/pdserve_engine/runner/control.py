@@ -11,8 +11,6 @@ from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
-from pdserve_engine.runner.profiler import StepProfiler
-from pdserve_engine.runner.sleep import SleepingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +25,8 @@ class EngineControl:
     What a verb has to wait for (`is_quiet`, `is_empty`) its caller waits for, while steps go on.
     """
 
-    def __init__(self, core: EngineCore, memory: SleepingMemory, profiler: StepProfiler) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._memory = memory
-        self._profiler = profiler
         self._sleep_level: int | None = None
         # Those of SLEEP_TAGS that are not awake.
         self._asleep: set[str] = set()
@@ -118,7 +114,7 @@ class EngineControl:
         self._core.scheduler.pause_state = PauseState.PAUSED_ALL
         self._asleep = set(SLEEP_TAGS)
         self._sleep_level = level
-        return self._memory.release(level)
+        return self._core.executor.sleep(level)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Wake those of SLEEP_TAGS named, or all. Raises InvalidRequestError for an unknown tag
@@ -153,7 +149,7 @@ class EngineControl:
         """Record up to MAX_PROFILE_STEPS steps. Raises FailedPreconditionError if a profile is
         running or its folder cannot be had.
         """
-        self._core.on_model_thread(self._profiler.start)
+        self._core.wait_for(self._core.executor.start_profile())
         self._profile_end = self._core.step_seq + MAX_PROFILE_STEPS
         self._profile_path = None
 
@@ -163,7 +159,7 @@ class EngineControl:
         """
         self._profile_end = None
         path, self._profile_path = self._profile_path, None
-        return path or self._core.on_model_thread(self._profiler.stop)
+        return path or self._core.wait_for(self._core.executor.stop_profile())
 
     def end_full_profile(self) -> None:
         """End a profile that has its steps; call it after every step."""
@@ -189,9 +185,9 @@ class EngineControl:
     def _wake(self, tag: str) -> None:
         try:
             if tag == "weights":
-                self._memory.restore_weights()
+                self._core.executor.restore_weights()
             elif tag == "kv_cache":
-                self._memory.restore_kv_cache()
+                self._core.executor.restore_kv_cache()
             else:
                 self._sleep_level = None
                 self._core.scheduler.pause_state = PauseState.UNPAUSED

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
-from pdserve_engine.runner.loading import load_engine
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,253 @@
+"""Turns an EngineConfig into an EngineCore: executor, connector, scheduler."""
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from pdserve_common.engine_types import EngineInfo, WorkerRole
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.model_folder import model_name
+from pdserve_common.tokenizer_digest import tokenizer_digest
+from pdserve_common.version import VERSION
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.core.executor import Executor, LoadedModel
+from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
+from pdserve_engine.kv_transfer.base import KVConnector, KVIdentity
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
+from pdserve_engine.runner.control import EngineControl
+from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
+from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.plugins import load_general_plugins
+from pdserve_engine.runner.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """An engine that is ready to step, and what has to be closed after it."""
+
+    core: EngineCore
+    info: EngineInfo
+    connector: KVConnector | None
+    control: EngineControl
+    step_watch: StepWatch
+    logs_iterations: bool
+
+    def close(self) -> bool:
+        """Release the transport, then the pool under it; False, and nothing, if a step hangs that
+        uses them. The engine thread has ended.
+        """
+        if not self.core.close():
+            return False
+        gc.unfreeze()  # what the pool and the weights held can be collected again
+        if self.connector is not None:
+            self.connector.shutdown()
+        self.core.executor.close()
+        return True
+
+
+@contextlib.contextmanager
+def _out_of_memory_is_refused() -> Iterator[None]:
+    """Raise ValueError for the RuntimeError of one of torch's allocators."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = out_of_memory_reason(error)
+        if reason is None:
+            raise
+        raise ValueError(
+            f"too little memory for this model and its largest step: {reason}; lower "
+            "--max-num-batched-tokens or --max-num-seqs, see what else uses the memory, or take a "
+            "smaller model or dtype, or on CPU --quantization"
+        ) from error
+
+
+@_out_of_memory_is_refused()
+def load_engine(
+    config: EngineConfig,
+    *,
+    role: Role,
+    engine_id: str,
+    metrics: KVTransferMetrics,
+    wakeup: Callable[[], None] = lambda: None,
+    take_aborts: Callable[[], Iterable[str]] = tuple,
+) -> LoadedEngine:
+    """Load everything; takes seconds to minutes and blocks.
+
+    `wakeup` is called, on any thread, when the connector has news for the engine thread. Raises
+    ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
+    of memory.
+    """
+    started = time.monotonic()
+    load_general_plugins()
+    source = ModelSource(config)
+    identity = source.identify(engine_id)
+    executor = UniprocExecutor(
+        Rank(config, source, name=engine_id), async_scheduling=config.has_async_scheduling
+    )
+    model = executor.load()
+    manager, max_model_len = _make_pool(config, source, executor)
+    if config.poison_freed_blocks:
+        manager.block_pool.on_dead = executor.poison
+    step_seq = _StepCounter()
+    connector = _make_connector(config, role, identity, executor, metrics, wakeup, step_seq)
+    core = step_seq.core = EngineCore(
+        scheduler=Scheduler(config.scheduler, manager, connector),
+        executor=executor,
+        connector=connector,
+        max_model_len=max_model_len,
+        take_aborts=take_aborts,
+    )
+    # What is loaded now lives as long as the process: the collector need not look at it again.
+    release_unused(source.device)
+    info = _describe(config, role, identity, model, manager, max_model_len, source)
+    _log_loaded(info, source, manager, time.monotonic() - started)
+    return LoadedEngine(
+        core=core,
+        info=info,
+        connector=connector,
+        control=EngineControl(core),
+        step_watch=_make_watch(config),
+        logs_iterations=config.log_iterations,
+    )
+
+
+def _make_watch(config: EngineConfig) -> StepWatch:
+    min_bound_s = MIN_CUDA_BOUND_S if config.device == "cuda" else MIN_BOUND_S
+    return StepWatch(timeout_s=config.step_timeout_s, min_bound_s=min_bound_s)
+
+
+def _make_pool(
+    config: EngineConfig, source: ModelSource, executor: Executor
+) -> tuple[KVCacheManager, int]:
+    """Make the pool that there is room for; return its book-keeping and max_model_len.
+
+    Raises ValueError for sizes that do not fit.
+    """
+    num_blocks = executor.determine_num_blocks()
+    manager = make_kv_cache_manager(config, source.spec, num_blocks)
+    max_model_len = fit_max_model_len(config, source.config.max_model_len, manager)
+    _check_chunks(config, max_model_len)
+    executor.make_pool(num_blocks, max_model_len=max_model_len)
+    return manager, max_model_len
+
+
+def _make_connector(
+    config: EngineConfig,
+    role: str,
+    identity: KVIdentity,
+    executor: Executor,
+    metrics: KVTransferMetrics,
+    wakeup: Callable[[], None],
+    step_seq: Callable[[], int],
+) -> KVConnector | None:
+    if config.kv_connector == "none":
+        return None
+    transport = make_transport(
+        config.kv_connector, identity, require_transport=config.require_transport
+    )
+    executor.register_kv_cache(transport)
+    checksum = executor.block_checksums if config.kv_checksums else None
+    if role == "prefill":
+        return ProducerConnector(
+            transport,
+            identity=identity,
+            metrics=metrics,
+            wakeup=wakeup,
+            step_seq=step_seq,
+            session_timeout_s=config.kv_session_timeout_s,
+            checksum=checksum,
+        )
+    return ConsumerConnector(
+        transport,
+        identity=identity,
+        metrics=metrics,
+        wakeup=wakeup,
+        step_seq=step_seq,
+        session_timeout_s=config.kv_session_timeout_s,
+        transfer_timeout_s=config.kv_transfer_timeout_s,
+        checksum=checksum,
+    )
+
+
+class _StepCounter:
+    """The engine's step number for heartbeats; the connector is built before the core."""
+
+    core: EngineCore | None = None
+
+    def __call__(self) -> int:
+        return self.core.step_seq if self.core is not None else 0
+
+
+def _check_chunks(config: EngineConfig, max_model_len: int) -> None:
+    scheduler = config.scheduler
+    if not scheduler.has_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}, "
+            "without chunked prefill (scheduling_mode v0 has none) "
+            f"it must be at least max_model_len ({max_model_len})"
+        )
+
+
+def _log_loaded(
+    info: EngineInfo, source: ModelSource, manager: KVCacheManager, duration_s: float
+) -> None:
+    logger.info(
+        "loaded %s in %.1f s: %d blocks of %d tokens (%.0f MiB of KV), "
+        "max_model_len %d (%.1f requests of it at once), %s",
+        info.model,
+        duration_s,
+        info.num_blocks,
+        info.block_size,
+        info.num_blocks * source.spec.block_bytes / 2**20,
+        info.max_model_len,
+        info.num_blocks / manager.num_blocks_needed(info.max_model_len),
+        info.dtype,
+    )
+
+
+def _describe(
+    config: EngineConfig,
+    role: str,
+    identity: KVIdentity,
+    model: LoadedModel,
+    manager: KVCacheManager,
+    max_model_len: int,
+    source: ModelSource,
+) -> EngineInfo:
+    return EngineInfo(
+        engine_id=identity.engine_id,
+        epoch=identity.epoch,
+        role=WorkerRole.PREFILL if role == "prefill" else WorkerRole.DECODE,
+        model=config.served_model_name or model_name(config.model),
+        max_model_len=max_model_len,
+        vocab_size=source.config.vocab_size,
+        eos_token_ids=source.config.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=manager.block_pool.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        dtype=source.config.dtype_name,
+        kv_compatibility_hash=identity.compatibility_hash,
+        kv_transport=config.kv_connector,
+        determinism="exact" if model.is_row_independent else "consistent",
+        numerics_id=model.numerics_id,
+        version=VERSION,
+        logits_processors=tuple(sorted(source.logits_processors)),
+        kernels=model.kernels,
+        has_prefix_caching=config.enable_prefix_caching,
+        tokenizer_digest=tokenizer_digest(config.model),
+        weights_digest=source.weights_digest(),
+        started_at_ms=time.time_ns() // 1_000_000,
+    )

@@ -1,0 +1,123 @@
+"""The seam between an engine and what runs its model, in however many processes."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from pdserve_engine.kv_transfer.base import KVTransport
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+
+
+class ExecutedStep(NamedTuple):
+    """What a step brought, and the seconds it took where the model runs."""
+
+    output: ModelRunnerOutput
+    duration_s: float
+
+
+class LoadedModel(NamedTuple):
+    """What there is to know of a model that only its weights and its device tell."""
+
+    is_row_independent: bool
+    numerics_id: str
+    # Name of the kernel set.
+    kernels: str
+
+
+class Executor(Protocol):
+    """The only holder of model and KV pool. The engine thread calls it, before that the one that
+    loads; what gives memory back or takes it only while no step is in flight.
+    """
+
+    # ---- loading, in this order
+
+    def load(self) -> LoadedModel:
+        """Read the weights; takes seconds to minutes. Raises ModelError."""
+        ...
+
+    def determine_num_blocks(self) -> int:
+        """Warm the model up with the largest step; return how many blocks the pool may have.
+        Raises ValueError, with the numbers, if there is no room.
+        """
+        ...
+
+    def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
+        """Allocate the pool, zeroed, and what requests of that many tokens need."""
+        ...
+
+    def register_kv_cache(self, transport: KVTransport) -> None:
+        """Register the pool's memory with a transport, which has to prove that it moves bytes.
+        Raises KVTransferError.
+        """
+        ...
+
+    # ---- steps
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be in flight at once: one runs, others wait for it."""
+        ...
+
+    def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
+        """Run a step behind those in flight. It is over when the future is: its KV is written.
+
+        The future holds any exception of the model. Steps behind one that failed fail, too, as
+        the model lacks what that one would have told it; until `recover`.
+        """
+        ...
+
+    def recover(self) -> None:
+        """Run steps again; all that were in flight when one failed have ended."""
+        ...
+
+    def failure(self) -> str | None:
+        """Why no step can run any more, or None. Any thread."""
+        ...
+
+    # ---- an operator's calls
+
+    def sleep(self, level: int) -> int:
+        """Give back what a sleep level says; return how many bytes there are more of."""
+        ...
+
+    def restore_weights(self) -> None:
+        """Take the weights back; no-op if they are there. Raises OSError or ValueError if they
+        cannot be read or have changed, RuntimeError for want of memory.
+        """
+        ...
+
+    def restore_kv_cache(self) -> None:
+        """Take the pool's memory back, zeroed; no-op if it is there. Raises RuntimeError for want
+        of memory.
+        """
+        ...
+
+    def start_profile(self) -> "Future[None]":
+        """Record what the model does, from behind the steps in flight on. The future's exception
+        may be FailedPreconditionError.
+        """
+        ...
+
+    def stop_profile(self) -> "Future[str]":
+        """Bring the trace's path. The future's exception may be FailedPreconditionError."""
+        ...
+
+    # ---- tools for tests
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill free blocks with NaN, at once: steps may be in flight."""
+        ...
+
+    def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the CRC-32 of each block's bytes. Any thread."""
+        ...
+
+    # ---- the end
+
+    def stop(self) -> bool:
+        """End after the steps in flight; False if one of them hangs."""
+        ...
+
+    def close(self) -> None:
+        """Give the pool's memory back. Stopped, and no transfer is under way."""
+        ...

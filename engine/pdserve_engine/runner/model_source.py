@@ -1,0 +1,85 @@
+"""The model that a config names, and the device it runs on."""
+
+import contextlib
+
+import torch
+
+from pdserve_common.cores import cpu_limit
+from pdserve_common.kv_types import new_epoch
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.kv.kv_cache import KVCacheSpec
+from pdserve_engine.kv_transfer.base import KVIdentity
+from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
+from pdserve_engine.models.base import Model
+from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.runner.plugins import load_logits_processors
+from pdserve_kernels.cpu.compiled import pin_threads
+from pdserve_kernels.cpu.isa import KernelsUnavailable
+
+
+class ModelSource:
+    """The model that a config names: what it is, and its weights, now and after a sleep."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = _device(config)
+        self.logits_processors = load_logits_processors()
+        self.config = read_model_config(
+            config.model,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            model_impl=config.model_impl,
+            quantization=config.quantization,
+        )
+        self.spec = KVCacheSpec.from_model(
+            self.config, block_size=config.block_size, device=self.device
+        )
+        self._model_dir = config.model
+        self.compatibility_hash = self._hash()
+
+    def identify(self, engine_id: str) -> KVIdentity:
+        """Return who peers will deal with: this start of an engine with this model."""
+        return KVIdentity(
+            engine_id=engine_id,
+            epoch=new_epoch(),
+            compatibility_hash=self.compatibility_hash,
+            layout=self.spec.layout(),
+            vocab_size=self.config.vocab_size,
+        )
+
+    def weights_digest(self) -> str:
+        processors = tuple(self.logits_processors)
+        return model_digest(self._model_dir, self.config, logits_processors=processors)
+
+    def load(self) -> Model:
+        return load_model(self._model_dir, self.config, device=self.device)
+
+    def reload(self) -> Model:
+        """As `load`. Raises ValueError if the folder has changed: peers were told its digest."""
+        if self._hash() != self.compatibility_hash:
+            raise ValueError(f"{self._model_dir} has changed since the start, restart the worker")
+        return self.load()
+
+    def _hash(self) -> str:
+        return compatibility_hash(
+            self._model_dir,
+            self.config,
+            self.spec.layout(),
+            logits_processors=tuple(self.logits_processors),
+        )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
+    torch.set_num_threads(config.num_threads or _default_num_threads(config))
+    if config.cores and config.device == "cpu":
+        # Without compiled kernels nothing can place the threads: they share the process's cores.
+        with contextlib.suppress(KernelsUnavailable):
+            pin_threads(config.cores)
+    return torch.device(config.device)
+
+
+def _default_num_threads(config: EngineConfig) -> int:
+    """One for each core, but no more than the container has time for."""
+    num_threads, limit = len(config.cores) or torch.get_num_threads(), cpu_limit()
+    return num_threads if limit is None else max(1, min(num_threads, int(limit)))

@@ -1,0 +1,79 @@
+"""What a rank of an executor holds: a model, a KV pool and a profiler."""
+
+import logging
+
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.executor import LoadedModel
+from pdserve_engine.kv.kv_cache import KVCache
+from pdserve_engine.kv.memory import release_unused
+from pdserve_engine.kv_transfer.rdma import has_rdma_device
+from pdserve_engine.models.base import Model
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
+from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.numerics import numerics_id
+from pdserve_engine.runner.profiler import StepProfiler
+from pdserve_engine.runner.sleep import SleepingMemory
+from pdserve_kernels import name_of, select
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """Its calls are those of `core.executor.Executor`, which says when each may come."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, *, name: str) -> None:
+        """`name` begins the names of traces."""
+        self._config = config
+        self._source = source
+        self.profiler = StepProfiler(config.profile_dir, name=name)
+
+    def load(self) -> LoadedModel:
+        self._model: Model = self._source.load()
+        device = self._source.device
+        return LoadedModel(
+            is_row_independent=self._model.is_row_independent,
+            numerics_id=numerics_id(self._config, self._model, device),
+            kernels=name_of(select(device)),
+        )
+
+    def determine_num_blocks(self) -> int:
+        spec, device = self._source.spec, self._source.device
+        step_bytes = measure_largest_step(self._config, self._model, spec, device)
+        logger.info("the largest step takes %.0f MiB besides weights and KV", step_bytes / 2**20)
+        release_unused(device)
+        max_model_len = self._model.config.max_model_len
+        return num_blocks_that_fit(
+            self._config, spec, device, max_model_len=max_model_len, step=step_bytes
+        )
+
+    def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
+        source = self._source
+        self.kv_cache = KVCache(source.spec, num_blocks=num_blocks, device=source.device)
+        self._runner = ModelRunner(
+            self._model,
+            self.kv_cache,
+            max_num_seqs=self._config.scheduler.max_batch_size,
+            max_model_len=max_model_len,
+            logits_processors=source.logits_processors,
+        )
+        del self._model  # the runner's alone: a sleep gives it back
+        self.memory = SleepingMemory(
+            self._runner,
+            self.kv_cache,
+            device=source.device,
+            load_model=source.reload,
+            keeps_pool=_is_pool_pinned(self._config),
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        return self._runner.execute_model(scheduler_output)
+
+
+def _is_pool_pinned(config: EngineConfig) -> bool:
+    """Does a transport hold on to the pool's memory, so that it cannot be given back?"""
+    if config.kv_connector == "none":
+        return False
+    may_use_rdma = config.require_transport in ("any", "rdma") and has_rdma_device()
+    return config.device == "cuda" or may_use_rdma
