@@ -13,7 +13,7 @@ from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
-from pdserve_router.requests.handoff import Handoff
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.parent_request import ParentRequest
@@ -251,7 +251,7 @@ class Router:
                 on_tokens=self._on_tokens,
                 on_end=self._on_end,
             )
-        kind = Handoff if params.n == 1 and params.best_of is None else ParentRequest
+        kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
         return kind(
             processed.request,
             route,

@@ -21,7 +21,7 @@ from pdserve_common.engine_types import (
     KVLost,
     WorkerRole,
 )
-from pdserve_router.requests import handoff
+from pdserve_router.requests import single_completion
 from pdserve_router.workers.worker_client import WorkerState
 
 RETRYABLE = (
@@ -100,7 +100,7 @@ def forgiving(monkeypatch) -> None:
 @pytest.fixture
 def patient(monkeypatch) -> None:
     """The router waits for D's word, however long it takes."""
-    monkeypatch.setattr(handoff, "_VERDICT_S", 60.0)
+    monkeypatch.setattr(single_completion, "_VERDICT_S", 60.0)
 
 
 def failing(num_tokens: int, then, *, attempts=(0,)):
@@ -421,7 +421,7 @@ async def test_an_attempt_that_contradicts_what_was_delivered_ends_with_an_error
 
 
 async def test_the_redrives_of_a_request_are_bounded(four, caplog) -> None:
-    caplog.set_level(logging.INFO, logger=handoff.__name__)
+    caplog.set_level(logging.INFO, logger=single_completion.__name__)
     for worker in four.decodes:
         worker.behave = failing(1, fail, attempts=range(10))
     began = time.monotonic()

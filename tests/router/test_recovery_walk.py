@@ -1,6 +1,6 @@
 """The router's own parts among workers that fail at random. Steps and promises are those of
 tests/kv_transfer/model/recovery_model.py, which explores them exhaustively; here the code that
-serves takes them: WorkerClient, Attempt, Handoff, RequestState, RedriveQueue.
+serves takes them: WorkerClient, Attempt, SingleCompletion, RequestState, RedriveQueue.
 
 As in the model, every token that is sampled is another one, and knows what was before it.
 """
@@ -35,7 +35,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.requests.handoff import Handoff
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.output_processor import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue
@@ -247,7 +247,7 @@ class World:
             prompt_token_ids=PROMPT,
             sampling_params=SamplingParams(seed=7, max_tokens=NUM_TOKENS, detokenize=False),
         )
-        self.handoff = Handoff(
+        self.live = SingleCompletion(
             request,
             self.route(request),
             tokenizer=None,  # type: ignore[arg-type]
@@ -308,44 +308,44 @@ async def walk(seed: int, outcomes: Counter[str]) -> None:
     """Take random steps to the request's end, and check all that its client gets."""
     rng = random.Random(seed)
     world = World(rng)
-    handoff = world.handoff
+    live = world.live
     outputs: list[RequestOutput] = []
 
     async def read() -> None:
-        async for output in handoff:
+        async for output in live:
             outputs.append(output)
 
     reader = asyncio.create_task(read())
-    handoff.start()
+    live.start()
     for number in range(MAX_STEPS):
         world.step(may_fail=number < NUM_STEPS_WITH_FAULTS)
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-        tokens = tuple(handoff.state.token_ids)
+        tokens = tuple(live.state.token_ids)
         assert not tokens or world.story.of[tokens[-1]] == tokens, "it is not one answer"
-        if handoff.ending is not None:
+        if live.ending is not None:
             break
-    assert handoff.ending is not None, "it does not end"
+    assert live.ending is not None, "it does not end"
     await asyncio.wait_for(reader, 20)
     for _ in range(MAX_STEPS):
         world.step(may_fail=False)
     (completion,) = outputs[-1].outputs
     told = tuple(t for output in outputs for part in output.outputs for t in part.token_ids)
-    assert told == tokens == tuple(handoff.state.token_ids), "each token once and in order"
+    assert told == tokens == tuple(live.state.token_ids), "each token once and in order"
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert world.num_ends == 1
     assert (completion.error is None) == (len(told) == NUM_TOKENS)
     assert completion.error is None or completion.error.is_retryable
     assert not any(worker.leg for worker in world.workers), "something runs on"
     assert not any(client.num_in_flight for client in (*world.prefill, *world.decode))
-    outcomes[f"{'failed' if completion.error else 'answered'} {handoff.recovery.num_redrives}"] += 1
+    outcomes[f"{'failed' if completion.error else 'answered'} {live.recovery.num_redrives}"] += 1
 
 
 async def test_the_client_gets_one_answer_whatever_its_workers_do(monkeypatch) -> None:
     for name in (
         "pdserve_router.requests.redrive.REUSE_DELAY_S",
         "pdserve_router.requests.redrive.TICK_S",
-        "pdserve_router.requests.handoff._VERDICT_S",
+        "pdserve_router.requests.single_completion._VERDICT_S",
     ):
         monkeypatch.setattr(name, 0.0)
     outcomes: Counter[str] = Counter()

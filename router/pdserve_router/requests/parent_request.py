@@ -15,7 +15,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_SEED
-from pdserve_router.requests.handoff import Handoff
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import RedriveQueue
@@ -59,9 +59,9 @@ class ParentRequest(LiveRequest):
         self._wake = asyncio.Event()
         fork_route = Route(decode=route.decode, reason="fork")
         resumed = {each.index for each in resume if each.token_ids}
-        self._children: list[Handoff] = []
+        self._children: list[SingleCompletion] = []
         self._children.extend(
-            Handoff(
+            SingleCompletion(
                 _child(request, params, index),
                 # What is resumed is no fork: it shares the prompt with none that stands elsewhere.
                 fork_route if index and index not in resumed else route,

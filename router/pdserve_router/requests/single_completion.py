@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _VERDICT_S = 0.25
 
 
-class Handoff(LiveRequest):
+class SingleCompletion(LiveRequest):
     """A request for one completion. When a worker fails it the request is sent again, with the
     tokens so far (rule K6): what was delivered stays, and the client sees one stream.
     """
@@ -58,7 +58,7 @@ class Handoff(LiveRequest):
         index: int = 0,
         resume: Sequence[ResumedCompletion] = (),
         wake: asyncio.Event | None = None,
-        siblings: Sequence["Handoff"] | None = None,
+        siblings: Sequence["SingleCompletion"] | None = None,
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
         super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
@@ -309,13 +309,13 @@ class Handoff(LiveRequest):
         )
 
     def measure(
-        self, timeline: Timeline | None = None, *, siblings: Sequence["Handoff"] = ()
+        self, timeline: Timeline | None = None, *, siblings: Sequence["SingleCompletion"] = ()
     ) -> RequestMetrics:
         """Return where a request's time went so far: this one's, or that of one on another timeline
         whose prompt was this one's. `siblings` are what else took part in it.
         """
         prefill, decode = self.route.prefill, self.route.decode
-        handoffs = (self, *siblings)
+        completions = (self, *siblings)
         return measure(
             timeline or self.state.timeline,
             num_tokens=self.state.num_new_tokens,
@@ -324,8 +324,8 @@ class Handoff(LiveRequest):
             path=self.route.path,
             prefill_engine_id=prefill.engine_id if prefill is not None else "",
             decode_engine_id=decode.engine_id,
-            determinism=joined(o for handoff in handoffs for o in handoff.origins).determinism,
-            num_redrives=sum(handoff.recovery.num_redrives for handoff in handoffs),
+            determinism=joined(o for each in completions for o in each.origins).determinism,
+            num_redrives=sum(each.recovery.num_redrives for each in completions),
         )
 
 
