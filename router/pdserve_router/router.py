@@ -143,7 +143,7 @@ class Router:
             async with self._beginning:
                 await asyncio.sleep(0)
             requests = await prepare(self.pool.model_limits())
-            request_id_var.set(requests[0].request.external_req_id)
+            request_id_var.set(requests[0].core_request.external_req_id)
             if len(requests) > 1:
                 self._admit(len(requests) - 1)
             lives = await self._dispatch_all(requests)
@@ -219,7 +219,7 @@ class Router:
         self._unobserved.add(live)
         self._metrics.requests_in_flight.inc()
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
-        num_prompt_tokens = len(processed.request.prompt_token_ids)
+        num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
         # The last, as it may end at once.
         try:
@@ -235,14 +235,14 @@ class Router:
         begun = {
             each.origin for each in processed.resume if each.token_ids and not each.is_finished
         }
-        return self.pool.route(processed.request, origins=begun)
+        return self.pool.route(processed.core_request, origins=begun)
 
     def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
-        params = processed.request.sampling_params
+        params = processed.core_request.sampling_params
         assert params is not None
         if params.use_beam_search:
             return BeamSearchRequest(
-                processed.request,
+                processed.core_request,
                 route,
                 tokenizer=self.tokenizer,
                 timeline=timeline,
@@ -253,7 +253,7 @@ class Router:
             )
         kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
         return kind(
-            processed.request,
+            processed.core_request,
             route,
             tokenizer=self.tokenizer,
             timeline=timeline,

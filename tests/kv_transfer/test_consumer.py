@@ -122,7 +122,7 @@ class World:
     def claimed(self, request_id: str = "r0", **fields: Any) -> tuple[Request, KVSessionId]:
         request = self.pair.ticket(request_id, **fields)
         session = self.session()
-        self.say(ask(session, request_id, request.num_tokens, request.request.attempt))
+        self.say(ask(session, request_id, request.num_tokens, request.core_request.attempt))
         assert self.told() == [BlocksClaimed(request, 0.0)]
         return request, session
 
@@ -802,7 +802,7 @@ def test_what_is_held_waits_for_the_attempt_that_the_router_has_sent(
     world.lost(request)
     world.pass_time(HOLD_S - 1)
     params = request.kv_transfer_params if is_remote else None
-    world.d.on_dispatched(replace(request.request, attempt=1, kv_transfer_params=params))
+    world.d.on_dispatched(replace(request.core_request, attempt=1, kv_transfer_params=params))
     world.pass_time(3 * HOLD_S)
     assert world.told() == [], "D's scheduler takes it in when its step is over"
     world.end(request)
@@ -1098,7 +1098,7 @@ def test_a_link_is_asked_for_once_and_before_it_is_needed(world: World) -> None:
 def test_a_link_is_asked_for_before_the_engine_takes_the_ticket(world: World) -> None:
     """P does not wait for a link for as long as a step of D's engine may take."""
     world.pair.cut()
-    core = world.pair.request("d").request
+    core = world.pair.request("d").core_request
     world.d.on_dispatched(core)
     assert world.dialed == ["p0"]
     world.d.on_dispatched(replace(core, kv_transfer_params=None))

@@ -27,7 +27,7 @@ def request(**fields) -> GenerationRequest:
 
 
 async def process(processor, **fields):
-    return (await processor.process(request(**fields), LIMITS)).request
+    return (await processor.process(request(**fields), LIMITS)).core_request
 
 
 async def test_text_becomes_tokens(processor, tokenizer) -> None:

@@ -44,14 +44,14 @@ class NobodyPool:
 class LostRequest:
     """A Redrive that only notes its end."""
 
-    request: EngineCoreRequest
+    core_request: EngineCoreRequest
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
     begun_origins: set[Origin] = dataclasses.field(default_factory=set)
     given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
     def next_request(self) -> EngineCoreRequest:
-        return self.request
+        return self.core_request
 
     def resend(self, route: Route) -> None:
         raise AssertionError("there is nobody to send it to")
@@ -210,7 +210,7 @@ async def test_what_decode_holds_too_little_of_waits_while_nobody_is_listed() ->
     pool = NobodyListedPool()
     queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=0.1)  # type: ignore[arg-type]
     request = lost_request("a", LongRequest)
-    request.request = dataclasses.replace(request.request, prompt_token_ids=(1,) * 1000)
+    request.core_request = dataclasses.replace(request.core_request, prompt_token_ids=(1,) * 1000)
     request.recovery.holder = pool.leaving  # type: ignore[assignment]
     request.recovery.num_confirmed_tokens = 480
     queue.add(request)

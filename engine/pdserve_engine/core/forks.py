@@ -26,7 +26,7 @@ class Forks:
 
     def remove(self, fork: Request) -> bool:
         """Forget a fork that ends; False if it is not here."""
-        forks = self._by_source.get(fork.request.fork_of or "", [])
+        forks = self._by_source.get(fork.core_request.fork_of or "", [])
         if fork not in forks:
             return False
         forks.remove(fork)
@@ -48,13 +48,13 @@ class Forks:
 
 def find_source(fork: Request, requests: Mapping[str, Request]) -> Request | None:
     """Return the request whose prompt this one may share, if it is here and really the same."""
-    source = requests.get(fork.request.fork_of or "")
+    source = requests.get(fork.core_request.fork_of or "")
     if source is None or source is fork or not fork.reads_prefix_cache:
         return None
     is_same = (
-        source.request.client_index == fork.request.client_index
-        and source.request.cache_salt == fork.request.cache_salt
-        and source.request.lora_request == fork.request.lora_request
-        and source.request.prompt_token_ids == fork.request.prompt_token_ids
+        source.core_request.client_index == fork.core_request.client_index
+        and source.core_request.cache_salt == fork.core_request.cache_salt
+        and source.core_request.lora_request == fork.core_request.lora_request
+        and source.core_request.prompt_token_ids == fork.core_request.prompt_token_ids
     )
     return source if is_same else None

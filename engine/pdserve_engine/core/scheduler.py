@@ -581,7 +581,7 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling_params=request.sampling_params,
                 seed=request.seed,
-                eos_token_id=request.request.eos_token_id,
+                eos_token_id=request.core_request.eos_token_id,
                 block_ids=self.kv.get_block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
             )
@@ -971,7 +971,7 @@ class Scheduler:
         What was confirmed of its KV is in the prefix cache, where the later one finds it. Its forks
         wait for that one.
         """
-        assert request.request.attempt > earlier.request.attempt, "the front end refuses others"
+        assert request.core_request.attempt > earlier.core_request.attempt, "the front end refuses others"
         forks = self.forks.take(earlier)
         self._remove_from_queues(earlier)
         self._finish(earlier, RequestStatus.FINISHED_ABORTED)

@@ -419,7 +419,7 @@ def _extra_key(request: Request) -> bytes:
     """What separates equal tokens: the tenant's salt and the adapter. The salt's length tells where
     it ends: both may have any characters.
     """
-    salt = (request.request.cache_salt or "").encode()
-    lora = request.request.lora_request
+    salt = (request.core_request.cache_salt or "").encode()
+    lora = request.core_request.lora_request
     adapter = lora.lora_name.encode() if lora else b""
     return b"%d:%s%s" % (len(salt), salt, adapter) if salt or adapter else b""

@@ -315,7 +315,7 @@ class ProducerConnector(KVConnector):
 
     def _on_cancel(self, link: KVLink, message: CancelRequest) -> bool:
         session = self._machine.get(message.request_id)
-        attempt = -1 if session is None else session.request.request.attempt
+        attempt = -1 if session is None else session.request.core_request.attempt
         if session is None or attempt < message.attempt:
             self._cancelled.add((link.engine_id, message.request_id, message.attempt))
             return True

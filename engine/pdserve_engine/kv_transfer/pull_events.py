@@ -331,4 +331,4 @@ class PullEvents:
 def _key_of(request: Request) -> PullKey:
     params = request.kv_transfer_params
     assert params is not None, "only requests of the handoff come here"
-    return params.remote_engine_id, request.request_id, request.request.attempt
+    return params.remote_engine_id, request.request_id, request.core_request.attempt

@@ -190,7 +190,7 @@ class SessionMachine:
         message = GrantRequest(
             session=session.id,
             request_id=session.request.request_id,
-            attempt=session.request.request.attempt,
+            attempt=session.request.core_request.attempt,
             num_tokens=session.num_tokens,
         )
         link.handle.send(message)
@@ -304,7 +304,7 @@ class SessionMachine:
             logger,
             logging.WARNING,
             session.request.request_id,
-            session.request.request.attempt,
+            session.request.core_request.attempt,
             SESSION_LOST,
             session.id or "(none yet)",
             session.engine_id,
@@ -370,7 +370,7 @@ def _make_ended(
     return SessionEnded(
         session=session_id,
         request_id=request.request_id,
-        attempt=request.request.attempt,
+        attempt=request.core_request.attempt,
         reason=reason,
         message=message,
     )

@@ -21,7 +21,7 @@ class Deadlines:
 
     def add(self, request: Request) -> None:
         """Watch the request's deadline, if it has one."""
-        deadline = request.request.deadline
+        deadline = request.core_request.deadline
         if deadline is None:
             return
         if len(self._heap) == self._limit:

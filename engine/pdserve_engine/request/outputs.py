@@ -26,19 +26,19 @@ def emit(
         new_logprobs=_align(logprobs, len(new_token_ids)) if logprobs is not None else None,
         new_prompt_logprobs=prompt_logprobs,
         first_token_index=first,
-        attempt=request.request.attempt,
+        attempt=request.core_request.attempt,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
         events=request.take_events(),
-        trace_headers=request.request.trace_headers if request.status.is_finished else {},
+        trace_headers=request.core_request.trace_headers if request.status.is_finished else {},
         num_nans_in_logits=num_nans,
         kv_lost=kv_lost,
         kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
         prefill_stats=_prefill_stats(request, first) if new_token_ids else None,
         kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
     )
-    outputs.setdefault(request.request.client_index, []).append(output)
+    outputs.setdefault(request.core_request.client_index, []).append(output)
 
 
 def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
@@ -50,7 +50,7 @@ def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:
 
 def _prefill_stats(request: Request, first_token_index: int) -> PrefillStats | None:
     """Of the first token of this engine. None on D after a pull: P has sent its own."""
-    is_first = first_token_index == len(request.request.resume_output_token_ids)
+    is_first = first_token_index == len(request.core_request.resume_output_token_ids)
     if not is_first or request.is_kv_loaded or request.first_scheduled_time is None:
         return None
     queue_s = request.first_scheduled_time - request.queued_time

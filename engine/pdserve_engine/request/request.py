@@ -67,6 +67,7 @@ class Request:
     __slots__ = (
         "_all_token_ids",
         "block_hashes",
+        "core_request",
         "clock",
         "decode_queue_s",
         "error",
@@ -90,7 +91,6 @@ class Request:
         "output_limit",
         "pulled_token_ids",
         "queued_time",
-        "request",
         "request_id",
         "sampling_params",
         "seed",
@@ -110,7 +110,7 @@ class Request:
         """`queued_time`: seconds of the clock; None for now."""
         params = request.sampling_params
         assert params is not None, "pooling requests are refused at the edge"
-        self.request = request
+        self.core_request = request
         self.request_id = request.request_id
         self.sampling_params: SamplingParams = params
         # A router's own, tiny: it comes before all others, in a seat of its own.
@@ -187,24 +187,24 @@ class Request:
 
     @property
     def priority(self) -> int:
-        return self.request.priority
+        return self.core_request.priority
 
     @property
     def arrival_time(self) -> float:
-        return self.request.arrival_time
+        return self.core_request.arrival_time
 
     @property
     def kv_transfer_params(self) -> KVTransferParams | None:
-        return self.request.kv_transfer_params
+        return self.core_request.kv_transfer_params
 
     @property
     def do_remote_decode(self) -> bool:
-        params = self.request.kv_transfer_params
+        params = self.core_request.kv_transfer_params
         return params is not None and params.do_remote_decode
 
     @property
     def do_remote_prefill(self) -> bool:
-        params = self.request.kv_transfer_params
+        params = self.core_request.kv_transfer_params
         return params is not None and params.do_remote_prefill
 
     @property
@@ -226,7 +226,7 @@ class Request:
     @property
     def is_redrive(self) -> bool:
         """Has its front end sent it again after a failure?"""
-        return self.request.attempt > 0
+        return self.core_request.attempt > 0
 
     @property
     def finish_reason(self) -> FinishReason | None:

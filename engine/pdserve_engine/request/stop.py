@@ -18,7 +18,7 @@ def check_stop(request: Request) -> RequestStatus | None:
         request.all_token_ids,
         num_output_tokens=request.num_output_tokens,
         max_tokens=request.max_tokens,
-        eos_token_id=request.request.eos_token_id,
+        eos_token_id=request.core_request.eos_token_id,
     )
     if end is None:
         return None

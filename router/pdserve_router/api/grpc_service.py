@@ -94,7 +94,7 @@ class InferenceService:
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> None:
         # Also when the call is cancelled: leaving ends the request on every worker.
         with self._router.answering(), await self._take(raw, context) as live:
-            params = live.request.sampling_params
+            params = live.core_request.sampling_params
             assert params is not None
             # Without detokenization tokens stay numbers, also those of logprobs.
             token_text = self._router.tokenizer.token_text if params.detokenize else None

@@ -87,7 +87,7 @@ async def _prompt_text(
     """Return what an echo shows; of a prompt that was cut, what is left."""
     if request.text is not None and request.truncate_prompt_tokens is None:
         return request.text
-    return await processor.text_of(processed.request.prompt_token_ids)
+    return await processor.text_of(processed.core_request.prompt_token_ids)
 
 
 def _answer_options(

@@ -114,7 +114,7 @@ class BeamSearchRequest(LiveRequest):
     def next_request(self) -> EngineCoreRequest:
         """One for all beams of the next attempt, whose tokens differ but not their number."""
         return dataclasses.replace(
-            self.request,
+            self.core_request,
             attempt=self.recovery.num_redrives + 1,
             resume_output_token_ids=self._search.running[0].token_ids,
         )
@@ -159,10 +159,10 @@ class BeamSearchRequest(LiveRequest):
                 await self._completion(index, beam) for index, beam in enumerate(self._best)
             ]
         return RequestOutput(
-            request_id=self.request.external_req_id or self.request.request_id,
+            request_id=self.core_request.external_req_id or self.core_request.request_id,
             outputs=tuple(completions),
             seed=self._params.seed or 0,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=self.core_request.prompt_token_ids,
             finished=True,
             usage=self._ending.usage,
             metrics=self._ending.metrics,
@@ -197,7 +197,7 @@ class BeamSearchRequest(LiveRequest):
 
     def _stop_reason(self, beam: Beam) -> int | None:
         last = beam.token_ids[-1]
-        is_named = self._search.is_stopped(beam) and last != self.request.eos_token_id
+        is_named = self._search.is_stopped(beam) and last != self.core_request.eos_token_id
         return last if is_named else None
 
     def _step(self, *, attempt: int = 0) -> None:
@@ -217,10 +217,10 @@ class BeamSearchRequest(LiveRequest):
 
     def _step_request(self, index: int, beam: Beam, attempt: int) -> EngineCoreRequest:
         return dataclasses.replace(
-            self.request,
-            request_id=f"{self._search.num_tokens}.{index}_{self.request.request_id}",
+            self.core_request,
+            request_id=f"{self._search.num_tokens}.{index}_{self.core_request.request_id}",
             attempt=attempt,
-            prompt_token_ids=self.request.prompt_token_ids + beam.token_ids,
+            prompt_token_ids=self.core_request.prompt_token_ids + beam.token_ids,
             sampling_params=SamplingParams(
                 temperature=0.0,
                 max_tokens=1,
@@ -291,7 +291,7 @@ class BeamSearchRequest(LiveRequest):
 
     def _log(self, level: int, text: str, *args: object) -> None:
         attempt = self.recovery.num_redrives
-        log_request(logger, level, self.request.request_id, attempt, text, *args)
+        log_request(logger, level, self.core_request.request_id, attempt, text, *args)
 
     def _end(self, finish_reason: FinishReason, *, error: EngineError | None = None) -> None:
         if self._ending is not None:
@@ -314,7 +314,7 @@ class BeamSearchRequest(LiveRequest):
     def _usage(self, *, is_answered: bool) -> Usage:
         stats = self._prefill_stats
         return Usage(
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(self.core_request.prompt_token_ids),
             num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             num_output_tokens=sum(len(beam.token_ids) for beam in self._best) if is_answered else 0,
         )

@@ -93,7 +93,7 @@ class ProcessedInput:
     of the whole machine), and where its answer goes on.
     """
 
-    request: EngineCoreRequest
+    core_request: EngineCoreRequest
     resume: Sequence[ResumedCompletion] = ()
     arrival_ns: int
     tokenize_start_ns: int
@@ -180,7 +180,7 @@ class InputProcessor:
             trace_headers=request.trace_headers,
         )
         return ProcessedInput(
-            request=engine_request,
+            core_request=engine_request,
             resume=request.resume,
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,

@@ -27,7 +27,7 @@ class LiveRequest(ABC):
         on_end: Callable[["LiveRequest"], None],
         clock: Callable[[], float],
     ) -> None:
-        self.request = request
+        self.core_request = request
         self._clock = clock
         self._on_tokens = on_tokens
         self._on_end = on_end
@@ -97,9 +97,9 @@ class LiveRequest(ABC):
 
     def _watch_deadline(self) -> None:
         """Fail at the deadline, if there is one, unless the timer is stopped before."""
-        if self.request.deadline is not None:
+        if self.core_request.deadline is not None:
             self._deadline_timer = asyncio.get_running_loop().call_later(
-                max(0.0, self.request.deadline - self._clock()), self._on_deadline
+                max(0.0, self.core_request.deadline - self._clock()), self._on_deadline
             )
 
     def _stop_deadline(self) -> None:
@@ -107,7 +107,7 @@ class LiveRequest(ABC):
             self._deadline_timer.cancel()
 
     def _on_deadline(self) -> None:
-        age = self._clock() - self.request.arrival_time
+        age = self._clock() - self.core_request.arrival_time
         self.fail(DeadlineExceededError(f"the deadline passed {age:.3f} s after the arrival"))
 
 

@@ -132,10 +132,10 @@ class ParentRequest(LiveRequest):
         is_first, self._is_first = self._is_first, False
         ending = self._ending
         return RequestOutput(
-            request_id=self.request.external_req_id or self.request.request_id,
+            request_id=self.core_request.external_req_id or self.core_request.request_id,
             outputs=self._best(completions) if self._is_ranked else completions,
             seed=self._params.seed or 0,
-            prompt_token_ids=self.request.prompt_token_ids if is_first else (),
+            prompt_token_ids=self.core_request.prompt_token_ids if is_first else (),
             prompt_logprobs=news[0].prompt_logprobs if news else None,
             finished=ending is not None,
             usage=ending.usage if ending is not None else None,

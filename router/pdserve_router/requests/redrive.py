@@ -160,7 +160,7 @@ class Redrive(Protocol):
 
     recovery: Recovery
     # Its first attempt.
-    request: EngineCoreRequest
+    core_request: EngineCoreRequest
 
     @property
     def begun_origins(self) -> Collection[Origin]:
@@ -261,7 +261,7 @@ class RedriveQueue:
             what_next = "no attempt is left"
         text = "lost %s: %s: %s; %s"
         args = (worker.address, reason, error.message, what_next)
-        log_request(logger, logging.WARNING, redrive.request.request_id, attempt, text, *args)
+        log_request(logger, logging.WARNING, redrive.core_request.request_id, attempt, text, *args)
 
     def add(self, redrive: Redrive, *, delay_s: float = 0.0) -> None:
         """Send it as soon as its turn has come, not before `delay_s` has passed. One that waits
@@ -269,7 +269,7 @@ class RedriveQueue:
         waits for what `discard`s it.
         """
         self._forget_sent(redrive)
-        deadline = redrive.request.deadline
+        deadline = redrive.core_request.deadline
         waiting = self._waiting.setdefault(
             redrive, _Waiting(redrive, math.inf if deadline is None else deadline, math.inf)
         )
@@ -364,7 +364,7 @@ class RedriveQueue:
             redrive.resend(route)
         except Exception:
             # A defect with one request must neither leave it without an end nor stop the others.
-            logger.exception("request %s: cannot be sent again", redrive.request.request_id)
+            logger.exception("request %s: cannot be sent again", redrive.core_request.request_id)
             redrive.on_defect()
         return True
 
@@ -436,7 +436,7 @@ def _is_almost_there(redrive: Redrive) -> bool:
     """True if D holds blocks of it and can soon compute what is missing."""
     recovery = redrive.recovery
     # The prompt first: making the next attempt takes long.
-    if recovery.good_holder is None or _num_missing(recovery, redrive.request) > SMALL_NUM_TOKENS:
+    if recovery.good_holder is None or _num_missing(recovery, redrive.core_request) > SMALL_NUM_TOKENS:
         return False
     return _num_missing(recovery, redrive.next_request) <= SMALL_NUM_TOKENS
 

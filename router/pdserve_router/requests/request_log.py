@@ -80,7 +80,7 @@ class RequestLine:
 
     @property
     def _given_id(self) -> str | None:
-        return self.lives[0].request.external_req_id if self.lives else None
+        return self.lives[0].core_request.external_req_id if self.lives else None
 
     @property
     def _error_code(self) -> ErrorCode | None:

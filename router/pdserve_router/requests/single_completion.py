@@ -192,11 +192,11 @@ class SingleCompletion(LiveRequest):
     def _at_attempt(self, attempt: int) -> EngineCoreRequest:
         token_ids = tuple(self.state.token_ids)
         if not token_ids and not attempt:
-            return self.request
-        params = self.request.sampling_params
+            return self.core_request
+        params = self.core_request.sampling_params
         assert params is not None
         return dataclasses.replace(
-            self.request,
+            self.core_request,
             # They are out with the first token.
             sampling_params=dataclasses.replace(params, prompt_logprobs=None)
             if token_ids
@@ -257,7 +257,7 @@ class SingleCompletion(LiveRequest):
 
     def _log(self, level: int, text: str, *args: object) -> None:
         attempt = self._attempt.request.attempt
-        log_request(logger, level, self.request.request_id, attempt, text, *args)
+        log_request(logger, level, self.core_request.request_id, attempt, text, *args)
 
     @property
     def _outcome(self) -> HandoffOutcome:
@@ -291,7 +291,7 @@ class SingleCompletion(LiveRequest):
         self._count_handoff(self._attempt, outcome)
         if error is None and self.state.num_new_tokens > 1:
             pool, token_ids = self._redrives.pool, self.state.token_ids
-            pool.note_answered(self.route.decode, self.request, token_ids)
+            pool.note_answered(self.route.decode, self.core_request, token_ids)
         if self.recovery.num_redrives:
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)
@@ -303,7 +303,7 @@ class SingleCompletion(LiveRequest):
     def _usage(self) -> Usage:
         stats = self._prefill_stats
         return Usage(
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(self.core_request.prompt_token_ids),
             num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             num_output_tokens=len(self.state.token_ids),
         )
