@@ -14,6 +14,6 @@ def agreed_version(peer_min: int, peer_max: int) -> int | None:
     return version if version >= max(MIN_PROTOCOL_VERSION, peer_min) else None
 
 
-def spoken() -> str:
+def supported_versions() -> str:
     """Return the versions, for a refusal."""
     return f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"

@@ -145,21 +145,21 @@ class ReceivePlaces:
         self._watch()
 
     def _watch(self) -> None:
-        if self._room_timer is None and (place := self._oldest_in_the_way()) is not None:
+        if self._room_timer is None and (place := self._place_to_revoke()) is not None:
             loop = asyncio.get_running_loop()
             due = max(place.since + self.limits.grace_s, loop.time() + _REVOKE_INTERVAL_S)
             self._room_timer = loop.call_at(due, self._make_room)
 
     def _make_room(self) -> None:
         self._room_timer = None
-        place = self._oldest_in_the_way()
+        place = self._place_to_revoke()
         if place is not None and _age_s(place) >= self.limits.grace_s:
             place.revoked.set_result(None)
             self._on_limit(MADE_ROOM)
         self._watch()
 
-    def _oldest_in_the_way(self) -> Place | None:
-        """The place that somebody who waits would have next; nobody is in his own way."""
+    def _place_to_revoke(self) -> Place | None:
+        """The oldest place that another connection waits for."""
         limits = self.limits
         for connection in self._queues:
             if self._by_connection[connection] >= limits.num_per_connection:

@@ -1,4 +1,4 @@
-"""A whole stack over TLS with API keys, as its clients, its operator and strangers see it."""
+"""A whole stack over TLS with API keys, as its clients, its operator and clients without a key see it."""
 
 import os
 import ssl

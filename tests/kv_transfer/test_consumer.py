@@ -1067,11 +1067,11 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
 
 def test_one_p_cannot_touch_what_another_one_computes(world: World, kit: Any) -> None:
     request, session = world.claimed()
-    stranger = kit.make_identity("p1")
-    welcome = kit.welcome_of(stranger, world.pair.p_transport, link=1)
+    other_p = kit.make_identity("p1")
+    welcome = kit.welcome_of(other_p, world.pair.p_transport, link=1)
     wire = kit.Wire()
     link = world.d.link_up("p1", welcome, wire)
-    other = replace(session, p_epoch=stranger.epoch)
+    other = replace(session, p_epoch=other_p.epoch)
     world.d.on_message(link, ended(None, "expired"))
     world.d.on_message(link, replace(ask(other), request_id="r0"))
     assert world.told() == []

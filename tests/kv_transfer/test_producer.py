@@ -549,9 +549,9 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
 
 def test_a_session_obeys_its_own_link_only(world: World) -> None:
     _, session = world.handed_off()
-    wire, stranger = world.connect("d1")
-    world.say(Release(session=session, through_block=3), stranger)
-    world.say(CancelRequest(request_id="r0", attempt=0, reason=""), stranger)
+    wire, other_link = world.connect("d1")
+    world.say(Release(session=session, through_block=3), other_link)
+    world.say(CancelRequest(request_id="r0", attempt=0, reason=""), other_link)
     assert acks(list(wire.messages)) == [False]
     assert world.p.num_open_sessions() == 1
     assert world.late("p") == 2

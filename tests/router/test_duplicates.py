@@ -100,6 +100,6 @@ async def test_routers_that_see_both_at_once_take_the_same(start_stack, crew, se
             another = Duplicates()
             for known in range(1, len(workers) + 1):
                 another.update(workers[:known], (), keeps_owners=False)
-            (owner,) = set(workers) - another.newcomers
+            (owner,) = set(workers) - another.by_engine_id
             assert owner.address == crew.workers[0].address
         await stack.assert_idle()

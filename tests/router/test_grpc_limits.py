@@ -1,4 +1,4 @@
-"""What strangers can take of the router over gRPC."""
+"""What unknown clients can take of the router over gRPC."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What strangers can take of the router over HTTP."""
+"""What unknown clients can take of the router over HTTP."""
 
 import asyncio
 import contextlib

@@ -293,7 +293,7 @@ async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
     request = lost_request("a")
     queue.add(request)
     # As if it had waited for long.
-    queue._waiting[request].alone_since = time.monotonic() - 100
+    queue._waiting[request].no_worker_since = time.monotonic() - 100
     await asyncio.sleep(0.2)
     assert request.given_up.is_set() is is_given_up
     queue.discard(request)

@@ -114,18 +114,18 @@ async def pool():
 
 async def test_who_is_alone_never_takes_over(pool) -> None:
     first = [pool.join(P, A), pool.join(D, A)]
-    stranger = pool.join(D, B)
+    mismatched = pool.join(D, B)
     for worker, blip in itertools.product(first, BLIPS):
         for state in (blip, READY):
             pool.set(worker, state)
             assert pool.serving == A
-            assert not pool.weights.serves(stranger)
+            assert not pool.weights.serves(mismatched)
     for worker in first:
         pool.start(worker, A)
     assert pool.history == [A]
 
 
-async def test_a_stranger_that_attaches_first_does_not_stay(pool) -> None:
+async def test_a_mismatched_worker_that_attaches_first_does_not_stay(pool) -> None:
     pool.join(D, B)
     assert pool.serving == B
     pool.join(D, A)
@@ -200,7 +200,7 @@ async def test_new_weights_take_over_as_a_whole(pool) -> None:
     assert pool.serving == B
 
 
-async def test_a_crashed_pool_is_waited_for_before_a_stranger_serves(pool) -> None:
+async def test_a_crashed_pool_is_waited_for_before_other_weights_serve(pool) -> None:
     first = [pool.join(P, A), pool.join(D, A)]
     pool.join(D, B)
     for worker in first:

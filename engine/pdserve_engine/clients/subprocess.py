@@ -333,9 +333,9 @@ class SubprocessEngineClient:
         self._lost.set()
         if self.is_alive():
             self._error = f"the engine process is gone: {reason}"
-            self._tasks.append(asyncio.create_task(self._bury(reason)))
+            self._tasks.append(asyncio.create_task(self._on_process_end(reason)))
 
-    async def _bury(self, reason: str) -> None:
+    async def _on_process_end(self, reason: str) -> None:
         """The process is gone, or as good as gone: find out how, and tell everyone."""
         status = await asyncio.get_running_loop().run_in_executor(None, self._reap)
         self._die(f"the engine process {_describe(status)}: {reason}")

@@ -218,10 +218,10 @@ class EngineCore:
         if taken.num_tokens:
             self.step_seq += 1
             self._last = taken
-        self._judge(output)
+        self._check_nans(output)
         return taken
 
-    def _judge(self, output: ModelRunnerOutput) -> None:
+    def _check_nans(self, output: ModelRunnerOutput) -> None:
         """A step is over: does the model work? NaN logits may be of a request's own making, but
         where no request gets others it may be the model. Raises RuntimeError if it is.
         """

@@ -161,7 +161,7 @@ class BlockPool:
             else:
                 self._free.append(block)
                 self.num_free_cached_blocks += 1
-        self._bury(dead)
+        self._report_dead(dead)
 
     def forget(self, block_hashes: Iterable[bytes]) -> None:
         """Nobody finds the blocks of these hashes any more; held ones stay held."""
@@ -199,8 +199,8 @@ class BlockPool:
             block.block_hash = None
         free = [block for block in hashed if block.ref_cnt == 0]
         self.num_free_cached_blocks -= len(free)
-        self._bury(free)
+        self._report_dead(free)
 
-    def _bury(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def _report_dead(self, blocks: Sequence[KVCacheBlock]) -> None:
         if blocks and self.on_dead is not None:
             self.on_dead([block.block_id for block in blocks])

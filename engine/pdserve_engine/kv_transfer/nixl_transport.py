@@ -272,7 +272,7 @@ class NixlTransport(KVTransport):
         self._begin_turn()
         if round_s > LONG_ROUND_S:
             for peer in self._all_peers:
-                peer.excuse(round_s)
+                peer.pause_clock(round_s)
 
     def _begin_turn(self) -> None:
         self._turn = RunningStep(self._clock(), None)

@@ -222,7 +222,7 @@ class PullEvents:
             message = f"{num_wrong_blocks} blocks of {pull.engine_id} came with a wrong checksum"
             self._machine.lose(pull, ConsumerEvent.READ_FAILED, "checksum", message)
         elif self._machine.advance(pull, ConsumerEvent.READ_LANDED):
-            self._get_on(pull)
+            self._maybe_complete(pull)
 
     def read_stalled(self, read: ChunkRead, message: str) -> None:
         """It is given up, but may land at any time: its blocks stay until read_done."""
@@ -283,7 +283,7 @@ class PullEvents:
         transfer.output_token_ids = message.output_token_ids
         pull.timeout_s = min(message.timeout_s, pull.timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
-        self._get_on(pull)
+        self._maybe_complete(pull)
         return True
 
     def _on_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
@@ -297,11 +297,11 @@ class PullEvents:
             return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
         transfer.num_confirmed = message.through_block
         self._machine.advance(pull, ConsumerEvent.CONFIRMED)
-        self._get_on(pull)
+        self._maybe_complete(pull)
         return True
 
-    def _get_on(self, pull: Pull) -> None:
-        """Something has come: is it all?"""
+    def _maybe_complete(self, pull: Pull) -> None:
+        """Go on if everything has landed, and end if all of it is confirmed."""
         transfer, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
         if transfer.prefill_done_at < math.inf and transfer.num_landed == num_blocks:
             self._machine.advance(pull, ConsumerEvent.ALL_LANDED)

@@ -104,8 +104,8 @@ class Peer:
     def agent_name(self) -> str:
         return f"{self.welcome.engine_id}.{self.welcome.epoch}"
 
-    def excuse(self, seconds: float) -> None:
-        """Nobody has polled this peer for so long: it is not the peer that was late."""
+    def pause_clock(self, seconds: float) -> None:
+        """Do not count this time: nobody has polled the peer meanwhile."""
         self.connect_by += seconds
         for read in {piece.read for piece in self.posted}:
             read.progress_at += seconds

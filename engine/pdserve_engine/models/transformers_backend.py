@@ -312,11 +312,11 @@ def _load(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
         output_loading_info=True,
     )
     model: PreTrainedModel = loaded[0]
-    _refuse_misfits(loaded[1])
+    _refuse_mismatched_weights(loaded[1])
     return model.requires_grad_(False)
 
 
-def _refuse_misfits(info: Mapping[str, Any]) -> None:
+def _refuse_mismatched_weights(info: Mapping[str, Any]) -> None:
     """transformers would go on with random weights."""
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"checkpoint lacks {len(missing)} weights: {name_some(missing)}")

@@ -128,7 +128,7 @@ class EdgeProcesses:
             try:
                 value, error = await self._exchange(connection, job, raw, args)
             except asyncio.CancelledError:
-                self._see_out(connection, stack.pop_all())
+                self._abandon(connection, stack.pop_all())
                 raise
         try:
             if isinstance(error, PdserveError):
@@ -194,7 +194,7 @@ class EdgeProcesses:
         self._count("done")
         return answer
 
-    def _see_out(self, connection: socket.socket, stack: contextlib.ExitStack) -> None:
+    def _abandon(self, connection: socket.socket, stack: contextlib.ExitStack) -> None:
         """Nobody waits for it any more: tell the process, and close `stack` when that has ended."""
 
         async def wait() -> None:

@@ -67,7 +67,7 @@ class BeamSearch:
             return False
         if self._params.early_stopping is EarlyStopping.TRUE:
             return True
-        best = self.running[0].cumulative_logprob / self._length(self._hoped_for_tokens)
+        best = self.running[0].cumulative_logprob / self._length(self._num_attainable_tokens)
         return best <= self.score(self.finished[-1])
 
     def score(self, beam: Beam) -> float:
@@ -94,7 +94,7 @@ class BeamSearch:
         self.running = [self._extended(item) for item in going[: self.width]]
 
     @property
-    def _hoped_for_tokens(self) -> int:
+    def _num_attainable_tokens(self) -> int:
         params = self._params
         is_patient = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
         return self._max_tokens if is_patient else self.num_tokens

@@ -110,7 +110,7 @@ class ParentRequest(LiveRequest):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._ending is not None or (self._has_news and self._may_speak):
+            if self._ending is not None or (self._has_news and self._may_emit):
                 return self._take()
 
     @property
@@ -118,7 +118,7 @@ class ParentRequest(LiveRequest):
         return any(child.state.collector.has_news for child in self._children)
 
     @property
-    def _may_speak(self) -> bool:
+    def _may_emit(self) -> bool:
         """False while what is new has to wait for more."""
         if self._is_first and self._params.prompt_logprobs is not None:
             # The first output has them, and the first child brings them; a fork may be faster.

@@ -186,7 +186,7 @@ class _Waiting:
     deadline: float
     not_before: float
     # When it was first without any worker; None: it only waits for its turn.
-    alone_since: float | None = None
+    no_worker_since: float | None = None
 
 
 class RedriveQueue:
@@ -317,7 +317,7 @@ class RedriveQueue:
     def _send_next(self) -> None:
         self._timer = None
         now = self.clock()
-        has_nobody = not self._has_decode
+        has_no_decode = not self._has_decode
         is_blocked = False
         for waiting in sorted(self._waiting.values(), key=lambda each: each.deadline):
             # One that is over by its deadline is ended by its own timer.
@@ -328,12 +328,12 @@ class RedriveQueue:
                 self._give_up(waiting.redrive)
                 continue
             # D may have left the list and still hold the blocks of what runs there.
-            if has_nobody and not _is_almost_there(waiting.redrive):
-                self._on_nobody(waiting, now)
+            if has_no_decode and not _is_nearly_computed(waiting.redrive):
+                self._wait_or_give_up(waiting, now)
                 continue
             # Nobody overtakes the one whose turn it is: small ones would keep it waiting. But what
             # D holds blocks of it does not hold for long, and it needs nobody's queue.
-            if not is_blocked or _is_almost_there(waiting.redrive):
+            if not is_blocked or _is_nearly_computed(waiting.redrive):
                 is_blocked = not self._try(waiting, now) or is_blocked
         self._changed(TICK_S)
 
@@ -351,10 +351,10 @@ class RedriveQueue:
         try:
             route = self._route(redrive, request)
         except (NoWorkerError, OverloadedError):
-            self._on_nobody(waiting, now)
+            self._wait_or_give_up(waiting, now)
             return True
         if route is None:
-            waiting.alone_since = None
+            waiting.no_worker_since = None
             return False
         del self._waiting[redrive]
         self._note_sent(redrive, *_load_of(redrive.recovery, request, route))
@@ -368,11 +368,11 @@ class RedriveQueue:
             redrive.on_defect()
         return True
 
-    def _on_nobody(self, waiting: _Waiting, now: float) -> None:
-        if waiting.alone_since is None:
-            waiting.alone_since = now
+    def _wait_or_give_up(self, waiting: _Waiting, now: float) -> None:
+        if waiting.no_worker_since is None:
+            waiting.no_worker_since = now
         served_at = self.pool.last_served_at(waiting.redrive.begun_origins)
-        if now - max(waiting.alone_since, served_at) >= self._wait_s:
+        if now - max(waiting.no_worker_since, served_at) >= self._wait_s:
             self._give_up(waiting.redrive)
 
     def _give_up(self, redrive: Redrive) -> None:
@@ -386,7 +386,7 @@ class RedriveQueue:
         busy = self._busy(request)
         recovery = redrive.recovery
         holder = recovery.good_holder
-        if holder is not None and _is_almost_there(redrive):
+        if holder is not None and _is_nearly_computed(redrive):
             route = Route(decode=holder, reason="recovery")
         else:
             try:
@@ -432,7 +432,7 @@ class RedriveQueue:
         return num_sent_tokens + num_tokens <= max(step, quarter) // worker.num_routers
 
 
-def _is_almost_there(redrive: Redrive) -> bool:
+def _is_nearly_computed(redrive: Redrive) -> bool:
     """True if D holds blocks of it and can soon compute what is missing."""
     recovery = redrive.recovery
     # The prompt first: making the next attempt takes long.

@@ -195,11 +195,11 @@ class RequestLog:
 
     def _has_room(self, status: str) -> bool:
         if not self._num_untaken:
-            asyncio.get_running_loop().call_later(1.0, self._tell_left_out)
+            asyncio.get_running_loop().call_later(1.0, self._log_left_out)
         self._num_untaken[status] += 1
         return self._num_untaken[status] <= MAX_LINES_PER_S
 
-    def _tell_left_out(self) -> None:
+    def _log_left_out(self) -> None:
         counts, self._num_untaken = self._num_untaken, Counter()
         for status, count in counts.items():
             if count > MAX_LINES_PER_S:

@@ -24,9 +24,9 @@ class Duplicates:
 
     def __init__(self) -> None:
         # Other names of workers that are used already.
-        self.twins: frozenset[WorkerClient] = frozenset()
+        self.by_address: frozenset[WorkerClient] = frozenset()
         # They call themselves what a worker of their role calls itself that was there before.
-        self.newcomers: frozenset[WorkerClient] = frozenset()
+        self.by_engine_id: frozenset[WorkerClient] = frozenset()
         self.all: frozenset[WorkerClient] = frozenset()
         # Who has each engine_id. Workers know their links by it: two of one name would be taken
         # for each other.
@@ -43,26 +43,26 @@ class Duplicates:
         Names stay with who has them for as long as that one runs; unless `keeps_owners`, while
         nothing is used yet, the oldest process has it, so that routers agree.
         """
-        self._find_twins(workers)
+        self._find_by_address(workers)
         if not keeps_owners:
             self._owners = {}
         self._find_owners([w for w in (*workers, *leaving) if w.state in _RUNNING])
-        self._find_newcomers(workers)
-        self.all = self.twins | self.newcomers
+        self._find_by_engine_id(workers)
+        self.all = self.by_address | self.by_engine_id
 
-    def _find_twins(self, workers: Sequence[WorkerClient]) -> None:
+    def _find_by_address(self, workers: Sequence[WorkerClient]) -> None:
         """Find what is ready under two names, such as its IPv4 and its IPv6 address: the one that
         is listed first is used.
         """
         ready = [worker for worker in workers if worker.is_ready]
         first = {(worker.engine_id, worker.epoch): worker for worker in reversed(ready)}
-        twins = {worker: first[worker.engine_id, worker.epoch] for worker in ready}
-        known, self.twins = self.twins, frozenset(w for w, other in twins.items() if w != other)
-        for worker in self.twins - known:
+        first_of = {worker: first[worker.engine_id, worker.epoch] for worker in ready}
+        known, self.by_address = self.by_address, frozenset(w for w, other in first_of.items() if w != other)
+        for worker in self.by_address - known:
             logger.warning(
                 "%s is another name of worker %s, which is used",
                 worker.address,
-                twins[worker].address,
+                first_of[worker].address,
             )
 
     def _find_owners(self, running: Sequence[WorkerClient]) -> None:
@@ -71,9 +71,9 @@ class Duplicates:
         for worker in sorted(running, key=_age):
             self._owners.setdefault(names[worker], worker)
 
-    def _find_newcomers(self, workers: Sequence[WorkerClient]) -> None:
-        known, self.newcomers = self.newcomers, frozenset(w for w in workers if self._is_new(w))
-        for worker in self.newcomers - known:
+    def _find_by_engine_id(self, workers: Sequence[WorkerClient]) -> None:
+        known, self.by_engine_id = self.by_engine_id, frozenset(w for w in workers if self._is_duplicate(w))
+        for worker in self.by_engine_id - known:
             logger.error(
                 "worker %s calls itself %s, as worker %s does: it gets nothing until that one is "
                 "gone, set its --engine-id",
@@ -82,8 +82,8 @@ class Duplicates:
                 self._owner_of(worker).address,
             )
 
-    def _is_new(self, worker: WorkerClient) -> bool:
-        # A twin of the owner has its epoch.
+    def _is_duplicate(self, worker: WorkerClient) -> bool:
+        # The owner has the same epoch at another address.
         return worker.is_ready and self._owner_of(worker).epoch != worker.epoch
 
     def _owner_of(self, worker: WorkerClient) -> WorkerClient:

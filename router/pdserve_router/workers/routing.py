@@ -42,15 +42,15 @@ class RoundRobin:
         self._is_drawn = role is WorkerRole.PREFILL
         self._random = random.Random()
         # Addresses that had their turn in this round.
-        self._had: set[str] = set()
+        self._picked: set[str] = set()
 
     def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
-        left = [worker for worker in candidates if worker.address not in self._had]
+        left = [worker for worker in candidates if worker.address not in self._picked]
         if not left:
-            self._had.clear()
+            self._picked.clear()
             left = list(candidates)
         chosen = self._random.choice(left) if self._is_drawn else left[0]
-        self._had.add(chosen.address)
+        self._picked.add(chosen.address)
         return chosen
 
 

@@ -299,7 +299,7 @@ class WorkerClient:
         if attach_protocol.agreed_version(version, version) is None:
             raise LinkLostError(
                 f"it speaks version {version} of the Attach protocol (pdserve "
-                f"{welcome.info.version}), this router {attach_protocol.spoken()}"
+                f"{welcome.info.version}), this router {attach_protocol.supported_versions()}"
             )
         info = wire.from_proto(EngineInfo, welcome.info)
         if info.role is not self.role:

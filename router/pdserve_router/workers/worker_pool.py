@@ -194,7 +194,7 @@ class WorkerPool:
         """
         decode = self._available(self.decode, origins)
         if not decode:
-            self._raise_nobody(origins)
+            self._raise_no_worker(origins)
         return self._chooser.choose(
             request,
             prefill=[w for w in self._available(self.prefill, origins) if w not in exclude],
@@ -260,7 +260,7 @@ class WorkerPool:
         """True if no other worker of its role and weights is ready and not left out."""
         return not any(w is not worker and not w.breaker.is_open for w in self._peers(worker))
 
-    def _spare_last(self) -> None:
+    def _keep_last(self) -> None:
         """Use workers again if all of a role and of their weights that are ready keep failing, as
         the others have gone: that is better than nobody.
         """
@@ -289,7 +289,7 @@ class WorkerPool:
             if worker.is_ready and name and self._weights.name_of(worker.origin) == name
         ]
 
-    def _raise_nobody(self, origins: Collection[Origin]) -> NoReturn:
+    def _raise_no_worker(self, origins: Collection[Origin]) -> NoReturn:
         if not any(origin.weights for origin in origins):
             self.model_limits()
         raise NoWorkerError(
@@ -306,7 +306,7 @@ class WorkerPool:
 
     def _state_of(self, worker: WorkerClient) -> str:
         """Return a value of the metric's label `state`; one that is ready may be refused."""
-        if worker in self._duplicates.newcomers:
+        if worker in self._duplicates.by_engine_id:
             return "duplicate"
         is_refused = worker.is_ready and self._weights.name and not self._weights.serves(worker)
         return "mismatched" if is_refused else worker.state.value
@@ -379,7 +379,7 @@ class WorkerPool:
         gone = [worker for worker in workers if not worker.is_ready]
         self._gone_since = {worker: self._gone_since.get(worker, now) for worker in gone}
         self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)
-        self._spare_last()
+        self._keep_last()
         prefill, decode = self._distinct(self.prefill), self._distinct(self.decode)
         if self._rules.disaggregation:
             self._pairs.update(prefill, decode)
