@@ -93,13 +93,13 @@ class ReceivePlaces:
         return turn.result()
 
     def _grant(self, connection: str) -> Place:
-        place = Place(connection, self._take_back)
+        place = Place(connection, self._release)
         self._taken[place] = None
         self._by_connection[connection] += 1
         self._by_address[_address(connection)] += 1
         return place
 
-    def _take_back(self, place: Place) -> None:
+    def _release(self, place: Place) -> None:
         del self._taken[place]
         for counts, key in (
             (self._by_connection, place.connection),

@@ -3,7 +3,7 @@ chance: when a message arrives, when a block is copied, what fails.
 
 A block's memory holds a number for each of its tokens, made of all tokens up to it, and -1 when
 nobody can ask for it any more. So every step can check what it is about to read. A step that runs
-ahead of P's word may read what is wrong: then its token and its KV are wrong as well.
+before P's acknowledgement may read what is wrong: then its token and its KV are wrong as well.
 """
 
 import collections
@@ -132,7 +132,7 @@ class Rank:
     def _watch(self, request_id: str, is_right: bool) -> None:
         request = self._worker.scheduler.requests.get(request_id)
         if request is not None and request.needs_remote_kv:
-            self._worker.world.ran_ahead[is_right] += 1
+            self._worker.world.num_first_steps[is_right] += 1
         else:
             assert is_right, "a step reads KV that is not its own"
 
@@ -383,7 +383,7 @@ class Worker:
             self.inbox.popleft()()
         result = self.core.step() if self.core.has_work() else self.core.poll()
         for outputs in result.outputs.values():
-            self.outputs.extend(self.owners.take_in(outputs))
+            self.outputs.extend(self.owners.release_ended(outputs))
 
     def preempt(self) -> None:
         victims = [r for r in self.scheduler.running if not r.needs_remote_kv]
@@ -448,8 +448,8 @@ class World:
             self.workers[name] = Worker(self, name, windows)
         self.live: dict[str, Live] = {}
         self.ended: collections.Counter[str] = collections.Counter()
-        # Steps ahead of P's word, by whether they read what is right.
-        self.ran_ahead: collections.Counter[bool] = collections.Counter()
+        # Speculative first steps, by whether they read what is right.
+        self.num_first_steps: collections.Counter[bool] = collections.Counter()
         self._ids = itertools.count()
         self._is_other_thread = False
 

@@ -351,7 +351,7 @@ class ScriptedConnector(KVConnector):
         self.news.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
 
     def land_all(self, request_id: str) -> None:
-        """All KV is here, and P's first token; P's word on it is outstanding."""
+        """All KV is here, and P's first token; P has not acknowledged its release."""
         request = self.tickets[request_id]
         del self.loading[request_id]
         tokens = (next_token(list(request.all_token_ids)),)

@@ -22,11 +22,11 @@ FREEING = {"Scheduler._preempt", "Scheduler._finish", "Scheduler._free_deferred_
 FREE = (".kv.free", "_kv.free", ".free_block_ids", ".remove_skipped_blocks")
 HARMLESS = {
     # Of sliding windows, what the token after the prompt does not see: P announces none of it.
-    "Scheduler._take_in",
+    "Scheduler._apply_step",
     # The session is over already, or D has taken its own blocks back: nothing was announced.
     "Scheduler._admit",
     # What the connector has kept, of sessions that it has ended.
-    "Scheduler._take_news",
+    "Scheduler._apply_kv_event",
     # D's, after BlocksReturned or `reclaim`.
     "RemotePrefills._free",
 }

@@ -114,7 +114,7 @@ class Wire:
 async def test_p_answers_a_release_in_the_midst_of_a_step(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K4's word costs D no step of P. Nothing is read here: the test is D."""
+    """K4's ReleaseAck costs D no step of P. Nothing is read here: the test is D."""
     registry = LocalRegistry()
     monkeypatch.setattr(
         loading,

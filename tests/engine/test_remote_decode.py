@@ -89,7 +89,7 @@ def test_a_revoked_grant_does_not_start(connector: ScriptedConnector) -> None:
 def test_a_grant_revoked_behind_the_schedulers_back_does_not_start(
     connector: ScriptedConnector,
 ) -> None:
-    """D's word is there, but the scheduler has not taken it in yet."""
+    """D has granted it, but the scheduler has not applied that yet."""
     engine = Engine(connector=connector)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
@@ -197,7 +197,7 @@ def test_a_pause_gives_back_what_decode_workers_hold_for_it(
     engine.run()
     assert connector.preempted == ["a", "b"]
     assert not started(engine)
-    connector.allow("a")  # D's word was on its way
+    connector.allow("a")  # the grant was on its way
     connector.asked.clear()
     engine.run()
     assert not connector.asked

@@ -343,7 +343,7 @@ class InprocEngineClient:
         if self._loaded.logs_iterations and result.has_computed:
             _log_iteration(self._core.step_seq, result.stats)
         for client_index, group in result.outputs.items():
-            outputs = self._owners.take_in(group)
+            outputs = self._owners.release_ended(group)
             callback = self._clients.get(client_index)
             if callback is not None:
                 callback(EngineCoreOutputs(outputs=outputs, scheduler_stats=result.stats))

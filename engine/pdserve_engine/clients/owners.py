@@ -47,7 +47,7 @@ class RequestOwners:
         if owner is not None and owner.attempt == attempt:
             del self._owners[request_id]
 
-    def take_in(self, outputs: Iterable[EngineCoreOutput]) -> tuple[EngineCoreOutput, ...]:
+    def release_ended(self, outputs: Iterable[EngineCoreOutput]) -> tuple[EngineCoreOutput, ...]:
         """Release what has ended; return the outputs without those of superseded attempts."""
         current = tuple(output for output in outputs if not self._is_superseded(output))
         for output in current:

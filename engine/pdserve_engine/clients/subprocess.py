@@ -307,7 +307,7 @@ class SubprocessEngineClient:
             self._ready.set_exception(_start_error(message))
 
     def _on_outputs(self, message: EngineCoreOutputs, client_index: int) -> None:
-        outputs = self._owners.take_in(message.outputs)
+        outputs = self._owners.release_ended(message.outputs)
         callback = self._clients.get(client_index)
         if callback is not None:
             callback(dataclasses.replace(message, outputs=outputs))

@@ -75,7 +75,7 @@ class RemotePrefills:
         self._landed = landed
         self._num_spare_blocks = num_spare_blocks
         self._clock = clock
-        # And when P claimed blocks last; before that, or if it has run ahead in vain: when it came.
+        # And when P claimed blocks last; before that, or after a rollback: when it came.
         self._requests: dict[Request, float] = {}
         self._claims: deque[_Claim] = deque()
         self._probe_claims: deque[_Claim] = deque()

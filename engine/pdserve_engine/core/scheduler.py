@@ -12,10 +12,10 @@ is, by status:
     WAITING_FOR_REMOTE_KVS   `remote_prefills`: on D, a ticket, or blocks that are being filled
     RUNNING                  `running`
 
-D runs a request one step ahead when its blocks have landed, while P's word that they are right is
-outstanding (rule K4). Such a request still `needs_remote_kv`: what the step brought is held until
-the word comes, nobody shares its blocks and it cannot be preempted. If the word does not come, the
-step has never been.
+D's first step of a request is speculative: it runs when the blocks have landed, before P has
+acknowledged their release (rule K4). Such a request still `needs_remote_kv`: what the step brought
+is held until the release is acknowledged, nobody shares its blocks and it cannot be preempted. If
+the release is not acknowledged, the step is rolled back.
 
 Steps may be planned before the ones before them have finished (async scheduling). While a step is
 in flight its blocks are nobody else's: requests that end give them up when the step is over, and
@@ -227,7 +227,7 @@ class Scheduler:
         """Could the next step compute something? Requests that wait for remote KV do not count."""
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
-        # What has run ahead waits as well.
+        # After a speculative first step it waits as well.
         if self.kv_ready or not all(request.needs_remote_kv for request in self.running):
             return True
         if self.pause_state is PauseState.UNPAUSED:
@@ -258,9 +258,9 @@ class Scheduler:
         return self._commit(plan)
 
     def update_from_output(self, result: ModelRunnerOutput) -> None:
-        """Take in what the oldest step in flight computed."""
-        # P's word may have come while the model ran: then nothing has to be held back.
-        self._hear_connector()
+        """Apply what the oldest step in flight computed."""
+        # P may have acknowledged the release while the model ran: then nothing has to be held back.
+        self._apply_kv_events()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
         for request, num_tokens in self._in_flight.popleft().items():
             request.num_in_flight_tokens -= num_tokens
@@ -270,7 +270,7 @@ class Scheduler:
             if request.needs_remote_kv:
                 request.held_result = HeldResult(num_tokens, token_ids, result, self._clock())
             else:
-                self._take_in(request, num_tokens, token_ids, result)
+                self._apply_step(request, num_tokens, token_ids, result)
         self._free_deferred_blocks()
 
     def discard_steps(self, steps: Iterable[SchedulerOutput], message: str) -> None:
@@ -280,7 +280,7 @@ class Scheduler:
         alone, also if others have ended meanwhile: it may have been their fault.
         """
         failed = self._in_flight[0]
-        # Of one that runs ahead that step has never been: P's word is still to come.
+        # A speculative first step is only rolled back: its release may still be acknowledged.
         suspects = [
             r for r in failed if r.status is RequestStatus.RUNNING and not r.needs_remote_kv
         ]
@@ -293,7 +293,7 @@ class Scheduler:
             self._preempted_req_ids |= step.preempted_req_ids
         for request in reversed(self.running):
             if request.needs_remote_kv:
-                self._take_back(request)
+                self._rollback_first_step(request)
             else:
                 self._preempt(request)
         if len(failed) == 1:
@@ -372,7 +372,7 @@ class Scheduler:
         for request in running:
             if plan.token_budget == 0 or self.needs_drain:
                 return
-            # Preempted in this step, its last token is on its way, or it has run ahead.
+            # Preempted in this step, its last token is on its way, or its first step is speculative.
             is_running = request.status is RequestStatus.RUNNING
             if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
@@ -413,7 +413,7 @@ class Scheduler:
             if self._in_flight:
                 self.needs_drain = True
                 return None
-            # None that runs ahead: without P's word it waits on, with its blocks.
+            # None whose first step is speculative: rolled back, it still keeps its blocks.
             victims = [r for r in self.running if not r.needs_remote_kv]
             victim = max(victims) if self._is_priority else victims[-1]
             plan.give_back(victim)
@@ -709,7 +709,7 @@ class Scheduler:
 
     # ---- results
 
-    def _take_in(
+    def _apply_step(
         self,
         request: Request,
         num_tokens: int,
@@ -723,7 +723,7 @@ class Scheduler:
         else:
             self._share_blocks(request)
         self.kv.remove_skipped_blocks(request, end)
-        self._take_result(request, end - num_tokens, token_ids, result)
+        self._apply_result(request, end - num_tokens, token_ids, result)
 
     def _share_blocks(self, request: Request) -> None:
         """What is computed may be had by others."""
@@ -732,14 +732,14 @@ class Scheduler:
         if _is_prompt_computed(request):
             self._release_forks(request)
 
-    def _take_result(
+    def _apply_result(
         self,
         request: Request,
         start: int,
         token_ids: Sequence[int],
         result: ModelRunnerOutput,
     ) -> None:
-        """Take in what a step brought for a request, whose computed tokens begin at `start`."""
+        """Apply what a step brought for a request, whose computed tokens begin at `start`."""
         request_id = request.request_id
         prompt_logprobs = result.prompt_logprobs.get(request_id)
         if prompt_logprobs is not None:
@@ -752,7 +752,7 @@ class Scheduler:
             request.error = error
             self._end_running(request, RequestStatus.FINISHED_ERROR)
         elif token_ids:
-            self._take_tokens(request, token_ids)
+            self._apply_tokens(request, token_ids)
             self.suspects.remove(request)
         elif prompt_logprobs is None:
             return
@@ -764,7 +764,7 @@ class Scheduler:
             num_nans=num_nans,
         )
 
-    def _take_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+    def _apply_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
         status = _append_tokens(request, token_ids)
         if status is None and request.do_remote_decode:
             # P's part ends with the first token; is_handed_off tells this from a real end.
@@ -816,10 +816,10 @@ class Scheduler:
     # ---- KV transfer
 
     def update_from_kv_transfer(self) -> None:
-        """Take in what the connector reports, then see who may have blocks now."""
+        """Apply what the connector reports, then see who may have blocks now."""
         if self.connector is None:
             return
-        self._hear_connector()
+        self._apply_kv_events()
         if self.pause_state is PauseState.UNPAUSED:
             self.remote_prefills.grant_probes(self._num_free_probe_seats)
             # Preempted requests come first, or a stream of small claims would keep them out for
@@ -853,21 +853,21 @@ class Scheduler:
                 self.waiting.remove_request(request)
             connector.on_preempted(request)
 
-    def _hear_connector(self) -> None:
+    def _apply_kv_events(self) -> None:
         if self.connector is not None:
-            for news in self.connector.take_news():
-                self._take_news(news)
+            for event in self.connector.take_news():
+                self._apply_kv_event(event)
 
-    def _take_news(self, news: KVNews) -> None:
-        if isinstance(news, BlocksFreed):
-            self.kv.free_block_ids(news.block_ids)
+    def _apply_kv_event(self, event: KVNews) -> None:
+        if isinstance(event, BlocksFreed):
+            self.kv.free_block_ids(event.block_ids)
             return
-        request = news.request
+        request = event.request
         if self.requests.get(request.request_id) is not request:
             return  # it has ended meanwhile
-        match news:
+        match event:
             case StartAllowed():
-                if self.remote_decodes.allow(request, news.granted_time):
+                if self.remote_decodes.allow(request, event.granted_time):
                     self.waiting.add_request(request)
             case StartForbidden():
                 if self.remote_decodes.forbid(request):
@@ -875,29 +875,29 @@ class Scheduler:
             case StartDeferred():
                 self.remote_decodes.defer(request)
             case BlocksClaimed():
-                self.remote_prefills.claim(request, news.claimed_time)
+                self.remote_prefills.claim(request, event.claimed_time)
             case BlocksConfirmed():
-                self.kv.cache_blocks(request, news.num_tokens)
+                self.kv.cache_blocks(request, event.num_tokens)
             case BlocksReturned():
-                self.remote_prefills.give_back(request, news.kept)
+                self.remote_prefills.give_back(request, event.kept)
             case BlocksLanded():
-                request.kv_ready_time = news.landed_time
+                request.kv_ready_time = event.landed_time
                 request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
-                request.pulled_token_ids = news.output_token_ids
-                self._run_ahead(request)
+                request.pulled_token_ids = event.output_token_ids
+                self._queue_first_step(request)
             case TransferFinished():
-                self._accept_transfer(request, news.stats)
+                self._accept_transfer(request, event.stats)
             case TransferLost():
-                self._take_back(request)
+                self._rollback_first_step(request)
                 self.remote_prefills.drop_claim(request)
                 request.record_event(EngineCoreEventType.KV_LOST)
-                emit(self._outputs, request, kv_lost=self._of_use(request, news.lost))
+                emit(self._outputs, request, kv_lost=self._limit_to_cached(request, event.lost))
             case TransferFailed():
-                is_void = news.error.code is ErrorCode.CANCELLED
+                is_void = event.error.code is ErrorCode.CANCELLED
                 status = RequestStatus.FINISHED_ABORTED if is_void else RequestStatus.FINISHED_ERROR
-                self.finish_requests([request.request_id], status, news.error)
+                self.finish_requests([request.request_id], status, event.error)
 
-    def _of_use(self, request: Request, lost: KVLost) -> KVLost:
+    def _limit_to_cached(self, request: Request, lost: KVLost) -> KVLost:
         """D: what is confirmed and the next attempt will find: nothing without prefix caching, or
         if the sliding windows of those tokens have not come.
         """
@@ -917,8 +917,8 @@ class Scheduler:
             block_ids = self.kv.get_block_ids(request.request_id)
             self.connector.on_blocks_computed(request, num_tokens, block_ids)
 
-    def _run_ahead(self, request: Request) -> None:
-        """D: all KV has landed: go on after P's tokens, unless they are the last."""
+    def _queue_first_step(self, request: Request) -> None:
+        """D: all KV has landed: queue the first step after P's tokens, unless they are the last."""
         request.num_output_placeholders = len(request.pulled_token_ids)
         if request.is_output_complete:
             return
@@ -930,8 +930,8 @@ class Scheduler:
         else:
             self.kv_ready.append(request)
 
-    def _take_back(self, request: Request) -> None:
-        """D: if the request has run ahead, it never has. It keeps its blocks."""
+    def _rollback_first_step(self, request: Request) -> None:
+        """D: undo the request's first step, if it has begun. The request keeps its blocks."""
         if request in self.remote_prefills:
             return
         self._remove_from_queues(request)
@@ -942,21 +942,21 @@ class Scheduler:
         self.remote_prefills.add(request)
 
     def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
-        """D: P has confirmed all that has landed (rule K4): what was held back counts."""
+        """D: P has acknowledged the release of all that has landed (rule K4): apply what was held."""
         request.kv_transfer_stats = stats
         request.is_kv_loaded = True
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self.kv.cache_blocks(request, request.num_tokens)
         self._release_forks(request)
         if request in self.remote_prefills:
-            self._run_ahead(request)
-        self._take_pulled_tokens(request)
+            self._queue_first_step(request)
+        self._apply_pulled_tokens(request)
         held = request.held_result
         if held is not None and not request.status.is_finished:
-            self._take_in(request, held.num_tokens, held.token_ids, held.result)
+            self._apply_step(request, held.num_tokens, held.token_ids, held.result)
         request.held_result = None
 
-    def _take_pulled_tokens(self, request: Request) -> None:
+    def _apply_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
         pulled, request.pulled_token_ids = request.pulled_token_ids, ()
         status = _append_tokens(request, pulled)

@@ -51,8 +51,7 @@ _FINISH_REASONS = {
 
 
 class HeldResult(NamedTuple):
-    """What a step brought for a request that runs ahead; `token_ids` follow `num_tokens` computed
-    ones.
+    """What a speculative first step brought; `token_ids` follow `num_tokens` computed ones.
     """
 
     num_tokens: int
@@ -140,7 +139,7 @@ class Request:
         self.num_cached_tokens = -1
         # The pull is over; a later preemption computes the prompt again here.
         self.is_kv_loaded = False
-        # What P has sampled, and what a step has brought, while P's word on the KV is outstanding.
+        # What P has sampled, and what a step has brought, while the release is not acknowledged.
         self.pulled_token_ids: tuple[int, ...] = ()
         self.held_result: HeldResult | None = None
         # Output tokens already sent to the front end.
@@ -209,8 +208,8 @@ class Request:
 
     @property
     def needs_remote_kv(self) -> bool:
-        """D: the prompt's KV still has to be pulled, or P's word that it is right to come. What
-        runs nevertheless runs ahead (rule K4).
+        """D: the prompt's KV still has to be pulled, or its release to be acknowledged by P. A step
+        that runs nevertheless is speculative (rule K4).
         """
         return self.do_remote_prefill and not self.is_kv_loaded
 

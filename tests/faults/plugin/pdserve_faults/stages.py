@@ -35,8 +35,8 @@ STAGES: Mapping[str, Point] = {
     "landed": Point("decode", *_CONSUMER, "_on_read_done", "before"),
     # The prompt is computed, D does not know of the last chunk.
     "last_chunk": Point("prefill", *_PRODUCER, "request_finished", "before"),
-    # All blocks are here, D has computed no token. P's word that they are right may be outstanding.
-    "first_decode": Point("decode", *_SCHEDULER, "_run_ahead", "after"),
+    # All blocks are here, D has computed no token. P may not have acknowledged their release.
+    "first_decode": Point("decode", *_SCHEDULER, "_queue_first_step", "after"),
     # A step has brought a token. P passes it once.
-    "mid_stream": Point("decode", *_SCHEDULER, "_take_tokens", "after"),
+    "mid_stream": Point("decode", *_SCHEDULER, "_apply_tokens", "after"),
 }

@@ -1,4 +1,4 @@
-"""D's first step, while P's word that the KV is right is outstanding (rule K4)."""
+"""D's first step, which is speculative until P acknowledges the release (rule K4)."""
 
 import threading
 import time
@@ -34,10 +34,10 @@ def pull(engine: Engine, name: str = "a", **fields: object) -> None:
     connector_of(engine).land_all(name)
 
 
-def run_ahead(engine: Engine, name: str = "a", **fields: object) -> None:
+def run_first_step(engine: Engine, name: str = "a", **fields: object) -> None:
     """And D's first step is over."""
     pull(engine, name, **fields)
-    for _ in range(2):  # one with work, or the news and then the work
+    for _ in range(2):  # one with work, or the event and then the work
         if not num_computed(engine, name):
             engine.step()
     assert num_computed(engine, name) == 1
@@ -47,12 +47,12 @@ def num_computed(engine: Engine, name: str = "a") -> int:
     return sum(step.num_scheduled_tokens.get(name, 0) for step in engine.rank.steps)
 
 
-# ---- until P's word
+# ---- until the release is acknowledged
 
 
 def test_one_step_runs_and_nothing_of_it_gets_out(engine: Engine) -> None:
     engine.add("other", [1] * 4, max_tokens=20)
-    run_ahead(engine)
+    run_first_step(engine)
     for _ in range(3):
         engine.step()
     assert num_computed(engine) == 1
@@ -63,7 +63,7 @@ def test_one_step_runs_and_nothing_of_it_gets_out(engine: Engine) -> None:
 
 
 def test_it_waits_without_work(engine: Engine) -> None:
-    run_ahead(engine)
+    run_first_step(engine)
     assert not engine.core.has_work()
     num_steps = len(engine.rank.steps)
     connector_of(engine).accept("a")
@@ -77,7 +77,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
     engine.assert_idle()
 
 
-def test_a_word_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
+def test_an_ack_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
     engine.rank.on_step = lambda step: (
         connector_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
     )
@@ -90,7 +90,7 @@ def test_a_word_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) 
     engine.assert_idle()
 
 
-def test_a_word_that_comes_before_the_step_does_too(engine: Engine) -> None:
+def test_an_ack_that_comes_before_the_step_does_too(engine: Engine) -> None:
     pull(engine)
     connector_of(engine).accept("a")
     engine.run()
@@ -102,7 +102,7 @@ def test_a_word_that_comes_before_the_step_does_too(engine: Engine) -> None:
 def test_nobody_shares_its_blocks(engine: Engine) -> None:
     engine.add("fork", PROMPT, fork_of="a")
     engine.scheduler.finish_requests(["fork"], RequestStatus.FINISHED_ABORTED)
-    run_ahead(engine)
+    run_first_step(engine)
     engine.add("fork", PROMPT, fork_of="a")
     engine.add("same", PROMPT)
     engine.step()
@@ -126,7 +126,7 @@ def test_it_is_not_preempted(policy: str) -> None:
     )
     engine.add("other", [1] * 8, max_tokens=20)
     engine.step()
-    run_ahead(engine, priority=1)
+    run_first_step(engine, priority=1)
     while not engine.scheduler.num_preemptions:
         engine.step()
     assert engine.scheduler.requests["a"].status is RequestStatus.RUNNING
@@ -137,8 +137,8 @@ def test_it_is_not_preempted(policy: str) -> None:
     engine.assert_idle()
 
 
-def test_during_a_pause_ps_word_still_counts(engine: Engine) -> None:
-    run_ahead(engine)
+def test_during_a_pause_an_ack_still_counts(engine: Engine) -> None:
+    run_first_step(engine)
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
     connector_of(engine).accept("a")
     engine.run()
@@ -148,14 +148,14 @@ def test_during_a_pause_ps_word_still_counts(engine: Engine) -> None:
     assert engine.tokens("a") == expected(PROMPT, 4)
 
 
-# ---- ends that P's word brings
+# ---- ends that the ack brings
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
 def test_the_step_may_bring_the_end(engine: Engine, reason: FinishReason) -> None:
     is_stop = reason is FinishReason.STOP
     engine.rank.script["a"] = [EOS] if is_stop else []
-    run_ahead(engine, max_tokens=9 if is_stop else 2)
+    run_first_step(engine, max_tokens=9 if is_stop else 2)
     assert "a" not in engine.outputs
     connector_of(engine).accept("a")
     engine.step()
@@ -190,9 +190,9 @@ def test_ps_token_may_be_the_end_though_it_seemed_not(engine: Engine) -> None:
     engine.assert_idle()
 
 
-def test_a_step_that_failed_for_it_alone_fails_it_with_ps_word(engine: Engine) -> None:
+def test_a_step_that_failed_for_it_alone_fails_it_with_the_ack(engine: Engine) -> None:
     engine.rank.num_nans["a"] = 3
-    run_ahead(engine)
+    run_first_step(engine)
     assert "a" not in engine.outputs
     connector_of(engine).accept("a")
     engine.run()
@@ -201,7 +201,7 @@ def test_a_step_that_failed_for_it_alone_fails_it_with_ps_word(engine: Engine) -
     engine.assert_idle()
 
 
-# ---- P's word does not come
+# ---- the release is not acknowledged
 
 
 def abort(engine: Engine) -> None:
@@ -221,7 +221,7 @@ def supersede(engine: Engine) -> None:
     engine.add("a", PROMPT, attempt=1, max_tokens=1)
 
 
-@pytest.mark.parametrize("stage", [pull, run_ahead])
+@pytest.mark.parametrize("stage", [pull, run_first_step])
 @pytest.mark.parametrize(
     "end",
     [abort, pass_deadline, hear_of_ps_end, supersede, lambda engine: engine.core.hand_back()],
@@ -239,8 +239,8 @@ def test_a_request_that_ends_takes_its_tokens_with_it(
     engine.assert_idle()
 
 
-@pytest.mark.parametrize("stage", [pull, run_ahead])
-def test_a_lost_request_has_never_run(engine: Engine, stage: Callable[..., None]) -> None:
+@pytest.mark.parametrize("stage", [pull, run_first_step])
+def test_the_first_step_of_a_lost_request_is_rolled_back(engine: Engine, stage: Callable[..., None]) -> None:
     engine.rank.script["a"] = [3]  # as if it had read what is not its own
     stage(engine)
     request = engine.scheduler.requests["a"]
@@ -267,7 +267,7 @@ def test_a_lost_request_has_never_run(engine: Engine, stage: Callable[..., None]
 
 def test_the_others_of_its_step_go_on(engine: Engine) -> None:
     engine.add("other", [1] * 4, max_tokens=8)
-    run_ahead(engine)
+    run_first_step(engine)
     connector_of(engine).lose("a")
     engine.run()
     assert engine.tokens("other") == expected([1] * 4, 8)
@@ -296,7 +296,7 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
     engine.assert_idle()
 
 
-def test_a_step_of_it_alone_that_raises_has_never_been(engine: Engine) -> None:
+def test_a_step_of_it_alone_that_raises_is_rolled_back(engine: Engine) -> None:
     def fail(step: SchedulerOutput) -> None:
         if step.num_scheduled_tokens:
             raise RuntimeError("a passing fault")
@@ -305,7 +305,7 @@ def test_a_step_of_it_alone_that_raises_has_never_been(engine: Engine) -> None:
     pull(engine)
     engine.run()
     assert num_computed(engine) == 1
-    assert "a" not in engine.outputs, "it waits for P's word, as if it had not run"
+    assert "a" not in engine.outputs, "it waits for the ack, as if it had not run"
     engine.rank.on_step = lambda step: None
     connector_of(engine).accept("a")
     engine.run()
@@ -313,7 +313,7 @@ def test_a_step_of_it_alone_that_raises_has_never_been(engine: Engine) -> None:
     engine.assert_idle()
 
 
-@pytest.mark.parametrize("stage", [pull, run_ahead])
+@pytest.mark.parametrize("stage", [pull, run_first_step])
 @pytest.mark.parametrize(
     ("code", "reason"),
     [(ErrorCode.CANCELLED, FinishReason.ABORT), (ErrorCode.KV_EXPIRED, FinishReason.ERROR)],
@@ -334,7 +334,7 @@ def test_what_p_has_ended_is_no_error_of_ds(
 
 
 @pytest.mark.parametrize("end", ["accept", "lose", "abort", "supersede"])
-def test_ps_word_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> None:
+def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> None:
     engine = Engine(connector=ScriptedConnector(), async_scheduling=True, enable_caching=False)
     engine.core._last = engine.core._last._replace(duration_s=0.0)  # as if steps were short
     pull(engine)
@@ -366,7 +366,7 @@ def test_ps_word_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
 # ---- where the time went
 
 
-def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_word(
+def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_ack(
     engine: Engine, clock: Clock
 ) -> None:
     def compute(step: SchedulerOutput) -> None:
@@ -375,7 +375,7 @@ def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_word(
             connector_of(engine).accept("b")
 
     engine.rank.on_step = compute
-    run_ahead(engine, max_tokens=2)
+    run_first_step(engine, max_tokens=2)
     clock.now_s += 20
     connector_of(engine).accept("a")
     engine.step()
