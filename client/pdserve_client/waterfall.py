@@ -17,7 +17,7 @@ FIRST_ITL_STAGES = {
     "kv_transfer_exposed": "KV transfer, not hidden",
     "decode_admit": "into decode's batch",
     "first_decode_step": "first decode step",
-    "release_ack": "prefill confirms the KV",
+    "release_ack": "release acknowledged",
     "decode_return": "return",
 }
 

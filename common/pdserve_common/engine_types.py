@@ -351,7 +351,7 @@ class KVTransferStats:
     transport: str
     # Time during which at least one READ was posted.
     transfer_s: float
-    # From P's last word (PrefillDone) reaching D to the last READ having landed.
+    # From PrefillDone reaching D to the last READ having landed.
     exposed_s: float
     # From D's first own token to P's acknowledgement of the last release, which it has to wait for:
     # 0 if that came first.
@@ -365,7 +365,7 @@ class KVTransferStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLost:
     """D will not get the rest of a request's KV and holds what it has until the router has sent
-    another attempt, for HOLD_S from this word on at most (rule K6).
+    another attempt, for HOLD_S from this message on at most (rule K6).
     """
 
     # From the request's start; their KV is on D and right, and the next attempt finds it there.

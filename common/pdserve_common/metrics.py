@@ -427,14 +427,14 @@ class KVTransferMetrics:
         )
         self.transfer_exposed = Histogram(
             "pdserve_kv_transfer_exposed_seconds",
-            "What the prefill did not hide of it: from P's last word to the last block",
+            "What the prefill did not hide of it: from P's PrefillDone to the last block",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,
         )
         self.release_ack_duration = Histogram(
             "pdserve_kv_release_ack_seconds",
-            "From the last block to P's word that all of them are right, hidden or not",
+            "From the last block to P's acknowledgement of the last release, hidden or not",
             ["peer"],
             buckets=STAGE_BUCKETS,
             registry=registry,

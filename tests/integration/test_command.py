@@ -53,7 +53,7 @@ def test_run_answers_and_shows_where_the_time_went(model: str, tmp_path: Path) -
         "prefill queue",
         "decode queue",
         "first to second token (first ITL)",
-        "prefill confirms the KV",
+        "release acknowledged",
         "into decode's batch",
         "first decode step",
         "GB/s over",

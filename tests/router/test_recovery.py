@@ -99,7 +99,7 @@ def forgiving(monkeypatch) -> None:
 
 @pytest.fixture
 def patient(monkeypatch) -> None:
-    """The router waits for D's word, however long it takes."""
+    """The router waits for D's report, however long it takes."""
     monkeypatch.setattr(single_completion, "_VERDICT_S", 60.0)
 
 
@@ -249,7 +249,7 @@ async def test_kv_lost_with_much_missing_goes_on_at_the_same_worker_with_another
 async def test_a_prefill_worker_whose_word_is_lost_is_not_missed_if_decode_goes_on(
     four, tokenizer, patient
 ) -> None:
-    """P's last word reached D and not the router: D has all it needs."""
+    """P's last message reached D and not the router: D has all it needs."""
     for worker in four.prefills:
         worker.behave = failing(0, fail)
 
@@ -324,7 +324,7 @@ async def test_decode_lets_go_while_the_next_attempt_is_not_decided(four, tokeni
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
 async def test_a_cancel_that_nobody_asked_for_is_a_loss(four, tokenizer, num_tokens) -> None:
-    """P has handed the request off: its own word does not come."""
+    """P has handed the request off: its own output does not come."""
 
     async def cancel(running: Running) -> None:
         await until(lambda: num_delivered(four) >= 1)

@@ -35,7 +35,7 @@ from pdserve_router.workers.worker_client import WorkerClient
 logger = logging.getLogger(__name__)
 
 # When P is lost D mostly knows more: what it has, or that it has all. This is how long we wait for
-# its word; nothing depends on whether it comes in time.
+# its report; nothing depends on whether it comes in time.
 _VERDICT_S = 0.25
 
 

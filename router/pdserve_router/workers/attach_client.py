@@ -21,7 +21,7 @@ class LinkTimings:
     """How a link proves that it lives; tests shorten it."""
 
     heartbeat_s: float = HEARTBEAT_S
-    # How long after its last word a worker is waited for, whether its stream stands or broke. It
+    # How long after its last message a worker is waited for, whether its stream stands or broke. It
     # keeps a router's requests as long from when it finds the stream broken, which is not before.
     dead_after_s: float = SILENCE_S
     min_backoff_s: float = 0.1
