@@ -12,7 +12,7 @@ from pdserve_common.tls import TlsConfig
 from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.workers.discovery import SOURCES, parse_sources
 from pdserve_router.workers.route_chooser import RoutingRules
-from pdserve_router.workers.routing import ROUTING_POLICIES
+from pdserve_router.workers.routing_policy import ROUTING_POLICIES
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 

@@ -19,7 +19,7 @@ from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
-from pdserve_engine.kv_transfer.self_check import check_own_pool
+from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.request.watchdog import MAX_LOOK_S, StepWatch
 
 BLOCK_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_common.stop import TokenEnd, token_end
+from pdserve_common.token_end import TokenEnd, token_end
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.detokenizer import Detokenizer

@@ -8,7 +8,7 @@ from pdserve_common.engine_types import EngineCoreRequest, PrefillStats, WorkerR
 from pdserve_common.errors import NoWorkerError, OverloadedError, PdserveError
 from pdserve_router.workers.pairs import Pairs
 from pdserve_router.workers.prefix_estimate import PrefixEstimate, num_known_tokens
-from pdserve_router.workers.routing import ROUTING_POLICIES, RoutingPolicy
+from pdserve_router.workers.routing_policy import ROUTING_POLICIES, RoutingPolicy
 from pdserve_router.workers.worker_client import WorkerClient
 
 _RETRY_AFTER_MS = 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
-from pdserve_router.workers.routing import ROUTING_POLICIES, PowerOfTwo, RoundRobin
+from pdserve_router.workers.routing_policy import ROUTING_POLICIES, PowerOfTwo, RoundRobin
 
 
 @dataclass
