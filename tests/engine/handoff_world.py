@@ -55,7 +55,7 @@ DEAD = -1
 MAX_LIVE = 12
 # Before and after each of these calls of the scheduler other threads may get their turn.
 SEAMS = (
-    "take_news", "on_new_request", "ask", "on_started", "on_blocks_computed", "on_preempted",
+    "take_events", "on_new_request", "ask", "on_started", "on_blocks_computed", "on_preempted",
     "grant", "defer", "reclaim", "request_finished",
 )  # fmt: skip
 

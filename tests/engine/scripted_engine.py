@@ -28,7 +28,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksLanded,
     BlocksReturned,
     KVConnector,
-    KVNews,
+    KVEvent,
     StartAllowed,
     StartDeferred,
     StartForbidden,
@@ -230,7 +230,7 @@ class ScriptedConnector(KVConnector):
     clock: Callable[[], float] = time.monotonic
 
     def __init__(self) -> None:
-        self.news: list[KVNews] = []
+        self.pending_events: list[KVEvent] = []
         # P: whether D reserves blocks at once, when it is asked.
         self.grants_at_once = True
         self.asked: dict[str, Request] = {}
@@ -309,9 +309,9 @@ class ScriptedConnector(KVConnector):
         for request_id in list(self.held):
             self.release(request_id)
 
-    def take_news(self) -> list[KVNews]:
-        news, self.news = self.news, []
-        return news
+    def take_events(self) -> list[KVEvent]:
+        events, self.pending_events = self.pending_events, []
+        return events
 
     def num_open_sessions(self) -> int:
         return len(self.loading) + len(self.held)
@@ -325,37 +325,37 @@ class ScriptedConnector(KVConnector):
     # ---- what the test makes happen: P
 
     def allow(self, request_id: str) -> None:
-        self.news.append(StartAllowed(self.asked[request_id], self.clock()))
+        self.pending_events.append(StartAllowed(self.asked[request_id], self.clock()))
 
     def later(self, request_id: str) -> None:
         """D is full."""
-        self.news.append(StartDeferred(self.asked[request_id]))
+        self.pending_events.append(StartDeferred(self.asked[request_id]))
 
     def forbid(self, request_id: str) -> None:
         """D takes its blocks back; the scheduler hears of it with its next step."""
         self.revoked.add(request_id)
-        self.news.append(StartForbidden(self.asked[request_id]))
+        self.pending_events.append(StartForbidden(self.asked[request_id]))
 
     def release(self, request_id: str) -> None:
-        self.news.append(BlocksFreed(tuple(self.held.pop(request_id))))
+        self.pending_events.append(BlocksFreed(tuple(self.held.pop(request_id))))
 
     # ---- D
 
     def claim(self, request_id: str, asked_time: float | None = None) -> None:
         """P asks for blocks, or has done so at `asked_time`."""
         claimed_time = self.clock() if asked_time is None else asked_time
-        self.news.append(BlocksClaimed(self.tickets[request_id], claimed_time))
+        self.pending_events.append(BlocksClaimed(self.tickets[request_id], claimed_time))
 
     def confirm(self, request_id: str, num_tokens: int) -> None:
         self.announced[request_id] = num_tokens
-        self.news.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
+        self.pending_events.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
 
     def land_all(self, request_id: str) -> None:
         """All KV is here, and P's first token; P has not acknowledged its release."""
         request = self.tickets[request_id]
         del self.loading[request_id]
         tokens = (next_token(list(request.all_token_ids)),)
-        self.news.append(BlocksLanded(request, tokens, landed_time=self.clock()))
+        self.pending_events.append(BlocksLanded(request, tokens, landed_time=self.clock()))
 
     def finish_load(self, request_id: str) -> None:
         """All KV is here, and P's first token."""
@@ -373,17 +373,17 @@ class ScriptedConnector(KVConnector):
             exposed_s=0,
             release_ack_s=0,
         )
-        self.news.append(TransferFinished(self.tickets[request_id], stats))
+        self.pending_events.append(TransferFinished(self.tickets[request_id], stats))
 
     def fail(self, request_id: str, error: EngineError) -> None:
-        self.news.append(TransferFailed(self.tickets[request_id], error))
+        self.pending_events.append(TransferFailed(self.tickets[request_id], error))
 
     def lose(self, request_id: str) -> None:
         """P is gone; what is confirmed stays."""
         lost = KVLost(
             num_confirmed_tokens=self.announced.get(request_id, 0), reason="test", message="lost"
         )
-        self.news.append(TransferLost(self.tickets[request_id], lost))
+        self.pending_events.append(TransferLost(self.tickets[request_id], lost))
 
     def give_back(self, request_id: str, *, is_reading: bool) -> None:
         """P has preempted the request; a READ may still land in its blocks."""
@@ -392,10 +392,10 @@ class ScriptedConnector(KVConnector):
         if is_reading:
             self.zombies.setdefault(request_id, []).extend(block_ids)
         kept = frozenset(block_ids if is_reading else ())
-        self.news.append(BlocksReturned(self.tickets[request_id], kept))
+        self.pending_events.append(BlocksReturned(self.tickets[request_id], kept))
 
     def land(self, request_id: str) -> None:
-        self.news.append(BlocksFreed(tuple(self.zombies.pop(request_id))))
+        self.pending_events.append(BlocksFreed(tuple(self.zombies.pop(request_id))))
 
 
 ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d")

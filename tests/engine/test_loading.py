@@ -212,9 +212,9 @@ def test_d_gives_up_a_session_of_which_nothing_is_heard_as_soon_as_told(model: P
         connector.on_new_request(make_ticket())
         time.sleep(0.02)
         connector.on_tick()
-        (news,) = connector.take_news()
-        assert isinstance(news, TransferLost)
-        assert news.lost.reason == "expired"
+        (event,) = connector.take_events()
+        assert isinstance(event, TransferLost)
+        assert event.lost.reason == "expired"
 
 
 def make_ticket() -> Request:

@@ -327,13 +327,13 @@ class PSide:
             self.p_blocks.give([i for i in block_ids if i not in kept and i != NULL_BLOCK_ID])
         return kept
 
-    def take_p_news(self) -> list[Any]:
+    def take_p_events(self) -> list[Any]:
         """What P's scheduler takes; freed blocks are given back."""
-        news = self.p.take_news()
-        for item in news:
+        events = self.p.take_events()
+        for item in events:
             if isinstance(item, BlocksFreed):
                 self.p_blocks.give(item.block_ids)
-        return news
+        return events
 
     def late(self, side: str) -> float:
         return float(getattr(self, f"{side}_metrics").late_messages._value.get())
@@ -410,10 +410,10 @@ class Pair(PSide):
             self.d_blocks.give(block_ids)
         return False
 
-    def take_d_news(self) -> list[Any]:
+    def take_d_events(self) -> list[Any]:
         """What D's scheduler takes: it answers claims, blocks that come back are free."""
-        news = self.d.take_news()
-        for item in news:
+        events = self.d.take_events()
+        for item in events:
             match item:
                 case BlocksClaimed(request=request):
                     self.reserve(request)
@@ -421,7 +421,7 @@ class Pair(PSide):
                     self.d_blocks.give(block_ids)
                 case BlocksReturned(request=request, kept=kept):
                     self._give_d(request, kept)
-        return news
+        return events
 
     def end_d(
         self, request: Request, status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -438,17 +438,17 @@ class Pair(PSide):
             self.d_blocks.give([i for i in block_ids if i not in kept])
 
     def collect(self) -> list[Any]:
-        """Deliver messages and let both schedulers take their news until there are none."""
+        """Deliver messages and let both schedulers take their events until there are none."""
         collected: list[Any] = []
         while True:
             self.pump()
-            news = [*self.take_p_news(), *self.take_d_news()]
-            if not news and not self.to_d.messages and not self.to_p.messages:
+            events = [*self.take_p_events(), *self.take_d_events()]
+            if not events and not self.to_d.messages and not self.to_p.messages:
                 return collected
-            collected += news
+            collected += events
 
     def wait_for(self, wanted: type, request_id: str = "r0") -> Any:
-        """Run until a scheduler is told `wanted` of `request_id`; returns the news."""
+        """Run until a scheduler is told `wanted` of `request_id`; returns the event."""
 
         def find() -> Any:
             self.told += self.collect()

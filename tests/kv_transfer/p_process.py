@@ -64,16 +64,16 @@ class Prefills:
         )
         self.connector.ask(Request(core, max_model_len=4096, seed=0))
 
-    def take_news(self) -> None:
-        for news in self.connector.take_news():
-            match news:
+    def take_events(self) -> None:
+        for event in self.connector.take_events():
+            match event:
                 case BlocksFreed(block_ids=block_ids):
                     self.blocks.give(block_ids)
                 case StartAllowed(request=request):
                     self.prefill(request)
 
     def _wake(self) -> None:
-        self._loop.call_soon(self.take_news)  # not under the connector's lock
+        self._loop.call_soon(self.take_events)  # not under the connector's lock
 
     def prefill(self, request: Request) -> None:
         if not self.connector.on_started(request):

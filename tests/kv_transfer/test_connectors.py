@@ -330,9 +330,9 @@ def test_a_session_that_p_has_ended_is_not_accepted(pair: Any) -> None:
     assert isinstance(ended, SessionEnded)
     pair.to_d.messages.clear()  # it is late: the answer to Release decides
     pair.transport.land()
-    news = pair.wait_for(TransferLost)
-    assert news.lost.reason == "not_valid"
-    assert news.lost.num_confirmed_tokens == 0
+    event = pair.wait_for(TransferLost)
+    assert event.lost.reason == "not_valid"
+    assert event.lost.num_confirmed_tokens == 0
     assert not [n for n in pair.told if isinstance(n, BlocksConfirmed | TransferFinished)]
     pair.end_d(request)
     pair.check_baseline()

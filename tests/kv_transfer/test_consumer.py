@@ -113,11 +113,11 @@ class World:
 
     def told(self, *kinds: type) -> list[Any]:
         """What D's scheduler is told of these kinds; it answers nothing."""
-        news = self.d.take_news()
-        for item in news:
+        events = self.d.take_events()
+        for item in events:
             if isinstance(item, BlocksFreed):
                 self.pair.d_blocks.give(item.block_ids)
-        return [item for item in news if isinstance(item, kinds)] if kinds else news
+        return [item for item in events if isinstance(item, kinds)] if kinds else events
 
     def claimed(self, request_id: str = "r0", **fields: Any) -> tuple[Request, KVSessionId]:
         request = self.pair.ticket(request_id, **fields)
@@ -150,18 +150,18 @@ class World:
         return request, session
 
     def landed(self, **fields: Any) -> tuple[Request, KVSessionId]:
-        """All three are here, P's word is outstanding."""
+        """All three are here, their release is not acknowledged."""
         request, session = self.granted(**fields)
         self.say(ready(session, 0, 5, 9, 2), done(session))
         self.transport.land()
-        (news,) = self.told()
-        assert (type(news), news.request) == (BlocksLanded, request)
+        (event,) = self.told()
+        assert (type(event), event.request) == (BlocksLanded, request)
         return request, session
 
     def lost(self, request: Request) -> Any:
-        (news,) = self.told(TransferLost)
-        assert news.request is request
-        return news.lost
+        (event,) = self.told(TransferLost)
+        assert event.request is request
+        return event.lost
 
     def end(self, request: Request) -> None:
         """The request ends, and its READs land; nothing is left of it."""
@@ -365,9 +365,9 @@ def test_a_claim_outlasts_any_step_of_ds_engine(world: World) -> None:
     world.pass_time(90)
     assert all(isinstance(message, KVLinkHeartbeat) for message in world.heard())
     request = world.pair.ticket()
-    (news,) = world.told()
-    assert news == BlocksClaimed(request, 0.0)
-    assert news.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
+    (event,) = world.told()
+    assert event == BlocksClaimed(request, 0.0)
+    assert event.claimed_time <= asked_time, "it has its turn among those that came meanwhile"
     assert world.pair.reserve(request)
     assert world.heard() == [Granted(session=session, first_block=0)]
     world.end(request)
@@ -472,7 +472,7 @@ def test_a_request_that_p_preempts_is_claimed_again(world: World, stage: str) ->
     assert not world.pair.reserve(request), "P does not want them now"
     while world.transport.held:
         world.transport.land()
-    freed = [i for news in world.told(BlocksFreed) for i in news.block_ids]
+    freed = [i for event in world.told(BlocksFreed) for i in event.block_ids]
     assert set(freed) == returned.kept
     assert len(world.d_blocks.free) == 64
     assert world.heard() == [], "landed, but not P's any more"
@@ -619,7 +619,7 @@ def test_a_lost_pull_is_reported_held_and_then_failed(
 
 
 @pytest.mark.parametrize("reason", LATE_LOSSES)
-def test_what_has_landed_is_lost_without_ps_word(world: World, reason: str) -> None:
+def test_what_has_landed_is_lost_without_an_ack(world: World, reason: str) -> None:
     request, session = world.landed()
     assert world.heard() == [Release(session=session, through_block=3)]
     LATE_LOSSES[reason](world, request, session)
@@ -689,14 +689,14 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
     request, session = world.confirmed()
     plain = ended(session, "unspecified")
     world.say(replace(plain, reason=reason, message="preempted: finished: fenced"))
-    (news,) = world.told()
+    (event,) = world.told()
     kind = {
         SessionEndReason.PREEMPTED: BlocksReturned,
         SessionEndReason.FINISHED: TransferFailed,
         SessionEndReason.ABORTED: TransferFailed,
         SessionEndReason.SUPERSEDED: TransferFailed,
     }.get(reason, TransferLost)
-    assert type(news) is kind
+    assert type(event) is kind
     world.end(request)
 
 
@@ -789,7 +789,7 @@ def test_the_router_has_its_time_though_ds_step_is_long(world: World) -> None:
     world.pass_time(HOLD_S - 1)
     assert world.told() == []
     world.pass_time(1)
-    assert [type(news) for news in world.told()] == [TransferFailed]
+    assert [type(event) for event in world.told()] == [TransferFailed]
     world.end(request)
 
 
@@ -1132,7 +1132,7 @@ def test_a_new_link_replaces_the_open_one(world: World, kit: Any, epoch: str) ->
     link = world.d.link_up("p0", welcome, kit.Wire())
     assert old_wire.closed_because == "replaced"
     lost = world.told(TransferLost)
-    assert [news.request for news in lost] == [request, ticket]
+    assert [event.request for event in lost] == [request, ticket]
     assert lost[0].lost.message == "link to p0 lost: replaced"
     world.d.link_lost(old_link, "its own reader reports it too")
     assert world.gauge("links") == 1

@@ -67,7 +67,7 @@ class Traffic:
         self.pair.pump()
         while self.pair.transport.held:
             self.pair.transport.land()
-        self.take_news()
+        self.take_events()
 
     # ---- what may happen
 
@@ -148,7 +148,7 @@ class Traffic:
         for _ in range(min(len(wire.messages), self.random.randrange(1, 4))):
             connector.on_message(link, wire.messages.popleft())
         if self.random.random() < 0.7:
-            self.take_news()
+            self.take_events()
 
     # ---- the schedulers
 
@@ -172,19 +172,19 @@ class Traffic:
         self.end_p(leg)
         del self.legs[leg.request.request_id]
 
-    def take_news(self) -> None:
-        for news in self.pair.take_p_news():
-            self.take_p(news)
-        for news in self.pair.d.take_news():
-            self.take_d(news)
+    def take_events(self) -> None:
+        for event in self.pair.take_p_events():
+            self.take_p(event)
+        for event in self.pair.d.take_events():
+            self.take_d(event)
 
-    def take_p(self, news: Any) -> None:
-        if isinstance(news, BlocksFreed):
+    def take_p(self, event: Any) -> None:
+        if isinstance(event, BlocksFreed):
             return
-        leg = self.legs.get(news.request.request_id)
+        leg = self.legs.get(event.request.request_id)
         if leg is None or leg.p == "over":
             return
-        match news:
+        match event:
             case StartAllowed():
                 leg.p = "allowed"
             case StartForbidden() if leg.p == "allowed":
@@ -192,14 +192,14 @@ class Traffic:
             case TransferFailed():
                 self.end_p(leg)
 
-    def take_d(self, news: Any) -> None:
-        if isinstance(news, BlocksFreed):
-            self.pair.d_blocks.give(news.block_ids)
+    def take_d(self, event: Any) -> None:
+        if isinstance(event, BlocksFreed):
+            self.pair.d_blocks.give(event.block_ids)
             return
-        leg = self.legs.get(news.request.request_id)
+        leg = self.legs.get(event.request.request_id)
         if leg is None:
             return
-        match news:
+        match event:
             case BlocksClaimed():
                 leg.is_claimed = not self.reserve(leg.request)
             case BlocksReturned(kept=kept):

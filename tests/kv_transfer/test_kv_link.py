@@ -142,21 +142,21 @@ class D:
         self.connector.on_new_request(request)
         return request
 
-    def take_news(self) -> None:
-        for news in self.connector.take_news():
-            self.told.append(news)
-            if isinstance(news, BlocksClaimed) and self.has_room:
-                self.connector.grant(news.request, (self.tables[news.request],), 0)
+    def take_events(self) -> None:
+        for event in self.connector.take_events():
+            self.told.append(event)
+            if isinstance(event, BlocksClaimed) and self.has_room:
+                self.connector.grant(event.request, (self.tables[event.request],), 0)
 
     async def wait_for(self, wanted: type) -> Any:
-        """Return the next news of this kind."""
+        """Return the next event of this kind."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            self.take_news()
-            for news in self.told:
-                if isinstance(news, wanted):
-                    self.told.remove(news)
-                    return news
+            self.take_events()
+            for event in self.told:
+                if isinstance(event, wanted):
+                    self.told.remove(event)
+                    return event
             assert time.monotonic() < deadline, "timed out"
             await asyncio.sleep(0.001)
 
@@ -184,7 +184,7 @@ class D:
         deadline = time.monotonic() + PATIENCE_S
         while not any(list(held[2]) == block_ids for held in self.transport.held):
             assert time.monotonic() < deadline, "timed out"
-            self.take_news()
+            self.take_events()
             await asyncio.sleep(0.001)
         return request
 
@@ -275,7 +275,7 @@ async def test_waiting_costs_little_cpu(d: D, start_p: Any) -> None:
         assert d.end(request) == set(table)
     d.transport.let_go()
     freed = [await d.wait_for(BlocksFreed) for _ in requests]
-    assert sorted(news.block_ids for news in freed) == [(1, 2), (3, 4)]
+    assert sorted(event.block_ids for event in freed) == [(1, 2), (3, 4)]
 
 
 async def test_a_killed_p_loses_its_requests_within_seconds(d: D, start_p: Any) -> None:
@@ -288,15 +288,15 @@ async def test_a_killed_p_loses_its_requests_within_seconds(d: D, start_p: Any) 
     p.process.kill()
     p.process.wait()
     lost = [await d.wait_for(TransferLost) for _ in range(2)]
-    assert {news.request for news in lost} == {claimed, waiting}
-    assert {news.lost.reason for news in lost} == {"link_lost"}
+    assert {event.request for event in lost} == {claimed, waiting}
+    assert {event.lost.reason for event in lost} == {"link_lost"}
     for request in (claimed, waiting):
         assert not d.end(request)
     assert d.connector.num_open_sessions() == 0
 
     late = d.ticket(p, "r3", [4])  # nobody listens there any more
-    news = await d.wait_for(TransferLost)
-    assert news.lost.reason == "no_link"
+    event = await d.wait_for(TransferLost)
+    assert event.lost.reason == "no_link"
     assert not d.end(late)
 
     d.has_room = True
@@ -311,11 +311,11 @@ async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any)
     p.process.kill()
     p.process.wait()
     d.transport.let_go()  # not awaited: the loop has had no chance to tell
-    news = await d.wait_for(TransferLost)
-    assert news.lost.reason in ("read_error", "link_lost")
+    event = await d.wait_for(TransferLost)
+    assert event.lost.reason in ("read_error", "link_lost")
     if kept := d.end(request):
-        news = await d.wait_for(BlocksFreed)
-        assert set(news.block_ids) == kept
+        event = await d.wait_for(BlocksFreed)
+        assert set(event.block_ids) == kept
     assert d.connector.num_open_sessions() == 0
 
 
@@ -328,12 +328,12 @@ async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: 
     d.transport.is_holding = False
     start = time.monotonic()
     d.transport.let_go()
-    news = await d.wait_for(TransferLost)
+    event = await d.wait_for(TransferLost)
     assert time.monotonic() - start > 1.0
-    assert news.lost.message == "READ stalled for 1 s"
+    assert event.lost.message == "READ stalled for 1 s"
     assert d.end(request) == {2, 3}, "the READ may still land"
     await asyncio.sleep(0.2)
-    assert d.connector.take_news() == []
+    assert d.connector.take_events() == []
     p.process.send_signal(signal.SIGCONT)
     assert (await d.wait_for(BlocksFreed)).block_ids == (2, 3)
 

@@ -55,7 +55,7 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     request = pair.ticket()
     monkeypatch.setattr(pair.d._events, "on_message", break_down)
     await until(lambda: pair.d_metrics.links._value.get() == 0)
-    (lost,) = (news for news in pair.d.take_news() if isinstance(news, TransferLost))
+    (lost,) = (event for event in pair.d.take_events() if isinstance(event, TransferLost))
     assert lost.request is request
     assert lost.lost.message == "link to p0 lost: failed: AssertionError('a defect')"
     assert "carrying a KvLink failed: AssertionError('a defect')" in caplog.messages

@@ -106,7 +106,7 @@ class World:
     def granted(self, *, first_block: int = 0, **fields: Any) -> tuple[Request, KVSessionId]:
         request, session = self.asked(**fields)
         self.say(Granted(session=session, first_block=first_block))
-        assert self.side.take_p_news() == [StartAllowed(request, 0.0)]
+        assert self.side.take_p_events() == [StartAllowed(request, 0.0)]
         return request, session
 
     def sending(self, **fields: Any) -> tuple[Request, KVSessionId]:
@@ -133,7 +133,7 @@ class World:
 
     def check_baseline(self) -> None:
         """Every block is free, once, and nothing else is left of any session."""
-        self.side.take_p_news()
+        self.side.take_p_events()
         assert sorted(self.side.p_blocks.free) == list(range(64))
         assert self.side.p.num_open_sessions() == 0
         assert not self.side.p._machine._open
@@ -182,7 +182,7 @@ def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
     assert world.num_sessions(State.ASKING) == 1
     world.side.now += 0.25
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request, 0.0)]
+    assert world.take_p_events() == [StartAllowed(request, 0.0)]
     (wait,) = world.p_metrics.grant_wait._metrics.values()
     assert wait._sum.get() == 0.25
     assert world.start(request)
@@ -201,7 +201,7 @@ def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
     ]
     assert kept == set(table[:3])
     world.say(Release(session=session, through_block=2))
-    assert world.take_p_news() == [BlocksFreed(tuple(table[:2]))]
+    assert world.take_p_events() == [BlocksFreed(tuple(table[:2]))]
     world.say(Release(session=session, through_block=3))
     assert acks(world.heard()) == [True, True]
     assert world.num_ended("released") == 1
@@ -255,10 +255,10 @@ def test_released_blocks_are_not_kept(world: World) -> None:
     request, session = world.sending()
     (table,) = world.p_tables[request]
     world.say(Release(session=session, through_block=1))
-    assert world.take_p_news() == [], "they are the request's own"
+    assert world.take_p_events() == [], "they are the request's own"
     assert world.end_p(request) == set(table[1:3])
     world.say(Release(session=session, through_block=3))
-    assert world.take_p_news() == [BlocksFreed(tuple(table[1:3]))]
+    assert world.take_p_events() == [BlocksFreed(tuple(table[1:3]))]
     world.check_baseline()
 
 
@@ -332,15 +332,15 @@ def test_a_request_is_asked_for_when_d_has_dialed(world: World) -> None:
     (message,) = wire.messages
     assert (message.request_id, message.attempt, message.num_tokens) == ("r0", 0, 40)
     world.pass_time(LINK_WAIT_S + 1)
-    assert world.take_p_news() == [], "a D that is merely full is waited for"
+    assert world.take_p_events() == [], "a D that is merely full is waited for"
     world.say(Granted(session=message.session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request, 0.0)]
+    assert world.take_p_events() == [StartAllowed(request, 0.0)]
 
 
 def test_a_d_that_dials_while_ps_event_loop_hangs_is_in_time(world: World) -> None:
     world.ask()
     world.hang(LINK_WAIT_S + 60)
-    assert world.take_p_news() == []
+    assert world.take_p_events() == []
     wire, _ = world.connect()
     assert [type(message) for message in wire.messages] == [GrantRequest]
 
@@ -348,7 +348,7 @@ def test_a_d_that_dials_while_ps_event_loop_hangs_is_in_time(world: World) -> No
 def test_a_d_that_never_dials_fails_the_request(world: World) -> None:
     request = world.ask()
     world.pass_time(LINK_WAIT_S)
-    (failed,) = world.take_p_news()
+    (failed,) = world.take_p_events()
     assert failed.request is request
     assert failed.error.code is ErrorCode.KV_TRANSFER_FAILED
     assert failed.error.is_retryable
@@ -361,9 +361,9 @@ def test_a_d_that_never_dials_fails_the_request(world: World) -> None:
 def test_a_later_grant_comes_unasked(world: World) -> None:
     request, session = world.asked()
     world.say(Later(session=session))
-    assert world.take_p_news() == [StartDeferred(request)]
+    assert world.take_p_events() == [StartDeferred(request)]
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request, 0.0)]
+    assert world.take_p_events() == [StartAllowed(request, 0.0)]
     grants = world.p_metrics.grants
     assert [grants.labels(answer)._value.get() for answer in ("granted", "later")] == [1, 1]
 
@@ -371,10 +371,10 @@ def test_a_later_grant_comes_unasked(world: World) -> None:
 def test_a_revoked_grant_is_waited_for_again(world: World) -> None:
     request, session = world.granted(first_block=2)
     world.say(Revoke(session=session))
-    assert not world.start(request), "the news of it is not taken yet"
-    assert world.take_p_news() == [StartForbidden(request)]
+    assert not world.start(request), "the event of it is not taken yet"
+    assert world.take_p_events() == [StartForbidden(request)]
     world.say(Granted(session=session, first_block=0))
-    assert world.take_p_news() == [StartAllowed(request, 0.0)]
+    assert world.take_p_events() == [StartAllowed(request, 0.0)]
     assert world.start(request)
     world.compute(request, 16)
     assert world.heard()[0].first_block == 0, "D's cache has changed meanwhile"
@@ -386,7 +386,7 @@ def test_news_wake_the_engine_and_keep_their_order(world: World) -> None:
     world.say(Granted(session=session, first_block=0))
     world.say(Revoke(session=session))
     assert world.num_wakeups == wakeups + 2
-    assert world.take_p_news() == [StartAllowed(request, 0.0), StartForbidden(request)]
+    assert world.take_p_events() == [StartAllowed(request, 0.0), StartForbidden(request)]
 
 
 def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> None:
@@ -394,10 +394,10 @@ def test_a_request_that_d_has_given_up_before_is_not_asked_for(world: World) -> 
     world.say(CancelRequest(request_id="r0", attempt=1, reason="aborted"))
     stale, session = world.asked()  # attempt 0
     world.say(CancelRequest(request_id="r0", attempt=1, reason="aborted"))
-    assert world.take_p_news() == []
+    assert world.take_p_events() == []
     request = world.ask(attempt=1)
     assert world.heard() == [ended(session, "superseded")]
-    (failed,) = world.take_p_news()
+    (failed,) = world.take_p_events()
     assert failed.request is request
     assert world.num_ended("cancelled") == 1
     assert world.end_p(request, RequestStatus.FINISHED_ERROR) == frozenset()
@@ -458,7 +458,7 @@ def test_d_is_not_told_what_it_knows(world: World) -> None:
     request, _ = world.sending()
     world.heard()
     world.say(CancelRequest(request_id="r0", attempt=0, reason="aborted"))
-    (failed,) = world.take_p_news()
+    (failed,) = world.take_p_events()
     assert isinstance(failed, TransferFailed)
     world.end_p(request, RequestStatus.FINISHED_ERROR)
     assert world.heard() == []
@@ -472,7 +472,7 @@ def test_a_later_attempt_supersedes_a_session_that_was_handed_off(world: World) 
     first, grant_request = world.heard()
     assert first == ended(old, "superseded")
     assert grant_request.attempt == 1
-    assert len(world.take_p_news()) == 1
+    assert len(world.take_p_events()) == 1
     assert len(world.p_blocks.free) == 64
 
 
@@ -537,7 +537,7 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
     assert world.late("p") == before + len(wrong)
     assert acks(world.heard()) == [False, False]
     assert world.num_acks("false") == 2
-    assert world.take_p_news() == []
+    assert world.take_p_events() == []
     assert world.p.num_open_sessions() == 1
     world.say(KVLinkHeartbeat(step_seq=1))
     assert world.late("p") == before + len(wrong)
@@ -573,7 +573,7 @@ def test_a_repeated_release_is_answered_again_and_frees_nothing(world: World) ->
         world.say(Release(session=session, through_block=through_block))
     assert acks(world.heard()) == [True] * 3
     assert world.num_acks("true") == 3
-    (freed,) = world.take_p_news()
+    (freed,) = world.take_p_events()
     assert len(freed.block_ids) == 2
 
 
@@ -705,8 +705,8 @@ def test_every_end_of_a_session_fences_it_and_gives_its_blocks_back_once(
     step = PRODUCER[state][event]
     told = any(isinstance(message, SessionEnded) for message in world.heard())
     assert told is (Action.SEND_SESSION_ENDED in step.actions)
-    news = world.take_p_news()  # a block that is freed twice fails here
-    failed = any(isinstance(item, TransferFailed) for item in news)
+    events = world.take_p_events()  # a block that is freed twice fails here
+    failed = any(isinstance(item, TransferFailed) for item in events)
     assert failed is (Action.FAIL_REQUEST in step.actions)
     assert len(caplog.messages) == (event in (Event.EXPIRED, Event.FENCED, Event.LINK_LOST))
     if event is Event.LINK_LOST:
@@ -747,7 +747,7 @@ def test_a_fence_says_why(world: World) -> None:
     world.p.fence_all("sleep")
     assert world.heard() == [ended(session, "fenced: sleep")]
     assert world.num_ended("fenced") == 1, "metrics know one word for all"
-    (failed,) = world.take_p_news()
+    (failed,) = world.take_p_events()
     assert failed.error.message == "handing KV over to d0 failed: fenced: sleep"
     world.end_p(request, RequestStatus.FINISHED_ERROR)
 
@@ -769,7 +769,7 @@ def test_an_operator_reads_of_a_session_that_has_expired(
         f"request r0, attempt 0: KV session {session.link}.{session.seq} with d0 is lost in state "
         f"{state.name} after 30.0 s: expired; {what_next}"
     )
-    world.take_p_news()
+    world.take_p_events()
     if not request.status.is_finished:
         world.end_p(request, RequestStatus.FINISHED_ERROR)
 
@@ -779,7 +779,7 @@ def test_a_new_link_ends_the_sessions_of_the_old_one(world: World) -> None:
     old_wire, old_link = world.to_d, world.p_link
     world.connect()
     assert old_wire.closed_because == "replaced"
-    (failed,) = world.take_p_news()
+    (failed,) = world.take_p_events()
     assert failed.request is request
     world.say(Release(session=session, through_block=1), old_link)
     assert world.late("p") == 1
@@ -823,11 +823,11 @@ class Traffic:
             return
         (action,) = self.rng.choices((self._say, self._schedule, self._break), (50, 46, 1))
         action()
-        self._take_news()
+        self._take_events()
 
     def finish(self) -> None:
         self.world.p.fence_all("end")
-        self._take_news()
+        self._take_events()
         assert not self.requests
 
     def reasons(self) -> set[str]:
@@ -876,7 +876,7 @@ class Traffic:
             self._end(request, RequestStatus.FINISHED_STOPPED)
         else:
             self.world.preempt(request)
-            self._take_news()
+            self._take_events()
             if request in self.requests:
                 self.world.p.ask(request)
 
@@ -895,7 +895,7 @@ class Traffic:
         self.requests.remove(request)
         self.world.end_p(request, status)
 
-    def _take_news(self) -> None:
-        for news in self.world.take_p_news():
-            if isinstance(news, TransferFailed) and news.request in self.requests:
-                self._end(news.request, RequestStatus.FINISHED_ERROR)
+    def _take_events(self) -> None:
+        for event in self.world.take_p_events():
+            if isinstance(event, TransferFailed) and event.request in self.requests:
+                self._end(event.request, RequestStatus.FINISHED_ERROR)

@@ -123,7 +123,7 @@ class InprocEngineClient:
     # ---- before serving
 
     def wake(self) -> None:
-        """Make the engine thread look for KV news. Any thread."""
+        """Make the engine thread look for KV events. Any thread."""
         self._inputs.put(_Call(lambda: None))
 
     def take_aborts(self) -> Iterable[str]:

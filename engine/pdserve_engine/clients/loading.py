@@ -85,7 +85,7 @@ def load_engine(
 ) -> LoadedEngine:
     """Load everything; takes seconds to minutes and blocks.
 
-    `wakeup` is called, on any thread, when the connector has news for the engine thread. Raises
+    `wakeup` is called, on any thread, when the connector has events for the engine thread. Raises
     ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
     of memory.
     """

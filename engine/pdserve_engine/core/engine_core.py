@@ -156,7 +156,7 @@ class EngineCore:
         return self._result(self._take_oldest()._replace(has_progressed=True))
 
     def poll(self) -> StepResult:
-        """Take in KV news and deadlines without running the model."""
+        """Apply KV events and deadlines without running the model."""
         self.scheduler.expire_deadlines(self._clock())
         self.scheduler.update_from_kv_transfer()
         return self._result(_Taken(has_progressed=False))

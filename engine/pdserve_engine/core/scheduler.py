@@ -56,7 +56,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksLanded,
     BlocksReturned,
     KVConnector,
-    KVNews,
+    KVEvent,
     StartAllowed,
     StartDeferred,
     StartForbidden,
@@ -855,10 +855,10 @@ class Scheduler:
 
     def _apply_kv_events(self) -> None:
         if self.connector is not None:
-            for event in self.connector.take_news():
+            for event in self.connector.take_events():
                 self._apply_kv_event(event)
 
-    def _apply_kv_event(self, event: KVNews) -> None:
+    def _apply_kv_event(self, event: KVEvent) -> None:
         if isinstance(event, BlocksFreed):
             self.kv.free_block_ids(event.block_ids)
             return

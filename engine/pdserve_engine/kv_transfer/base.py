@@ -122,7 +122,7 @@ class BlocksFreed:
     block_ids: tuple[int, ...]
 
 
-KVNews = (
+KVEvent = (
     StartAllowed
     | StartForbidden
     | StartDeferred
@@ -228,7 +228,7 @@ class KVConnector(ABC):
         """
 
     @abstractmethod
-    def take_news(self) -> list[KVNews]:
+    def take_events(self) -> list[KVEvent]:
         """Return what has happened since the last call."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVIdentity,
     KVLinkHandle,
-    KVNews,
+    KVEvent,
     KVTransport,
     ReadResult,
 )
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerConnector(KVConnector):
-    """D's connector. `wakeup` makes the engine thread call take_news soon.
+    """D's connector. `wakeup` makes the engine thread call take_events soon.
 
     A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
     without progress for `transfer_timeout_s` is given up.
@@ -140,9 +140,9 @@ class ConsumerConnector(KVConnector):
         with self._lock:
             self._events.fence(reason)
 
-    def take_news(self) -> list[KVNews]:
+    def take_events(self) -> list[KVEvent]:
         with self._lock:
-            return self._events.take_news()
+            return self._events.take_events()
 
     def num_open_sessions(self) -> int:
         with self._lock:

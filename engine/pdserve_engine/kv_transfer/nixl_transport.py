@@ -212,7 +212,7 @@ class NixlTransport(KVTransport):
             self._agent = NixlAgent(
                 self._agent_name, self._kv_cache, transport=self._require_transport
             )
-        except BaseException as error:  # `register` waits for this thread's word
+        except BaseException as error:  # `register` waits for this thread
             message = f"NIXL cannot start with UCX_TLS={_ucx_tls()}: {error}"
             self._opened.set_exception(KVTransferError(message))
             return

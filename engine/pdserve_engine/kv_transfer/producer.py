@@ -32,7 +32,7 @@ from pdserve_engine.kv_transfer.base import (
     KVConnector,
     KVIdentity,
     KVLinkHandle,
-    KVNews,
+    KVEvent,
     KVTransport,
 )
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, RecentKeys, find_mismatch
@@ -61,7 +61,7 @@ _END_REASONS = {
 
 
 class ProducerConnector(KVConnector):
-    """P's connector. `wakeup` makes the engine thread call take_news soon."""
+    """P's connector. `wakeup` makes the engine thread call take_events soon."""
 
     def __init__(
         self,
@@ -178,9 +178,9 @@ class ProducerConnector(KVConnector):
             for session in self._machine.all():
                 self._machine.advance(session, ProducerEvent.FENCED, detail=reason)
 
-    def take_news(self) -> list[KVNews]:
+    def take_events(self) -> list[KVEvent]:
         with self._lock:
-            return self._machine.take_news()
+            return self._machine.take_events()
 
     def num_open_sessions(self) -> int:
         return len(self._machine)

@@ -124,7 +124,7 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
         _PE.PREFILLED: ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE, _PA.SEND_PREFILL_DONE)),
         # No release will come that could end the session.
         _PE.PREFILLED_ALL_CACHED: ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_PREFILL_DONE)),
-        # It had started before D's word came. It must not hold P's blocks and wait for D's.
+        # It had started before D's message came. It must not hold P's blocks and wait for D's.
         _PE.REVOKED: _WITHDRAWN,
     },
     _P.HANDED_OFF: {
@@ -161,7 +161,7 @@ class ConsumerState(enum.Enum):
     GRANTED = enum.auto()
     # Blocks are announced and read.
     PULLING = enum.auto()
-    # All is here, P's tokens too, but not its word that the blocks were right: the request may run,
+    # All is here, P's tokens too, but the last release is not acknowledged: the first step may run,
     # and nothing of it gets out.
     LANDED = enum.auto()
     # All is confirmed as well: the request goes on.
@@ -222,8 +222,8 @@ class ConsumerAction(enum.Enum):
     SEND_RELEASE = enum.auto()
     # Blocks become usable, and only here (K4).
     CONFIRM = enum.auto()
-    # The request may run, but what comes of it is held back (K4).
-    RUN_AHEAD = enum.auto()
+    # The request's first step is speculative: what it brings is held back (K4).
+    START_FIRST_STEP = enum.auto()
     # What was held back counts, and the request goes on.
     ACCEPT = enum.auto()
     # Reserved blocks go back, those under a posted READ when it has landed (K5).
@@ -292,7 +292,7 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
         _DE.READ_FAILED: _LOST_CANCEL,
         _DE.CONFIRMED: ConsumerStep(_D.PULLING, (_DA.CONFIRM,)),
         _DE.PREFILL_DONE: ConsumerStep(_D.PULLING),
-        _DE.ALL_LANDED: ConsumerStep(_D.LANDED, (_DA.RUN_AHEAD,)),
+        _DE.ALL_LANDED: ConsumerStep(_D.LANDED, (_DA.START_FIRST_STEP,)),
     },
     _D.LANDED: {
         **_WAITING,

@@ -114,7 +114,7 @@ class Transfer:
         ]
 
     def stats(self, now: float) -> KVTransferStats:
-        """What it has cost when P's last word, an acknowledgement or PrefillDone, came at `now`.
+        """What it has cost when P's last message, an acknowledgement or PrefillDone, came at `now`.
 
         release_ack_s is the whole wait for it, hidden or not.
         """
@@ -250,7 +250,7 @@ def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str |
     transfer, link = pull.granted, pull.link
     assert link is not None, "a granted pull has a session"
     if transfer.prefill_done_at < math.inf:
-        return "announced blocks after its last word"
+        return "announced blocks after PrefillDone"
     if message.first_block != transfer.num_announced:
         return f"announced block {message.first_block} when {transfer.num_announced} was the next"
     if len(message.block_ids) != len(layout.groups):

@@ -19,7 +19,7 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import BlocksFreed, BlocksReturned, KVNews, ReadResult
+from pdserve_engine.kv_transfer.base import BlocksFreed, BlocksReturned, KVEvent, ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
@@ -93,11 +93,11 @@ class PullEvents:
         """Pulls of requests that are here and not over, and READs whose pull is over."""
         return self._machine.num_open()
 
-    def take_news(self) -> list[KVNews]:
-        return self._machine.take_news()
+    def take_events(self) -> list[KVEvent]:
+        return self._machine.take_events()
 
     def add_ticket(self, request: Request) -> None:
-        """The router's word that P will ask for this request, or has done so already."""
+        """The router has sent this request: P will ask for blocks for it, or has done so already."""
         key = _key_of(request)
         pull = self._machine.pulls.get(key)
         if pull is None:
@@ -118,7 +118,7 @@ class PullEvents:
         if (
             pull is None
             or pull.state is not ConsumerState.CLAIMED
-            or self._machine.has_news_of_claim(request)
+            or self._machine.is_claim_pending(request)
         ):
             return False
         self._num_grants += 1

@@ -28,7 +28,7 @@ from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksLanded,
-    KVNews,
+    KVEvent,
     TransferFailed,
     TransferFinished,
     TransferLost,
@@ -95,7 +95,7 @@ class PullMachine:
         self.ended = RecentKeys()
         self.num_in: Counter[ConsumerState] = Counter()
         self._num_zombies = 0
-        self._news: list[KVNews] = []
+        self._kv_events: list[KVEvent] = []
         # Lost pulls that the scheduler, and so the router, has not heard of yet.
         self._unheard: list[Pull] = []
         self._actions: dict[ConsumerAction, Callable[[Pull], None]] = {
@@ -106,7 +106,7 @@ class PullMachine:
             ConsumerAction.POST_READ: self._post_read,
             ConsumerAction.SEND_RELEASE: self._send_release,
             ConsumerAction.CONFIRM: self._confirm,
-            ConsumerAction.RUN_AHEAD: self._run_ahead,
+            ConsumerAction.START_FIRST_STEP: self._start_first_step,
             ConsumerAction.ACCEPT: self._accept,
             ConsumerAction.GIVE_BACK: self._give_back,
             ConsumerAction.SEND_CANCEL: self._send_cancel,
@@ -120,15 +120,15 @@ class PullMachine:
         num_pulls = len(self.pulls) - self.num_in[ConsumerState.EARLY]
         return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_zombies
 
-    def take_news(self) -> list[KVNews]:
+    def take_events(self) -> list[KVEvent]:
         """For the scheduler, which comes between two steps only. What it hears the router hears at
         once, so holds begin here; until then they are bounded as the running step is.
         """
         for pull in self._unheard:
             pull.deadline = self._clock() + HOLD_S
         self._unheard.clear()
-        news, self._news = self._news, []
-        return news
+        events, self._kv_events = self._kv_events, []
+        return events
 
     def add(self, key: PullKey, state: ConsumerState, timeout_s: float) -> Pull:
         now = self._clock()
@@ -142,9 +142,9 @@ class PullMachine:
         pull.asked_time = self._clock()
         self.by_session[session] = pull
 
-    def tell(self, news: KVNews) -> None:
+    def tell(self, event: KVEvent) -> None:
         """Have the scheduler hear of it."""
-        self._news.append(news)
+        self._kv_events.append(event)
         self._wakeup()
 
     def zombie_landed(self, pull: Pull) -> None:
@@ -154,9 +154,9 @@ class PullMachine:
         text = "a READ from %s that was given up has landed; %d more may"
         _log(pull, logging.INFO, text, pull.engine_id, self._num_zombies)
 
-    def has_news_of_claim(self, request: Request) -> bool:
+    def is_claim_pending(self, request: Request) -> bool:
         """Is there a claim of the request that the scheduler has not heard of yet?"""
-        return any(isinstance(n, BlocksClaimed) and n.request is request for n in self._news)
+        return any(isinstance(n, BlocksClaimed) and n.request is request for n in self._kv_events)
 
     def advance(self, pull: Pull, event: ConsumerEvent) -> bool:
         """Take a step of the CONSUMER table. False: the event comes too late."""
@@ -227,7 +227,7 @@ class PullMachine:
         num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         self.tell(BlocksConfirmed(pull.ticket, num_tokens))
 
-    def _run_ahead(self, pull: Pull) -> None:
+    def _start_first_step(self, pull: Pull) -> None:
         self.tell(BlocksLanded(pull.ticket, pull.granted.output_token_ids, self._clock()))
 
     def _accept(self, pull: Pull) -> None:

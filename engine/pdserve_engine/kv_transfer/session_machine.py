@@ -27,7 +27,7 @@ from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import (
     BlocksFreed,
     KVIdentity,
-    KVNews,
+    KVEvent,
     KVTransport,
     StartAllowed,
     StartDeferred,
@@ -97,7 +97,7 @@ class SessionMachine:
         self._sessions: dict[str, Session] = {}  # by request id
         self._open: dict[KVSessionId, Session] = {}
         self._num_exported = 0
-        self._news: list[KVNews] = []
+        self._kv_events: list[KVEvent] = []
         # Requests that the scheduler is told to end: D knows already.
         self._failed: set[Request] = set()
         # For Ds whose link is not here yet: until when to keep it, and what to tell.
@@ -138,9 +138,9 @@ class SessionMachine:
         session = self._open.get(session_id)
         return session if session is not None and session.link is link else None
 
-    def take_news(self) -> list[KVNews]:
-        news, self._news = self._news, []
-        return news
+    def take_events(self) -> list[KVEvent]:
+        events, self._kv_events = self._kv_events, []
+        return events
 
     def advance(
         self,
@@ -320,8 +320,8 @@ class SessionMachine:
         if state is not ProducerState.ENDED:
             self._metrics.sessions.labels(state.name.lower()).inc()
 
-    def _tell(self, news: KVNews) -> None:
-        self._news.append(news)
+    def _tell(self, event: KVEvent) -> None:
+        self._kv_events.append(event)
         self._wakeup()
 
     def _send(self, session: Session, message: KVLinkResponseMessage) -> None:

@@ -110,7 +110,7 @@ class ConsumerSide:
         if d.has_request and (self.scope.d_gives_up or d.state in (_D.ACCEPTED, _D.LOST, _D.ENDED)):
             yield "D's request ends", self._end_request(world)
         if d.state is _D.TICKET and world.p.is_over:
-            # P's word to D may have come before the ticket; the router has heard it from P as well.
+            # P's message to D may have come before the ticket; the router has heard it from P as well.
             yield "the router ends D's request", self._end_request(world)
         if d.state is _D.CLAIMED:
             yield from self._answer_claim(world)
@@ -119,10 +119,10 @@ class ConsumerSide:
             yield "D takes its grant back", self.on(counted, _DE.RECLAIMED)
         if d.state is _D.PULLING and d.is_prefill_done and _num_landed(world) == NUM_CHUNKS:
             yield "D has all", self.on(world, _DE.ALL_LANDED)
-        if d.state is _D.LANDED and not d.ran_ahead_on:
-            yield "D runs ahead", self._run_ahead(world)
+        if d.state is _D.LANDED and not d.first_step_read:
+            yield "D runs its first step", self._run_first_step(world)
         if d.state is _D.LANDED and d.num_confirmed == NUM_CHUNKS:
-            yield "D has P's word for all", self.on(world, _DE.COMPLETED)
+            yield "D has every ReleaseAck", self.on(world, _DE.COMPLETED)
         if self.scope.d_gives_up:
             yield from self._give_up(world)
         if world.is_cut:
@@ -150,10 +150,10 @@ class ConsumerSide:
             counted = world._replace(d=d._replace(num_deferred=d.num_deferred + 1))
             yield "D has no room", self.on(counted, _DE.NO_ROOM)
 
-    def _run_ahead(self, world: World) -> World:
+    def _run_first_step(self, world: World) -> World:
         read = "".join(world.d.memory[block] for block in world.d.blocks)
         sent = "" if self.holds_back else read
-        return world._replace(d=world.d._replace(ran_ahead_on=read, sent=sent))
+        return world._replace(d=world.d._replace(first_step_read=read, sent=sent))
 
     def _give_up(self, world: World) -> Steps:
         yield "D's pull expires", self.on(world, _DE.GIVEN_UP)
@@ -297,13 +297,13 @@ def _return_blocks(world: World) -> World:
 def _accept(world: World) -> World:
     """Its READs are over and done with, the blocks are the request's. Zombies were another's."""
     zombies = tuple(read for read in world.reads if read.state is _R.ZOMBIE)
-    d = world.d._replace(was_accepted=True, sent=world.d.ran_ahead_on)
+    d = world.d._replace(was_accepted=True, sent=world.d.first_step_read)
     return world._replace(reads=zombies, d=d)
 
 
 def _forget_session(world: World) -> World:
-    """Messages of it are unknown from now on. What is confirmed stays so with its blocks; a step
-    that has run ahead has never been.
+    """Messages of it are unknown from now on. What is confirmed stays so with its blocks; a
+    first step is rolled back.
     """
     num_confirmed = world.d.num_confirmed if world.d.blocks else 0
     d = world.d._replace(
@@ -312,7 +312,7 @@ def _forget_session(world: World) -> World:
         num_released=0,
         num_confirmed=num_confirmed,
         is_prefill_done=False,
-        ran_ahead_on="",
+        first_step_read="",
     )
     return world._replace(d=d)
 
@@ -359,7 +359,7 @@ _SENDS: Mapping[ConsumerAction, Callable[[World], World]] = {
     _DA.SEND_CANCEL: lambda world: world.send_to_p(CancelRequest()),
     # The scheduler and the router answer at random, see `steps`.
     _DA.CLAIM: _nothing,
-    _DA.RUN_AHEAD: _nothing,
+    _DA.START_FIRST_STEP: _nothing,
     _DA.REPORT_LOST: _nothing,
     _DA.FAIL_REQUEST: _nothing,
     _DA.VOID_REQUEST: _nothing,

@@ -15,8 +15,8 @@ Deadlines and fences of P and of D are scopes of their own, so that one side's e
 reach the other one without them.
 
 What is left out: D's restart (to P it is a lost link, and the new D does not know the request);
-further links between the two (sessions are not resumed); the time between a connector's news and
-its scheduler, as schedulers ask the connector again before they act on news.
+further links between the two (sessions are not resumed); the time between a connector's event and
+its scheduler, as schedulers ask the connector again before they act on an event.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ class SessionModel:
     checks_identity: bool = True
     # K2: a chunk is announced when the step that writes it is over.
     announces_after_step: bool = True
-    # K4: no token leaves D before P's word.
+    # K4: no token leaves D before the ReleaseAck.
     holds_back: bool = True
 
     @cached_property

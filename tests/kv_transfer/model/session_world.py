@@ -158,8 +158,8 @@ class Consumer(NamedTuple):
     num_confirmed: int = 0
     is_prefill_done: bool = False
     was_accepted: bool = False
-    # What D's first step has read ahead of P's word, and what a token that is out was made of.
-    ran_ahead_on: str = ""
+    # What D's speculative first step has read, and what a token that is out was made of.
+    first_step_read: str = ""
     sent: str = ""
     memory: tuple[str, ...] = (FOREIGN,) * NUM_D_BLOCKS
     # How often the scheduler had no room, and took a grant back.
@@ -229,9 +229,9 @@ class Scope:
     restart: bool = False
     # The link breaks, in either direction.
     cuts: bool = False
-    # P gives up: a deadline, an abort, a fence. Without it only D's word ends what P holds.
+    # P gives up: a deadline, an abort, a fence. Without it only D's messages end what P holds.
     p_gives_up: bool = False
-    # D does: a deadline, an abort, a fence, a failed READ. Without it only P's word ends a pull.
+    # D does: a deadline, an abort, a fence, a failed READ. Without it only P's messages end a pull.
     d_gives_up: bool = False
     # D has no room at first, or takes a grant back.
     scarcity: bool = False

@@ -118,18 +118,18 @@ def test_without_k4_what_landed_is_used_though_p_had_freed_it() -> None:
 
 
 def test_without_k4_a_token_gets_out_that_was_made_of_freed_blocks() -> None:
-    """D's first step may run ahead of P's word, its token may not."""
+    """D's first step may run before the ReleaseAck, its token may not get out."""
     found = fails(SessionModel(Scope(p_gives_up=True), holds_back=False))
     assert "a token of D is out that was made of" in found.what
-    assert found.happens("the NIC copies", "D has all", "D runs ahead")
+    assert found.happens("the NIC copies", "D has all", "D runs its first step")
 
 
-def test_without_k4_ps_word_for_one_chunk_lets_a_token_of_both_out() -> None:
+def test_without_k4_the_ack_of_one_chunk_lets_a_token_of_both_out() -> None:
     early = ConsumerStep(_D.ACCEPTED, (_DA.ACCEPT,))
     table = with_step(CONSUMER, _D.LANDED, _DE.CONFIRMED, early)
     found = fails(SessionModel(Scope(p_gives_up=True), consumer=table))
     assert "a token of D is out that was made of '0x'" in found.what
-    assert found.happens("D has all", "D runs ahead", "D takes ReleaseAck 0.0 1")
+    assert found.happens("D has all", "D runs its first step", "D takes ReleaseAck 0.0 1")
 
 
 def test_without_k4_a_release_is_valid_before_its_chunk_has_landed() -> None:
