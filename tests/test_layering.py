@@ -72,7 +72,7 @@ READ_THE_CLOCK = {
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
     "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",
     "engine/pdserve_engine/kv_transfer/local.py": "how long a copy took",
-    "engine/pdserve_engine/kv_transfer/self_check.py": "the start of a process",
+    "engine/pdserve_engine/kv_transfer/pool_check.py": "the start of a process",
     "engine/pdserve_engine/models/loader.py": "the start of a process, its log",
     "router/pdserve_router/api/edge_processes.py": "processes of the machine",
     "worker/pdserve_worker/self_check.py": "the start of a process, its log",

@@ -767,7 +767,7 @@ def kv_transfer() -> Dashboard:
                 unit="s",
                 queries={pair: quantile(0.99, "pdserve_kv_release_ack_seconds", by="peer, pod")},
                 description=(
-                    "From the last block to prefill's acknowledgement of its release; the first step "
+                    "From the last block to prefill's acknowledgement; the first step "
                     "hides most of it. High: prefill's host is overloaded."
                 ),
             ),

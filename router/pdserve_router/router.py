@@ -13,7 +13,6 @@ from pdserve_common.logging import request_id_var
 from pdserve_common.metrics import FINISH_REASONS, RouterMetrics, begin, total
 from pdserve_router.requests.attempt import HandoffOutcome
 from pdserve_router.requests.beam_search_request import BeamSearchRequest
-from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.parent_request import ParentRequest
@@ -26,6 +25,7 @@ from pdserve_router.requests.request_metrics import (
     observe_end,
     observe_first_token,
 )
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
 from pdserve_router.workers.worker_pool import ModelLimits, WorkerPool

@@ -240,7 +240,9 @@ def test_a_request_that_ends_takes_its_tokens_with_it(
 
 
 @pytest.mark.parametrize("stage", [pull, run_first_step])
-def test_the_first_step_of_a_lost_request_is_rolled_back(engine: Engine, stage: Callable[..., None]) -> None:
+def test_the_first_step_of_a_lost_request_is_rolled_back(
+    engine: Engine, stage: Callable[..., None]
+) -> None:
     engine.rank.script["a"] = [3]  # as if it had read what is not its own
     stage(engine)
     request = engine.scheduler.requests["a"]

@@ -1,4 +1,4 @@
-"""A whole stack over TLS with API keys, as its clients, its operator and clients without a key see it."""
+"""A whole stack over TLS with API keys, as its clients, its operator and unknown clients see it."""
 
 import os
 import ssl

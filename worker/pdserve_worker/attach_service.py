@@ -318,7 +318,8 @@ def _agreed_version(hello: service_pb2.AttachHello) -> int:
     if version is None:
         raise FailedPreconditionError(
             f"protocol versions of Attach differ: this worker (pdserve {VERSION}) speaks "
-            f"{attach_protocol.supported_versions()}, router {hello.router_id} {lowest} to {highest}"
+            f"{attach_protocol.supported_versions()}, "
+            f"router {hello.router_id} {lowest} to {highest}"
         )
     return version
 

@@ -372,7 +372,7 @@ class Scheduler:
         for request in running:
             if plan.token_budget == 0 or self.needs_drain:
                 return
-            # Preempted in this step, its last token is on its way, or its first step is speculative.
+            # Preempted in this step, its last token is coming, or its first step is speculative.
             is_running = request.status is RequestStatus.RUNNING
             if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
@@ -942,7 +942,7 @@ class Scheduler:
         self.remote_prefills.add(request)
 
     def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
-        """D: P has acknowledged the release of all that has landed (rule K4): apply what was held."""
+        """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
         request.kv_transfer_stats = stats
         request.is_kv_loaded = True
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
@@ -971,7 +971,9 @@ class Scheduler:
         What was confirmed of its KV is in the prefix cache, where the later one finds it. Its forks
         wait for that one.
         """
-        assert request.core_request.attempt > earlier.core_request.attempt, "the front end refuses others"
+        assert request.core_request.attempt > earlier.core_request.attempt, (
+            "the front end refuses others"
+        )
         forks = self.forks.take(earlier)
         self._remove_from_queues(earlier)
         self._finish(earlier, RequestStatus.FINISHED_ABORTED)

@@ -22,9 +22,9 @@ from pdserve_common.kv_types import (
 from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
+    KVEvent,
     KVIdentity,
     KVLinkHandle,
-    KVEvent,
     KVTransport,
     ReadResult,
 )

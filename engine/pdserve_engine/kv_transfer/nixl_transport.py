@@ -29,9 +29,9 @@ from pdserve_engine.kv_transfer.base import (
     num_region_blocks,
 )
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
+from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
-from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.request.watchdog import RunningStep, StepWatch
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from pdserve_common.kv_types import (
 from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv_transfer.base import (
     KVConnector,
+    KVEvent,
     KVIdentity,
     KVLinkHandle,
-    KVEvent,
     KVTransport,
 )
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, RecentKeys, find_mismatch

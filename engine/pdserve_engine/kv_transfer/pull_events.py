@@ -97,7 +97,7 @@ class PullEvents:
         return self._machine.take_events()
 
     def add_ticket(self, request: Request) -> None:
-        """The router has sent this request: P will ask for blocks for it, or has done so already."""
+        """The router has sent this request: P will ask for its blocks, or has already."""
         key = _key_of(request)
         pull = self._machine.pulls.get(key)
         if pull is None:

@@ -53,7 +53,9 @@ class Session:
         self.link: KVLink | None = None
         self.id: KVSessionId | None = None
         # The tokens whose KV D pulls.
-        self.num_tokens = request.num_prompt_tokens + len(request.core_request.resume_output_token_ids)
+        self.num_tokens = request.num_prompt_tokens + len(
+            request.core_request.resume_output_token_ids
+        )
         self.num_blocks = -(-self.num_tokens // layout.block_size)
         self._first_reads = first_read_blocks(layout, self.num_tokens)
         # D has those before it.

@@ -26,8 +26,8 @@ from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import (
     BlocksFreed,
-    KVIdentity,
     KVEvent,
+    KVIdentity,
     KVTransport,
     StartAllowed,
     StartDeferred,

@@ -51,8 +51,7 @@ _FINISH_REASONS = {
 
 
 class HeldResult(NamedTuple):
-    """What a speculative first step brought; `token_ids` follow `num_tokens` computed ones.
-    """
+    """What a speculative first step brought; `token_ids` follow `num_tokens` computed ones."""
 
     num_tokens: int
     token_ids: tuple[int, ...]
@@ -66,8 +65,8 @@ class Request:
     __slots__ = (
         "_all_token_ids",
         "block_hashes",
-        "core_request",
         "clock",
+        "core_request",
         "decode_queue_s",
         "error",
         "events",

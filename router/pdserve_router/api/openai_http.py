@@ -293,15 +293,16 @@ class GenerationEndpoint:
                 await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
 
     def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:
-        params = live.core_request.sampling_params
+        request = live.core_request
+        params = request.sampling_params
         assert params is not None
         return AnswerFormat(
-            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{live.core_request.external_req_id}",
+            answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.external_req_id}",
             model=self._router.model_name,
             created=int(time.time()),
             is_chat=self._is_chat,
             tokenizer=self._router.tokenizer,
-            prompt_token_ids=live.core_request.prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             first_index=index * params.n,
             num_choices=params.n,
             include_usage=options.include_usage,

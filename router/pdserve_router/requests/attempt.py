@@ -148,7 +148,7 @@ class Attempt:
         return is_first and is_disaggregated and self._owner.state.wants_logprobs
 
     def _is_void_ticket(self, output: EngineCoreOutput) -> bool:
-        """D heard from P that the request ends there. P's own output of it comes, or came before; if
+        """D heard from P that the request ends there. P's own output comes, or came before; if
         it is another one D was wrong.
         """
         return self._is_ticket and _is_cancelled(output)

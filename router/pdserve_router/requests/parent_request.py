@@ -15,12 +15,12 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_SEED
-from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.route_chooser import Route
 

@@ -436,7 +436,10 @@ def _is_nearly_computed(redrive: Redrive) -> bool:
     """True if D holds blocks of it and can soon compute what is missing."""
     recovery = redrive.recovery
     # The prompt first: making the next attempt takes long.
-    if recovery.good_holder is None or _num_missing(recovery, redrive.core_request) > SMALL_NUM_TOKENS:
+    if (
+        recovery.good_holder is None
+        or _num_missing(recovery, redrive.core_request) > SMALL_NUM_TOKENS
+    ):
         return False
     return _num_missing(recovery, redrive.next_request) <= SMALL_NUM_TOKENS
 

@@ -57,7 +57,8 @@ class Duplicates:
         ready = [worker for worker in workers if worker.is_ready]
         first = {(worker.engine_id, worker.epoch): worker for worker in reversed(ready)}
         first_of = {worker: first[worker.engine_id, worker.epoch] for worker in ready}
-        known, self.by_address = self.by_address, frozenset(w for w, other in first_of.items() if w != other)
+        known = self.by_address
+        self.by_address = frozenset(w for w, other in first_of.items() if w != other)
         for worker in self.by_address - known:
             logger.warning(
                 "%s is another name of worker %s, which is used",
@@ -72,7 +73,8 @@ class Duplicates:
             self._owners.setdefault(names[worker], worker)
 
     def _find_by_engine_id(self, workers: Sequence[WorkerClient]) -> None:
-        known, self.by_engine_id = self.by_engine_id, frozenset(w for w in workers if self._is_duplicate(w))
+        known = self.by_engine_id
+        self.by_engine_id = frozenset(w for w in workers if self._is_duplicate(w))
         for worker in self.by_engine_id - known:
             logger.error(
                 "worker %s calls itself %s, as worker %s does: it gets nothing until that one is "

@@ -110,7 +110,7 @@ class ConsumerSide:
         if d.has_request and (self.scope.d_gives_up or d.state in (_D.ACCEPTED, _D.LOST, _D.ENDED)):
             yield "D's request ends", self._end_request(world)
         if d.state is _D.TICKET and world.p.is_over:
-            # P's message to D may have come before the ticket; the router has heard it from P as well.
+            # P's answer may have come before the ticket; the router has heard it from P as well.
             yield "the router ends D's request", self._end_request(world)
         if d.state is _D.CLAIMED:
             yield from self._answer_claim(world)
