@@ -187,6 +187,12 @@ def test_a_type_without_a_rule_is_named() -> None:
         codec.Codec(made, core_pb2.TensorRef)
 
 
+def test_none_is_refused_where_it_says_nothing() -> None:
+    assert not wire.to_proto(types.SamplingParams(n=None)).HasField("n")
+    with pytest.raises(TypeError, match=r"SamplingParams\.stop is None"):
+        wire.to_proto(types.SamplingParams(stop=None))
+
+
 def test_default_sampling_params_are_those_of_an_empty_message() -> None:
     assert (
         wire.from_proto(types.SamplingParams, core_pb2.SamplingParams()) == types.SamplingParams()

@@ -176,6 +176,8 @@ class Codec:
         values = {}
         for name, key, encode, has_presence in self._fields:
             field = getattr(value, name)
+            if field is None and not has_presence:
+                raise TypeError(f"{self._cls.__name__}.{name} is None")
             if field is not None and encode is not None:
                 field = encode(field)
             if field or (has_presence and field is not None):
