@@ -182,7 +182,7 @@ def _make_side(engine_id: str, transport_name: str, num_blocks: int) -> tuple[An
         vocab_size=32_000,
     )
     pool = KVCache(SPEC, num_blocks=num_blocks, device=torch.device("cpu"))
-    transport = make_transport("nixl", identity, require_transport=transport_name)
+    transport = make_transport(identity, require_transport=transport_name)
     transport.register(pool)
     welcome = KVLinkWelcome(
         protocol_version=PROTOCOL_VERSION,

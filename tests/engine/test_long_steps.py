@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from local_transport import LocalRegistry, LocalTransport
 from prometheus_client import CollectorRegistry
 from scripted_engine import ON_D, ON_P, ScriptedConnector
 
@@ -26,7 +27,6 @@ from pdserve_engine.clients import loading
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
-from pdserve_engine.kv_transfer.local import LocalRegistry, LocalTransport
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:
@@ -119,7 +119,7 @@ async def test_p_answers_a_release_in_the_midst_of_a_step(
     monkeypatch.setattr(
         loading,
         "make_transport",
-        lambda name, identity, **options: LocalTransport(identity.agent_name, registry),
+        lambda identity, **options: LocalTransport(identity.agent_name, registry),
     )
     engine = await launch(make_model(), role="prefill")
     connector, wire = engine.connector, Wire()

@@ -1,11 +1,13 @@
 """A P and a D without engines: real pools, transports and connectors, a link made of two queues."""
 
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
+from pdserve_engine.kv_transfer import factory
 from pdserve_engine.kv_transfer.base import (
     BlocksClaimed,
     BlocksFreed,
@@ -29,11 +32,13 @@ from pdserve_engine.kv_transfer.base import (
     StartAllowed,
 )
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.links import KVLink
-from pdserve_engine.kv_transfer.local import LocalRegistry
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from local_transport import LocalRegistry, LocalTransport
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16
@@ -73,6 +78,12 @@ def make_identity(engine_id: str, **changes: Any) -> KVIdentity:
         "vocab_size": 100_000,
     } | changes
     return KVIdentity(engine_id=engine_id, **fields)
+
+
+def make_transport(kind: str, identity: KVIdentity, registry: LocalRegistry) -> KVTransport:
+    if kind == "local":
+        return LocalTransport(identity.agent_name, registry)
+    return factory.make_transport(identity)
 
 
 def welcome_of(identity: KVIdentity, transport: KVTransport, link: int = 1) -> KVLinkWelcome:
@@ -257,7 +268,7 @@ class PSide:
 
     def start_p(self, **options: Any) -> None:
         identity = make_identity("p0", layout=self.layout)
-        self.p_transport = make_transport(self.kind, identity, registry=self.registry)
+        self.p_transport = make_transport(self.kind, identity, self.registry)
         self.p_transport.register(self.p_pool)
         self.p_transport.self_check()
         self.p_identity = identity
@@ -349,7 +360,7 @@ class Pair(PSide):
         self.d_tables: dict[Request, tuple[list[int], ...]] = {}
         self.dialed: list[str] = []
         d_identity = make_identity("d0", layout=self.layout)
-        self.transport = FaultTransport(make_transport(kind, d_identity, registry=self.registry))
+        self.transport = FaultTransport(make_transport(kind, d_identity, self.registry))
         self.transport.register(self.d_pool)
         self.transport.self_check()
         self.d = ConsumerConnector(
@@ -502,6 +513,7 @@ def kit() -> SimpleNamespace:
         wait_until=wait_until,
         make_pool=make_pool,
         make_identity=make_identity,
+        make_transport=make_transport,
         welcome_of=welcome_of,
         num_fds=num_fds,
         Landed=Landed,

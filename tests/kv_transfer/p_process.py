@@ -34,7 +34,7 @@ class Prefills:
     def __init__(self, engine_id: str, compatibility_hash: str, require_transport: str) -> None:
         identity = kit.make_identity(engine_id, compatibility_hash=compatibility_hash)
         self._loop = asyncio.get_running_loop()
-        transport = make_transport("nixl", identity, require_transport=require_transport)
+        transport = make_transport(identity, require_transport=require_transport)
         pool = kit.make_pool(1)
         transport.register(pool)
         transport.self_check()

@@ -106,7 +106,7 @@ class D:
     def __init__(self, kit: SimpleNamespace) -> None:
         self.pool = kit.make_pool(2)
         identity = kit.make_identity("d0")
-        self.transport = kit.FaultTransport(make_transport("nixl", identity))
+        self.transport = kit.FaultTransport(make_transport(identity))
         self.transport.register(self.pool)
         self.transport.self_check()
         self.metrics = KVTransferMetrics(CollectorRegistry())

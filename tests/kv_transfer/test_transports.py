@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from local_transport import LocalRegistry
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
-from pdserve_engine.kv_transfer.factory import make_transport
-from pdserve_engine.kv_transfer.local import LocalRegistry
 
 # Nothing stalls here; a machine with much else to do may be slow.
 TIMEOUT_S = 30.0
@@ -46,7 +45,7 @@ def two(kind: str, kit: SimpleNamespace) -> Iterator[Two]:
     registry = LocalRegistry()
     pools = [kit.make_pool(1), kit.make_pool(2)]
     identities = [kit.make_identity("p0"), kit.make_identity("d0")]
-    p, d = (make_transport(kind, identity, registry=registry) for identity in identities)
+    p, d = (kit.make_transport(kind, identity, registry) for identity in identities)
     p.register(pools[0])
     d.register(pools[1])
     welcome = kit.welcome_of(identities[0], p)
@@ -82,7 +81,7 @@ def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -
 
 
 def test_a_self_check_leaves_the_pool_as_new(kind: str, kit: SimpleNamespace) -> None:
-    transport = make_transport(kind, kit.make_identity("p0"), registry=LocalRegistry())
+    transport = kit.make_transport(kind, kit.make_identity("p0"), LocalRegistry())
     pool = KVCache(kit.SPEC, num_blocks=3, device=torch.device("cpu"))
     transport.register(pool)
     transport.self_check()
@@ -193,8 +192,8 @@ def test_a_transport_gives_back_its_descriptors_and_threads(
     def use() -> None:
         registry = LocalRegistry()
         identity = kit.make_identity("p0")
-        p = make_transport(kind, identity, registry=registry)
-        d = make_transport(kind, kit.make_identity("d0"), registry=registry)
+        p = kit.make_transport(kind, identity, registry)
+        d = kit.make_transport(kind, kit.make_identity("d0"), registry)
         p.register(kit.make_pool(1))
         d.register(kit.make_pool(2))
         p.expect_peer()

@@ -30,7 +30,7 @@ class Transport:
 
     def __init__(self, engine_id: str) -> None:
         identity = kit.make_identity(engine_id)
-        self.transport = make_transport("nixl", identity, require_transport="tcp")
+        self.transport = make_transport(identity, require_transport="tcp")
         self.transport.register(kit.make_pool(1))
         self.transport.expect_peer()
         message = kv_link_response_to_proto(kit.welcome_of(identity, self.transport))

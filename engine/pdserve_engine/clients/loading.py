@@ -154,9 +154,7 @@ def _make_connector(
 ) -> KVConnector | None:
     if config.kv_connector == "none":
         return None
-    transport = make_transport(
-        config.kv_connector, identity, require_transport=config.require_transport
-    )
+    transport = make_transport(identity, require_transport=config.require_transport)
     executor.register_kv_cache(transport)
     checksum = executor.block_checksums if config.kv_checksums else None
     if role == "prefill":

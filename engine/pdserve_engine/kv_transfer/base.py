@@ -282,7 +282,7 @@ class ReadResult:
     num_bytes: int
     # From posting the first piece.
     duration_s: float
-    # How the peer is reached: "shm", "tcp", "rdma" or "local".
+    # How the peer is reached: "shm", "tcp" or "rdma".
     transport: str
     error: str = ""
 

@@ -1,29 +1,16 @@
-"""Picks the transport under a connector; loads NIXL only if it is wanted."""
+"""Makes the transport under a connector; loads NIXL only if it is wanted."""
 
 import os
-from typing import Literal
 
-from pdserve_common.errors import KVTransferError
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
-from pdserve_engine.kv_transfer.local import LocalRegistry, LocalTransport
 
 # What UCX may use. Shared memory (CMA) moves the bytes, but UCX cannot do its own messages over it
 # and sets up over TCP; that it is not used for more is checked at each peer.
 _UCX_TLS = {"shm": "tcp,cma,self", "tcp": "tcp,self", "rdma": "rc,dc,ud,self,cuda_copy,gdr_copy"}
 
 
-def make_transport(
-    name: Literal["nixl", "local"],
-    identity: KVIdentity,
-    *,
-    require_transport: str = "any",
-    registry: LocalRegistry | None = None,
-) -> KVTransport:
-    """Return an unregistered transport. A `local` one meets the others of the same registry."""
-    if name == "local":
-        if registry is None:
-            raise KVTransferError("kv_connector local needs P and D in one process")
-        return LocalTransport(identity.agent_name, registry)
+def make_transport(identity: KVIdentity, *, require_transport: str = "any") -> KVTransport:
+    """Return an unregistered transport."""
     # UCX reads its settings when NIXL loads it.
     if require_transport in _UCX_TLS:
         os.environ["UCX_TLS"] = _UCX_TLS[require_transport]

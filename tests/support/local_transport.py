@@ -1,4 +1,4 @@
-"""KV transport inside one process: for tests and for a P and a D that share it."""
+"""A KV transport inside one process, without NIXL."""
 
 import ctypes
 import queue
