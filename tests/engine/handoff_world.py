@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,7 @@ class Worker:
         budget = world.random.choice([6, 16])
         kv = KVCacheManager(self.pool, BLOCK_SIZE, windows, max_tokens_in_flight=2 * budget)
         self.nic = Nic(self)
+        self.role = "producer" if name.startswith("p") else "consumer"
         self.connector = self._make_connector()
         self._open_seams()
         config = SchedulerConfig(
@@ -305,7 +307,7 @@ class Worker:
             max_num_batched_tokens=budget,
             scheduling_policy=world.random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(config, kv, self.connector, clock=self._clock)
+        self.scheduler = Scheduler(config, kv, **{self.role: self.connector}, clock=self._clock)
         self.rank = Rank(self)
         self.core = EngineCore(
             scheduler=self.scheduler,
@@ -314,7 +316,6 @@ class Worker:
                 async_scheduling=False,
                 clock=self._clock,
             ),
-            connector=self.connector,
             max_model_len=MAX_MODEL_LEN,
             clock=self._clock,
         )
@@ -349,14 +350,14 @@ class Worker:
             "step_seq": lambda: 0,
             "clock": self._clock,
         }
-        if self.name.startswith("p"):
+        if self.role == "producer":
             return ProducerConnector(self.nic, session_timeout_s=60.0, **common)
         consumer = ConsumerConnector(self.nic, session_timeout_s=60.0, **common)
         consumer.bind_link_pool(lambda p, host, port: self.world.dials.append((self.name, p)))
         return consumer
 
     def _open_seams(self) -> None:
-        for name in SEAMS:
+        for name in filter(partial(hasattr, self.connector), SEAMS):
             setattr(self.connector, name, self._with_others(getattr(self.connector, name)))
 
     def _with_others(self, call: Callable[..., Any]) -> Callable[..., Any]:

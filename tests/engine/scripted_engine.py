@@ -21,13 +21,12 @@ from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
-    KVConnector,
     KVEvent,
     StartAllowed,
     StartDeferred,
@@ -125,7 +124,7 @@ class Engine:
         num_blocks: int = 32,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
-        connector: KVConnector | None = None,
+        connector: "ScriptedConnector | None" = None,
         enable_caching: bool = True,
         async_scheduling: bool = False,
         windows: tuple[int | None, ...] = (None,),
@@ -143,10 +142,12 @@ class Engine:
                 **config,  # type: ignore[arg-type]
             ),
             self.kv,
-            connector,
+            producer=connector,
+            consumer=connector,
             clock=clock,
         )
-        if isinstance(connector, ScriptedConnector):
+        self.connector = connector
+        if connector is not None:
             connector.clock = clock
         self.rank = ScriptedRank()
         self.core = EngineCore(
@@ -156,7 +157,6 @@ class Engine:
                 async_scheduling=async_scheduling,
                 clock=clock,
             ),
-            connector=connector,
             max_model_len=MAX_MODEL_LEN,
             clock=clock,
         )
@@ -223,7 +223,7 @@ def held(block_ids: tuple[list[int], ...]) -> list[int]:
     return [block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK_ID]
 
 
-class ScriptedConnector(KVConnector):
+class ScriptedConnector:
     """Both roles of a connector without any transport: the test says when things happen."""
 
     # Its engine's.
@@ -251,8 +251,7 @@ class ScriptedConnector(KVConnector):
         pass
 
     def on_new_request(self, request: Request) -> None:
-        if request.do_remote_prefill:
-            self.tickets[request.request_id] = request
+        self.tickets[request.request_id] = request
 
     def ask(self, request: Request) -> None:
         self.asked[request.request_id] = request

@@ -93,7 +93,7 @@ def make_handed_off() -> Engine:
 
 
 def connector_of(engine: Engine) -> Witness:
-    connector = engine.core.connector
+    connector = engine.connector
     assert isinstance(connector, Witness)
     return connector
 
@@ -194,6 +194,18 @@ def test_blocks_under_a_step_in_flight_are_fenced_at_once_and_free_when_it_is_ov
     engine.rank.on_step = abort
     engine.step()
     assert connector.events == ["request_finished", "free"]
+
+
+def test_requests_without_a_handoff_are_no_business_of_the_ports() -> None:
+    connector = Witness()
+    engine = Engine(connector=connector, max_num_batched_tokens=8)
+    connector.watch(engine)
+    engine.add("a", [1] * 12)
+    engine.step()
+    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    engine.run()
+    assert set(connector.events) == {"free"}
+    assert (connector.tickets, connector.asked, connector.announced) == ({}, {}, {})
 
 
 def test_the_paths_above_are_all() -> None:

@@ -58,7 +58,6 @@ class Engine:
         self.core = EngineCore(
             scheduler=self.scheduler,
             executor=UniprocExecutor(runner, async_scheduling=async_scheduling),  # type: ignore[arg-type]
-            connector=None,
             max_model_len=config.max_model_len,
         )
         self.peak = 0

@@ -17,8 +17,8 @@ from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer.base import TransferLost
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.ports import TransferLost
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing

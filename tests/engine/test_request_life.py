@@ -155,7 +155,6 @@ def test_an_abort_that_comes_while_the_model_runs_keeps_the_steps_token_back() -
     engine.core = EngineCore(
         scheduler=engine.scheduler,
         executor=engine.core.executor,
-        connector=None,
         max_model_len=MAX_MODEL_LEN,
         take_aborts=take_aborts,
     )

@@ -21,7 +21,7 @@ def engine(clock: Clock) -> Engine:
 
 
 def connector_of(engine: Engine) -> ScriptedConnector:
-    connector = engine.scheduler.connector
+    connector = engine.connector
     assert isinstance(connector, ScriptedConnector)
     return connector
 

@@ -22,17 +22,15 @@ from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer import factory
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
     BlocksReturned,
-    KVIdentity,
-    KVTransport,
-    ReadResult,
     StartAllowed,
 )
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
 
@@ -304,7 +302,6 @@ class PSide:
     def ask(self, request_id: str = "r0", **fields: Any) -> Request:
         """The request's turn is near: P asks D for blocks."""
         request = self.request("p", request_id, **fields)
-        self.p.on_new_request(request)
         self.p.ask(request)
         return request
 

@@ -19,8 +19,8 @@ import conftest as kit
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
-from pdserve_engine.kv_transfer.base import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer

@@ -17,7 +17,7 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_common.kv_types import PROTOCOL_VERSION, Release, ReleaseAck, SessionEnded
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksLanded,

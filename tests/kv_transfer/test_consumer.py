@@ -29,7 +29,7 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_engine.kv_transfer import pull_events
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
@@ -1166,10 +1166,3 @@ def test_a_failed_transport_is_the_workers_failure(world: World) -> None:
     assert world.d.failure() is None
     world.transport.failure = "64 READs have stalled"
     assert world.d.failure() == "64 READs have stalled"
-
-
-def test_requests_without_a_handoff_are_none_of_its_business(world: World) -> None:
-    request = world.pair.request("p")
-    world.d.on_new_request(request)
-    assert world.d.request_finished(request, ([3],)) == frozenset()
-    assert world.d.num_open_sessions() == 0

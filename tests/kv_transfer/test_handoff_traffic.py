@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,

@@ -13,7 +13,7 @@ import torch
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer.base import StartAllowed, TransferFinished, TransferLost
+from pdserve_engine.kv_transfer.ports import StartAllowed, TransferFinished, TransferLost
 from pdserve_engine.request.request import Request, RequestStatus
 
 pytestmark = pytest.mark.slow

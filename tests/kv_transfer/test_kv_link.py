@@ -23,15 +23,15 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, Sam
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_decode import kv_link_client
 from pdserve_decode.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
+from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
     TransferFinished,
     TransferLost,
 )
-from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.factory import make_transport
-from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
 from pdserve_engine.request.request import Request
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from pdserve_decode import kv_link_client
-from pdserve_engine.kv_transfer.base import TransferLost
+from pdserve_engine.kv_transfer.ports import TransferLost
 from pdserve_prefill import service as prefill_service
 
 

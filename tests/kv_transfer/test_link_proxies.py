@@ -9,7 +9,7 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
 from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy
 from pdserve_engine.clients.messages import FrameReader, LinkMessage, encode
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
     StartAllowed,
     StartForbidden,

@@ -30,14 +30,14 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.links import make_hello
+from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
     TransferFailed,
 )
-from pdserve_engine.kv_transfer.links import make_hello
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
     ProducerAction,

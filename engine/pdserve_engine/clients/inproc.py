@@ -33,7 +33,7 @@ from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import StepResult
-from pdserve_engine.kv_transfer.base import KVConnector
+from pdserve_engine.kv_transfer.ports import KVConnector
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
-from pdserve_engine.kv_transfer.base import KVConnector, KVIdentity
+from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.ports import KVConnector
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
@@ -103,9 +104,13 @@ def load_engine(
     step_seq = _StepCounter()
     connector = _make_connector(config, role, identity, executor, metrics, wakeup, step_seq)
     core = step_seq.core = EngineCore(
-        scheduler=Scheduler(config.scheduler, manager, connector),
+        scheduler=Scheduler(
+            config.scheduler,
+            manager,
+            producer=connector if isinstance(connector, ProducerConnector) else None,
+            consumer=connector if isinstance(connector, ConsumerConnector) else None,
+        ),
         executor=executor,
-        connector=connector,
         max_model_len=max_model_len,
         take_aborts=take_aborts,
     )
@@ -151,7 +156,7 @@ def _make_connector(
     metrics: KVTransferMetrics,
     wakeup: Callable[[], None],
     step_seq: Callable[[], int],
-) -> KVConnector | None:
+) -> ProducerConnector | ConsumerConnector | None:
     if config.kv_connector == "none":
         return None
     transport = make_transport(identity, require_transport=config.require_transport)

@@ -12,7 +12,6 @@ from pdserve_common.errors import DrainingError
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.executor import ExecutedStep, Executor
 from pdserve_engine.core.scheduler import Scheduler
-from pdserve_engine.kv_transfer.base import KVConnector
 from pdserve_engine.request.outputs import ClientOutputs
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -70,7 +69,6 @@ class EngineCore:
         *,
         scheduler: Scheduler,
         executor: Executor,
-        connector: KVConnector | None,
         max_model_len: int,
         take_aborts: Callable[[], Iterable[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +78,6 @@ class EngineCore:
         """
         self.scheduler = scheduler
         self.executor = executor
-        self.connector = connector
         self._max_model_len = max_model_len
         self._take_aborts = take_aborts
         self._clock = clock
@@ -114,9 +111,7 @@ class EngineCore:
         """
         request_ids = tuple(request_ids)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        if self.connector is not None:
-            for request_id in request_ids:
-                self.connector.abort_session(request_id)
+        self.scheduler.remote_decodes.abort_sessions(request_ids)
 
     def hand_back(self) -> None:
         """End what is left, before a shutdown, so that front ends have it go on elsewhere after the
@@ -124,12 +119,10 @@ class EngineCore:
         """
         error = DrainingError("the worker is shutting down").to_engine_error()
         request_ids = list(self.scheduler.requests)
-        num_sessions = self.connector.num_open_sessions() if self.connector is not None else 0
         # On P every request has a session, on D every session that lives has a request.
-        self.num_handed_back += max(len(request_ids), num_sessions)
+        self.num_handed_back += max(len(request_ids), self.scheduler.num_open_sessions)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR, error)
-        if self.connector is not None:
-            self.connector.fence_all("shutdown")
+        self.scheduler.fence_all("shutdown")
 
     def has_work(self) -> bool:
         """Is there anything to step for? Requests that wait for remote KV wake the engine when it

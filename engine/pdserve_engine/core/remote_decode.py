@@ -6,9 +6,12 @@ full of requests that wait for the other one.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from pdserve_common.engine_types import EngineCoreEventType
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv_transfer.ports import NoConnector, ProducerPort
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.request_queue import RequestQueue
 
@@ -40,14 +43,21 @@ class _Stopwatch:
 
 
 class RemoteDecodes:
-    """Requests on their way to another worker that are not in the batch, by their D."""
+    """Requests on their way to another worker: those that are not in the batch wait here, by their
+    D. What is done to one that is decoded here does nothing.
+    """
 
     def __init__(
         self,
+        port: ProducerPort | None,
+        kv_cache_manager: KVCacheManager,
         make_queue: Callable[[], RequestQueue],
         step_tokens: int,
         clock: Callable[[], float],
     ) -> None:
+        self.port: ProducerPort = NoConnector() if port is None else port
+        self._has_port = port is not None
+        self._kv = kv_cache_manager
         self._make_queue = make_queue
         self._step_tokens = step_tokens
         self._clock = clock
@@ -104,22 +114,64 @@ class RemoteDecodes:
             sum(r.num_tokens for r in asked) + sum(queue.num_tokens for queue in queues),
         )
 
-    def add(self, request: Request) -> None:
+    def can_serve(self, request: Request) -> bool:
+        """False: it is to be decoded elsewhere, and this worker cannot hand it over."""
+        return self._has_port or not request.do_remote_decode
+
+    def add(self, request: Request) -> bool:
+        """Take a new request; False if it is decoded here."""
+        if not request.do_remote_decode:
+            return False
         self._queue_of(request).add_request(request)
         request.held_up_before_s = self._held_up[_engine_id(request)].total_s(self._clock())
+        return True
 
-    def prepend(self, request: Request) -> None:
-        """Put a preempted request first; it needs a grant again."""
-        self._queue_of(request).prepend_request(request)
+    def may_start(self, request: Request) -> bool:
+        """Does D still hold its blocks for a request that is about to join the batch?"""
+        return not request.do_remote_decode or self.port.on_started(request)
 
-    def take_next(self) -> list[Request]:
-        """Return the next ones of every D, which are to be asked for now."""
-        return [
-            request for engine_id in list(self._queues) for request in self._take_next_of(engine_id)
-        ]
+    def start(self, request: Request) -> None:
+        """The request has joined the batch: tell D what was found in the prefix cache."""
+        if request.do_remote_decode:
+            self.remove(request)
+            request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
+            self.announce(request)
 
-    def take_preempted(self) -> list[Request]:
-        """As `take_next` while nothing new is started: those that had been running, however many
+    def announce(self, request: Request) -> None:
+        """Tell D of blocks that are whole; the step that wrote them is over (rule K2)."""
+        if request.do_remote_decode:
+            block_ids = self._kv.get_block_ids(request.request_id)
+            self.port.on_blocks_computed(request, request.num_finished_tokens, block_ids)
+
+    def preempt(self, request: Request) -> bool:
+        """The request is about to lose its blocks (rule K3): put it first; it needs a grant again.
+        False if it is decoded here.
+        """
+        if not request.do_remote_decode:
+            return False
+        self.port.on_preempted(request)
+        self._prepend(request)
+        return True
+
+    def request_finished(self, request: Request) -> frozenset[int]:
+        """Return those of its blocks that D may still read."""
+        if not request.do_remote_decode:
+            return frozenset()
+        return self.port.request_finished(request, self._kv.get_block_ids(request.request_id))
+
+    def abort_sessions(self, request_ids: Iterable[str]) -> None:
+        """End the sessions of requests that were handed off. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self.port.abort_session(request_id)
+
+    def ask_next(self) -> None:
+        """Have every D reserve blocks for the next ones."""
+        requests = [r for engine_id in list(self._queues) for r in self._take_next_of(engine_id)]
+        for request in requests:
+            self.port.ask(request)
+
+    def ask_preempted(self) -> None:
+        """As `ask_next` while nothing new is started: for those that had been running, however many
         are asked for already.
         """
         preempted = [
@@ -132,22 +184,26 @@ class RemoteDecodes:
             self._queues[engine_id].remove_request(request)
             self._asked.setdefault(engine_id, {})[request] = None
             self._watch(engine_id)
-        return [request for _, request in preempted]
+        for _, request in preempted:
+            self.port.ask(request)
 
-    def take_back(self, *, even_preempted: bool) -> list[tuple[Request, bool]]:
-        """Nothing is started for some time: put those that have been asked for back into their
-        queues, and return them, each with whether it might start already.
+    def take_back(self, *, even_preempted: bool) -> list[Request]:
+        """Nothing is started for some time, and D shall not hold blocks for it: put those that have
+        been asked for back into their queues, and return those that might start already.
         """
         taken = [
-            (request, request in self._granted)
+            request
             for asked in self._asked.values()
             for request in asked
             if even_preempted or request.status is not RequestStatus.PREEMPTED
         ]
-        for request, _ in reversed(taken):
+        granted = [request for request in taken if request in self._granted]
+        for request in reversed(taken):
             self.remove(request)
-            self.prepend(request)
-        return taken
+            self._prepend(request)
+        for request in taken:
+            self.port.on_preempted(request)
+        return granted
 
     def defer(self, request: Request) -> None:
         """D is full: the request has to wait for it."""
@@ -195,6 +251,9 @@ class RemoteDecodes:
             return False
         self._queues[engine_id].remove_request(request)
         return True
+
+    def _prepend(self, request: Request) -> None:
+        self._queue_of(request).prepend_request(request)
 
     def _take_next_of(self, engine_id: str) -> Iterator[Request]:
         queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})

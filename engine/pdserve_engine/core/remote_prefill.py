@@ -18,8 +18,8 @@ from typing import NamedTuple
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.core.seats import Outlook, Seats
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
-from pdserve_engine.kv_transfer.base import KVConnector
-from pdserve_engine.request.request import Request
+from pdserve_engine.kv_transfer.ports import ConsumerPort, NoConnector
+from pdserve_engine.request.request import Request, RequestStatus
 
 # A request that has waited this long for blocks is not overtaken by later ones.
 OVERDUE_S = 1.0
@@ -55,21 +55,24 @@ _ROOM_OF_PROBES = _Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
 
 
 class RemotePrefills:
-    """Requests that wait for their KV, and the claims of P on blocks for them."""
+    """Requests that wait for their KV, and the claims of P on blocks for them. What is done to one
+    that is computed here does nothing.
+    """
 
     def __init__(
         self,
-        connector: KVConnector | None,
+        port: ConsumerPort | None,
         kv_cache_manager: KVCacheManager,
         seats: Seats,
         landed: Callable[[], Iterable[Request]],
         num_spare_blocks: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`landed` returns those of here that have left, but find no place in the batch;
+        """`landed` returns requests that own their blocks, but find no place in the batch;
         `num_spare_blocks` how many free blocks an admission has to leave.
         """
-        self._connector = connector
+        self.port: ConsumerPort = NoConnector() if port is None else port
+        self._has_port = port is not None
         self._kv = kv_cache_manager
         self._seats = seats
         self._landed = landed
@@ -97,9 +100,28 @@ class RemotePrefills:
             return False
         return first.since < waiting_since
 
-    def add(self, request: Request) -> None:
-        """Note the router's ticket."""
+    def can_serve(self, request: Request) -> bool:
+        """False: it is computed elsewhere, and this worker cannot pull its KV."""
+        return self._has_port or not request.do_remote_prefill
+
+    def add(self, request: Request) -> bool:
+        """Take the router's ticket; False if the request is computed here."""
+        if not request.do_remote_prefill:
+            return False
+        self.port.on_new_request(request)
+        self.wait(request)
+        return True
+
+    def wait(self, request: Request) -> None:
+        """The request waits for its KV, or for P to acknowledge the release."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._requests[request] = self._clock()
+
+    def request_finished(self, request: Request) -> frozenset[int]:
+        """Return those of its blocks that a READ may still land in."""
+        if not request.do_remote_prefill:
+            return frozenset()
+        return self.port.request_finished(request, self._kv.get_block_ids(request.request_id))
 
     def remove(self, request: Request) -> bool:
         """Forget a request that runs or ends; False if it is not here."""
@@ -170,7 +192,7 @@ class RemotePrefills:
         """Free the blocks of the youngest request that P has announced nothing of; its claim stands
         as if it had not been granted. False if there is none.
         """
-        request = self._connector.reclaim() if self._connector is not None else None
+        request = self.port.reclaim()
         if request is None:
             return False
         self._seats.withdraw(request)
@@ -184,16 +206,14 @@ class RemotePrefills:
 
     def _defer(self, claim: _Claim) -> None:
         """Have P know that it has to wait, once."""
-        assert self._connector is not None
         if not claim.is_deferred:
             claim.is_deferred = True
-            self._connector.defer(claim.request)
+            self.port.defer(claim.request)
 
     def _reserve(self, request: Request, room: _Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,
         and tell P. False if there is no room; True also if P has withdrawn its claim.
         """
-        assert self._connector is not None
         if not self._seats.may_grant(request, room.outlook):
             return False
         num_tokens = request.num_tokens
@@ -205,7 +225,7 @@ class RemotePrefills:
             return False
         request.num_slots = self._kv.blocks_for(num_tokens) * self._kv.block_size
         block_ids = self._kv.get_block_ids(request.request_id)
-        if self._connector.grant(request, block_ids, num_hit_tokens):
+        if self.port.grant(request, block_ids, num_hit_tokens):
             self._seats.promise(request)
             self._kv.record_lookup(request, num_hit_tokens)
             request.record_event(EngineCoreEventType.KV_TRANSFER_STARTED)
@@ -214,7 +234,8 @@ class RemotePrefills:
         return True
 
     def _find_room(self, num_ahead: int) -> _Room:
-        pulls = itertools.chain(self.with_blocks(), self._landed())
+        landed = (request for request in self._landed() if request.do_remote_prefill)
+        pulls = itertools.chain(self.with_blocks(), landed)
         num_held = sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls)
         return _Room(num_held, self._num_spare_blocks(), self._seats.look_ahead(num_ahead))
 

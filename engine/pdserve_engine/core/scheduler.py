@@ -49,14 +49,15 @@ from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.suspects import Suspects
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
-    KVConnector,
+    ConsumerPort,
     KVEvent,
+    ProducerPort,
     StartAllowed,
     StartDeferred,
     StartForbidden,
@@ -104,20 +105,22 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv_cache_manager: KVCacheManager,
-        connector: KVConnector | None = None,
         *,
+        producer: ProducerPort | None = None,
+        consumer: ConsumerPort | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self._clock = clock
         self.kv = kv_cache_manager
-        self.connector = connector
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
         # Probes first.
         self.running: list[Request] = []
         self.remote_decodes = RemoteDecodes(
+            producer,
+            self.kv,
             lambda: make_request_queue(config.scheduling_policy),
             config.max_num_batched_tokens,
             clock,
@@ -126,8 +129,9 @@ class Scheduler:
         self.forks = Forks(kv_cache_manager)
         self.seats = Seats(config, self.running, self.kv_ready, self.forks)
         self.remote_prefills = RemotePrefills(
-            connector, self.kv, self.seats, self._landed_pulls, self._num_spare_blocks, clock
+            consumer, self.kv, self.seats, self._kept_out, self._num_spare_blocks, clock
         )
+        self._ports = (self.remote_decodes.port, self.remote_prefills.port)
         self.num_preemptions = 0
         # Of the waiting requests, those that were running.
         self._num_preempted = 0
@@ -157,24 +161,20 @@ class Scheduler:
         self.requests[request.request_id] = request
         request.record_event(EngineCoreEventType.QUEUED)
         self._deadlines.add(request)
-        if request.do_remote_prefill or request.do_remote_decode:
-            if self.connector is None:
-                error = InvalidRequestError(
-                    "kv_transfer_params is set, this worker has no KV connector",
-                    field="kv_transfer_params",
-                )
-                request.error = error.to_engine_error()
-                self._finish(request, RequestStatus.FINISHED_ERROR)
-                emit(self._outputs, request)
-                return
-            self.connector.on_new_request(request)
+        can_serve = self.remote_decodes.can_serve(request)
+        if not (can_serve and self.remote_prefills.can_serve(request)):
+            error = InvalidRequestError(
+                "kv_transfer_params is set, this worker has no KV connector",
+                field="kv_transfer_params",
+            )
+            request.error = error.to_engine_error()
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            emit(self._outputs, request)
+            return
+        if self.remote_prefills.add(request) or self.remote_decodes.add(request):
+            return
         source = find_source(request, self.requests)
-        if request.needs_remote_kv:
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-            self.remote_prefills.add(request)
-        elif request.do_remote_decode:
-            self.remote_decodes.add(request)
-        elif source is not None:
+        if source is not None:
             self.forks.add(source, request)
             if _is_prompt_computed(source):
                 self._release_forks(source)
@@ -233,6 +233,16 @@ class Scheduler:
         if self.pause_state is PauseState.UNPAUSED:
             return bool(len(self.waiting))
         return bool(self._num_preempted) and any(map(_is_preempted, self.waiting))
+
+    @property
+    def num_open_sessions(self) -> int:
+        """KV sessions (on D: tickets, pulls and zombie READs) that are not over."""
+        return sum(port.num_open_sessions() for port in self._ports)
+
+    def fence_all(self, reason: str) -> None:
+        """End every KV session before blocks change hands (rule K3)."""
+        for port in self._ports:
+            port.fence_all(reason)
 
     def has_finished_requests(self) -> bool:
         """Does the model runner still have to hear of ended requests?"""
@@ -326,7 +336,7 @@ class Scheduler:
             num_total_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
             num_cached_blocks=pool.num_free_cached_blocks,
-            num_open_kv_sessions=self.connector.num_open_sessions() if self.connector else 0,
+            num_open_kv_sessions=self.num_open_sessions,
             prefix_cache_queries=self.kv.prefix_cache_queries,
             prefix_cache_hits=self.kv.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
@@ -444,8 +454,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._leave_batch(request)
-        if request.do_remote_decode and self.connector is not None:
-            self.connector.on_preempted(request)  # fence first (rule K3)
+        waits_for_d = self.remote_decodes.preempt(request)  # fence first (rule K3)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
@@ -453,9 +462,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._preempted_req_ids.add(request.request_id)
         request.record_event(EngineCoreEventType.PREEMPTED)
-        if request.do_remote_decode:
-            self.remote_decodes.prepend(request)
-        else:
+        if not waits_for_d:
             self.waiting.prepend_request(request)
 
     def _schedule_kv_ready(
@@ -549,17 +556,14 @@ class Scheduler:
             return _Admission.NO_ROOM
         if self._allocate(request, num_hit_tokens + num_tokens, blocks) is None:
             return _Admission.NO_ROOM
-        if not self._may_start(request):
+        if not self.remote_decodes.may_start(request):
             self.kv.free(request)
             request.num_slots = 0
             return _Admission.NO_ROOM
         self._record_admission(request, num_hit_tokens, plan)
         request.num_computed_tokens = num_hit_tokens
         self._start_running(request, num_tokens, plan)
-        if request.do_remote_decode:
-            self.remote_decodes.remove(request)
-            request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
-            self._announce_blocks(request, num_hit_tokens)
+        self.remote_decodes.start(request)
         return _Admission.ADMITTED
 
     def _start_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
@@ -728,7 +732,7 @@ class Scheduler:
     def _share_blocks(self, request: Request) -> None:
         """What is computed may be had by others."""
         self.kv.cache_blocks(request, request.num_finished_tokens)
-        self._announce_blocks(request)
+        self.remote_decodes.announce(request)
         if _is_prompt_computed(request):
             self._release_forks(request)
 
@@ -766,7 +770,7 @@ class Scheduler:
 
     def _apply_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
         status = _append_tokens(request, token_ids)
-        if status is None and request.do_remote_decode:
+        if status is None and request.num_output_tokens >= request.output_limit:
             # P's part ends with the first token; is_handed_off tells this from a real end.
             status = RequestStatus.FINISHED_LENGTH_CAPPED
         if status is not None:
@@ -778,18 +782,16 @@ class Scheduler:
         self._finish(request, status)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Fence first, then free (rule K3): the connector ends its sessions before any block
-        changes hands.
+        """Fence first, then free (rule K3): the ports end its sessions before any block changes
+        hands.
         """
         request.status = status
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
         self._dissolve_forks(request)
         self.suspects.remove(request)
-        kept: frozenset[int] = frozenset()
-        if self.connector is not None:
-            block_ids = self.kv.get_block_ids(request.request_id)
-            kept = self.connector.request_finished(request, block_ids)
+        kept = self.remote_decodes.request_finished(request)
+        kept |= self.remote_prefills.request_finished(request)
         taken = [block.block_id for block in self.kv.take(request)]
         freed = [block_id for block_id in taken if block_id not in kept]
         if request.num_in_flight_tokens:
@@ -816,9 +818,7 @@ class Scheduler:
     # ---- KV transfer
 
     def update_from_kv_transfer(self) -> None:
-        """Apply what the connector reports, then see who may have blocks now."""
-        if self.connector is None:
-            return
+        """Apply what the ports report, then see who may have blocks now."""
         self._apply_kv_events()
         if self.pause_state is PauseState.UNPAUSED:
             self.remote_prefills.grant_probes(self._num_free_probe_seats)
@@ -826,36 +826,22 @@ class Scheduler:
             # ever.
             if not self._num_preempted:
                 self.remote_prefills.grant_claims(self._waiting_since(), self._num_ahead())
-        if self.pause_state is not PauseState.UNPAUSED:
-            self._give_grants_back(self.connector)
-        for request in self._next_remote_decodes():
-            self.connector.ask(request)
-
-    def _landed_pulls(self) -> Iterator[Request]:
-        """D: pulls that own all their blocks and find no place in the batch."""
-        ready = (request for request in self.kv_ready if not request.is_probe)
-        kept_out = itertools.islice(ready, self.seats.num_free, None)
-        return (request for request in kept_out if request.do_remote_prefill)
-
-    def _next_remote_decodes(self) -> list[Request]:
-        """P: those to ask D for blocks for."""
-        if self.pause_state is PauseState.UNPAUSED:
-            return self.remote_decodes.take_next()
-        if self.pause_state is PauseState.PAUSED_NEW and self._num_preempted:
-            return self.remote_decodes.take_preempted()
-        return []
-
-    def _give_grants_back(self, connector: KVConnector) -> None:
-        """P: D shall not hold blocks for what does not start during a pause."""
+            self.remote_decodes.ask_next()
+            return
         is_all = self.pause_state is PauseState.PAUSED_ALL
-        for request, was_granted in self.remote_decodes.take_back(even_preempted=is_all):
-            if was_granted:
-                self.waiting.remove_request(request)
-            connector.on_preempted(request)
+        for request in self.remote_decodes.take_back(even_preempted=is_all):
+            self.waiting.remove_request(request)
+        if not is_all and self._num_preempted:
+            self.remote_decodes.ask_preempted()
+
+    def _kept_out(self) -> Iterator[Request]:
+        """Requests that own all their blocks and find no place in the batch."""
+        ready = (request for request in self.kv_ready if not request.is_probe)
+        return itertools.islice(ready, self.seats.num_free, None)
 
     def _apply_kv_events(self) -> None:
-        if self.connector is not None:
-            for event in self.connector.take_events():
+        for port in self._ports:
+            for event in port.take_events():
                 self._apply_kv_event(event)
 
     def _apply_kv_event(self, event: KVEvent) -> None:
@@ -904,19 +890,6 @@ class Scheduler:
         _, num_tokens = self.kv.get_computed_blocks(request, lost.num_confirmed_tokens)
         return replace(lost, num_confirmed_tokens=num_tokens)
 
-    def _may_start(self, request: Request) -> bool:
-        """P: does D still hold its blocks for the request?"""
-        if not request.do_remote_decode or self.connector is None:
-            return True
-        return self.connector.on_started(request)
-
-    def _announce_blocks(self, request: Request, num_tokens: int | None = None) -> None:
-        """P: tell D of blocks that are whole; the step that wrote them is over (rule K2)."""
-        if request.do_remote_decode and self.connector is not None:
-            num_tokens = request.num_finished_tokens if num_tokens is None else num_tokens
-            block_ids = self.kv.get_block_ids(request.request_id)
-            self.connector.on_blocks_computed(request, num_tokens, block_ids)
-
     def _queue_first_step(self, request: Request) -> None:
         """D: all KV has landed: queue the first step after P's tokens, unless they are the last."""
         request.num_output_placeholders = len(request.pulled_token_ids)
@@ -936,10 +909,9 @@ class Scheduler:
             return
         self._remove_from_queues(request)
         self._preempted_req_ids.add(request.request_id)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = request.num_output_placeholders = 0
         request.held_result = request.first_scheduled_time = None
-        self.remote_prefills.add(request)
+        self.remote_prefills.wait(request)
 
     def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
         """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
@@ -1020,10 +992,10 @@ def _new_prompt_logprobs(
 ) -> LogprobsLists | None:
     """Return those not emitted before, of a chunk that begins at token `start`.
 
-    After a preemption the prompt is computed again. D's leg has them from P.
+    After a preemption the prompt is computed again.
     """
     num_known = request.num_emitted_prompt_logprobs - start
-    if request.do_remote_prefill or num_known >= len(logprobs):
+    if num_known >= len(logprobs):
         return None
     request.num_emitted_prompt_logprobs = start + len(logprobs)
     return logprobs[max(num_known, 0) :]

@@ -20,16 +20,10 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import (
-    KVConnector,
-    KVEvent,
-    KVIdentity,
-    KVLinkHandle,
-    KVTransport,
-    ReadResult,
-)
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, check_welcome, make_hello
+from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.pull import FAILURE_REASONS, ChunkRead
 from pdserve_engine.kv_transfer.pull_events import PullEvents
 from pdserve_engine.request.request import Request
@@ -37,8 +31,8 @@ from pdserve_engine.request.request import Request
 logger = logging.getLogger(__name__)
 
 
-class ConsumerConnector(KVConnector):
-    """D's connector. `wakeup` makes the engine thread call take_events soon.
+class ConsumerConnector:
+    """D's connector, a ConsumerPort. `wakeup` makes the engine thread call take_events soon.
 
     A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
     without progress for `transfer_timeout_s` is given up.
@@ -107,8 +101,7 @@ class ConsumerConnector(KVConnector):
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
-        if params is None or not params.do_remote_prefill:
-            return
+        assert params is not None, "it has a ticket"
         with self._lock:
             self._events.add_ticket(request)
         # Again: there may have been no link to be had when it was dispatched.
@@ -131,8 +124,6 @@ class ConsumerConnector(KVConnector):
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> frozenset[int]:
-        if not request.do_remote_prefill:
-            return frozenset()
         with self._lock:
             return self._events.end_request(request)
 
@@ -157,25 +148,6 @@ class ConsumerConnector(KVConnector):
             for link in self._links.all():
                 self._drop_link(link, "shutdown")
         self._transport.close()
-
-    # ---- P's business, of which D has none
-
-    def ask(self, request: Request) -> None:
-        """D asks nobody."""
-
-    def on_started(self, request: Request) -> bool:
-        return True
-
-    def on_blocks_computed(
-        self, request: Request, num_tokens: int, block_ids: tuple[list[int], ...]
-    ) -> None:
-        """D's blocks are nobody else's."""
-
-    def on_preempted(self, request: Request) -> None:
-        """A request that runs has no pull any more."""
-
-    def abort_session(self, request_id: str) -> None:
-        """D has no sessions of its own: request_finished cancels."""
 
     def dial(self, engine_id: str, host: str, port: int) -> None:
         """Get a link to a P unless there is one, or one on its way. Any thread may call it, also

@@ -28,14 +28,9 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import (
-    KVConnector,
-    KVEvent,
-    KVIdentity,
-    KVLinkHandle,
-    KVTransport,
-)
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable, RecentKeys, find_mismatch
+from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
     ProducerEvent,
@@ -60,8 +55,8 @@ _END_REASONS = {
 }
 
 
-class ProducerConnector(KVConnector):
-    """P's connector. `wakeup` makes the engine thread call take_events soon."""
+class ProducerConnector:
+    """P's connector, a ProducerPort. `wakeup` makes the engine thread call take_events soon."""
 
     def __init__(
         self,
@@ -115,9 +110,6 @@ class ProducerConnector(KVConnector):
 
     # ---- the engine thread
 
-    def on_new_request(self, request: Request) -> None:
-        """Nothing: the scheduler asks for the request when its turn is near."""
-
     def ask(self, request: Request) -> None:
         with self._lock:
             old = self._machine.get(request.request_id)
@@ -155,8 +147,6 @@ class ProducerConnector(KVConnector):
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> frozenset[int]:
-        if not request.do_remote_decode:
-            return frozenset()
         with self._lock:
             session = self._machine.find(request)
             if session is None:
@@ -194,19 +184,6 @@ class ProducerConnector(KVConnector):
             for link in self._links.all():
                 self._drop_link(link, "shutdown")
         self._transport.close()
-
-    # ---- D's part
-
-    def grant(
-        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
-    ) -> bool:
-        return False
-
-    def defer(self, request: Request) -> None:
-        """P has no claims."""
-
-    def reclaim(self) -> Request | None:
-        return None
 
     # ---- the KvLink: the event loop's thread
 

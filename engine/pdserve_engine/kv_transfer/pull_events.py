@@ -19,8 +19,9 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import BlocksFreed, BlocksReturned, KVEvent, ReadResult
+from pdserve_engine.kv_transfer.base import ReadResult
 from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.ports import BlocksFreed, BlocksReturned, KVEvent
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
     ConsumerEvent,

@@ -24,7 +24,8 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
+from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksLanded,
@@ -33,7 +34,6 @@ from pdserve_engine.kv_transfer.base import (
     TransferFinished,
     TransferLost,
 )
-from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
     ConsumerAction,

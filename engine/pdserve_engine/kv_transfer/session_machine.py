@@ -24,17 +24,16 @@ from pdserve_common.kv_types import (
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
-from pdserve_engine.kv_transfer.base import (
+from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
+from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     KVEvent,
-    KVIdentity,
-    KVTransport,
     StartAllowed,
     StartDeferred,
     StartForbidden,
     TransferFailed,
 )
-from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
     ProducerAction,

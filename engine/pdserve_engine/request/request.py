@@ -143,7 +143,8 @@ class Request:
         self.held_result: HeldResult | None = None
         # Output tokens already sent to the front end.
         self.num_emitted_tokens = len(request.resume_output_token_ids)
-        self.num_emitted_prompt_logprobs = 0
+        # D's leg has them from P.
+        self.num_emitted_prompt_logprobs = self.num_prompt_tokens if self.do_remote_prefill else 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
         self.clock = clock

@@ -54,12 +54,11 @@ class EngineControl:
         """Raise FailedPreconditionError, with numbers, unless is_empty."""
         if self.is_empty():
             return
-        scheduler, connector = self._core.scheduler, self._core.connector
-        num_sessions = connector.num_open_sessions() if connector is not None else 0
+        scheduler = self._core.scheduler
         raise FailedPreconditionError(
             f"cannot {verb}: {self._num_held_blocks} KV blocks are held, "
             f"{len(scheduler.running) + len(scheduler.kv_ready)} requests are running, "
-            f"{num_sessions} KV sessions are open"
+            f"{scheduler.num_open_sessions} KV sessions are open"
         )
 
     # ---- the verbs
@@ -95,8 +94,7 @@ class EngineControl:
 
     def end_sessions(self) -> None:
         """End all KV sessions, so that their blocks come back (rule K3)."""
-        if self._core.connector is not None:
-            self._core.connector.fence_all("sleep")
+        self._core.scheduler.fence_all("sleep")
 
     def sleep(self, level: int) -> int:
         """Give memory back and return how many bytes; the engine is paused. Raises

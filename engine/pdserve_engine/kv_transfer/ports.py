@@ -1,0 +1,259 @@
+"""What the scheduler asks of a producer (P) and of a consumer (D), and what they tell it.
+
+After vLLM's KVConnectorBase_V1, with two differences: each role has an interface of its own, and P
+announces blocks while it computes the next ones, so reading them is not part of any step. Ports are
+called on the engine thread; the KvLink's messages arrive on the event loop's thread, at the methods
+of endpoint.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from pdserve_common.engine_types import EngineCoreRequest, EngineError, KVLost, KVTransferStats
+
+if TYPE_CHECKING:
+    from pdserve_engine.request.request import Request
+
+
+# ---- what a connector tells the scheduler, in the order in which it happened. Events of a
+# request that has ended meanwhile, or was superseded, are the scheduler's to ignore.
+
+
+@dataclass(frozen=True, slots=True)
+class StartAllowed:
+    """P: D has reserved blocks for the request."""
+
+    request: "Request"
+    # When D's answer came, by the connector's clock.
+    granted_time: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StartForbidden:
+    """P: D has taken them back; the request waits for StartAllowed again."""
+
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
+class StartDeferred:
+    """P: D has no room or no seat for the request yet. StartAllowed follows unasked."""
+
+    request: "Request"
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksClaimed:
+    """D: P asks for blocks. The scheduler answers with `grant`, or `defer` and later `grant`."""
+
+    request: "Request"
+    # When P asked, by the connector's clock; the scheduler may hear of it a step later.
+    claimed_time: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksConfirmed:
+    """D: the KV of the first `num_tokens` tokens is here and right (rule K4)."""
+
+    request: "Request"
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned:
+    """D: P has preempted the request and withdrawn its claim; it will ask again. What was reserved
+    for it, if anything, is the scheduler's again, but for the `kept` blocks, which come in
+    BlocksFreed.
+    """
+
+    request: "Request"
+    kept: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLanded:
+    """D: all KV is here, though not confirmed: the request may run after the tokens that P has
+    sampled, but nothing of it may get out before TransferFinished (rule K4).
+    """
+
+    request: "Request"
+    output_token_ids: tuple[int, ...]
+    # By the connector's clock; the scheduler may hear of it a step later.
+    landed_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """D: what has landed is confirmed; the request goes on. Comes after BlocksLanded."""
+
+    request: "Request"
+    stats: KVTransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLost:
+    """D: the rest will not come, or what has landed was wrong. The request waits for the router's
+    decision (rule K6).
+    """
+
+    request: "Request"
+    lost: KVLost
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The request ends on this worker with this error. CANCELLED: P has ended it, it is nobody's
+    fault.
+    """
+
+    request: "Request"
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """Blocks that the connector kept and that nothing reads or writes any more."""
+
+    block_ids: tuple[int, ...]
+
+
+KVEvent = (
+    StartAllowed
+    | StartForbidden
+    | StartDeferred
+    | BlocksClaimed
+    | BlocksConfirmed
+    | BlocksReturned
+    | BlocksLanded
+    | TransferFinished
+    | TransferLost
+    | TransferFailed
+    | BlocksFreed
+)
+
+
+class KVConnector(Protocol):
+    """One worker's side of the handoff as its owner sees it; it is a port too."""
+
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        """A request has come and waits until the engine thread is between two steps, which may take
+        long. D dials its P meanwhile, who does not wait for ever for a link, and goes on holding
+        what it has of an earlier attempt (rule K6). P: nothing. Called on the event loop's thread.
+        """
+
+    def failure(self) -> str | None:
+        """Why this worker cannot hand KV over any more and has to be restarted, or None."""
+
+    def shutdown(self) -> None:
+        """Fence everything, wait (bounded) for posted READs to land, release the transport."""
+
+
+class KVPort(Protocol):
+    """What the scheduler asks of either role."""
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        """A request of this role has ended on this worker. Return which of its blocks the connector
+        keeps; they come back in BlocksFreed.
+
+        On P a request that is_handed_off keeps what D has not released (rule K2: the step is
+        over). Any other end is told to D and fences. On D open work is cancelled; blocks are kept
+        only while a READ may still land in them (rule K5).
+        """
+
+    def fence_all(self, reason: str) -> None:
+        """End every session before blocks change hands (cache reset, sleep, weight change,
+        shutdown; rule K3).
+        """
+
+    def take_events(self) -> list[KVEvent]:
+        """Return what has happened since the last call."""
+
+    def num_open_sessions(self) -> int:
+        """Sessions (on D: tickets, pulls and zombie READs) that are not over."""
+
+
+class ProducerPort(KVPort, Protocol):
+    """What the scheduler asks of P's connector."""
+
+    def ask(self, request: "Request") -> None:
+        """The request is among the next to start: have D reserve blocks for it. Answered by
+        StartAllowed, maybe after StartDeferred, or TransferFailed.
+        """
+
+    def on_started(self, request: "Request") -> bool:
+        """The request is about to join the batch, as it was allowed to. False: D has just taken its
+        blocks back, or the session is over; it must not start.
+        """
+
+    def on_blocks_computed(
+        self, request: "Request", num_tokens: int, block_ids: tuple[list[int], ...]
+    ) -> None:
+        """The KV of the first `num_tokens` tokens is written and the step that wrote it is over
+        (rule K2): announce what is new and whole. `block_ids` are all blocks of the request, per
+        KV group in logical order, with NULL_BLOCK_ID where a sliding group has none any more.
+        """
+
+    def on_preempted(self, request: "Request") -> None:
+        """The request is about to lose its blocks (rule K3), or its turn, and D may have back what
+        it has reserved for it. It has to `ask` again.
+        """
+
+    def abort_session(self, request_id: str) -> None:
+        """End the session of a request that was handed off. Unknown ids are ignored."""
+
+
+class ConsumerPort(KVPort, Protocol):
+    """What the scheduler asks of D's connector."""
+
+    def on_new_request(self, request: "Request") -> None:
+        """The request's ticket has come; P may have asked for it already."""
+
+    def grant(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
+        """Blocks for all known tokens are reserved; those of the first `num_cached_tokens` hold
+        their KV already. False: P has withdrawn its claim; the blocks stay the scheduler's.
+
+        After True the scheduler frees them through `reclaim`, BlocksReturned or
+        `request_finished` only.
+        """
+
+    def defer(self, request: "Request") -> None:
+        """There is no room for a claim yet."""
+
+    def reclaim(self) -> "Request | None":
+        """Take the youngest grant back of which P has announced nothing. Its request's blocks
+        are the scheduler's again, its claim stands. None: there is no such grant.
+        """
+
+
+class NoConnector:
+    """The port of a role that a worker does not have. The scheduler refuses the role's requests."""
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        return frozenset()
+
+    def fence_all(self, reason: str) -> None:
+        """There is no session."""
+
+    def take_events(self) -> list[KVEvent]:
+        return []
+
+    def num_open_sessions(self) -> int:
+        return 0
+
+    def abort_session(self, request_id: str) -> None:
+        """There is no session."""
+
+    def reclaim(self) -> "Request | None":
+        return None
+
+    def _no_request(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("a request of this role was accepted without a connector")
+
+    ask = on_started = on_blocks_computed = on_preempted = _no_request
+    on_new_request = grant = defer = _no_request
