@@ -385,13 +385,13 @@ def with_severity(labels: Mapping[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cause.__name__)
 def test_alerts_fire_and_arrive(case: Case, world: World) -> None:
     webhook = world.prometheus.webhook
+    # After the case before, proofs may be waiting for their next try; alerts may fire until then.
+    world.cluster.wait_for(lambda: find_unproven(world.cluster), timeout_s=QUIET_TIMEOUT_S)
     world.wait_until(
         lambda: not any(is_firing(world, labels) for labels in (*case.alerts, *case.never)),
         "none of the alerts fires",
         timeout_s=QUIET_TIMEOUT_S,
     )
-    # After the case before, proofs may be waiting for their next try.
-    world.cluster.wait_for(lambda: find_unproven(world.cluster), timeout_s=QUIET_TIMEOUT_S)
     start = time.time()
     with world.restored(), case.cause(world):
         for labels in case.alerts:
