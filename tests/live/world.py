@@ -109,9 +109,9 @@ def make_world(model: Path, folder: Path) -> Iterator[World]:
         model=model,
         log_dir=folder,
         flags={"num-blocks": 400, "kv-checksums": True},
-        # Sooner than anybody gives up a decode worker that does not get on, and later than one that
-        # is full has room again.
-        prefill_flags={"kv-session-timeout-s": 6.0},
+        # Sooner than a decode worker that hangs gives up (5 s), and later than one that is
+        # full has room again.
+        prefill_flags={"kv-session-timeout-s": 4.5},
         # So few that short requests can take all, and that long ones fill the KV blocks before.
         decode_flags={"max-num-seqs": 24},
         # No queue is so long but where a test wants that.
