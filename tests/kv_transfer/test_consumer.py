@@ -28,7 +28,7 @@ from pdserve_common.kv_types import (
     SessionEnded,
     SessionEndReason,
 )
-from pdserve_engine.kv_transfer import pull_events
+from pdserve_engine.kv_transfer import consumer
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -172,7 +172,7 @@ class World:
         assert sorted(self.pair.d_blocks.free) == list(range(64))
         assert self.d.num_open_sessions() == 0
         assert self.gauge("zombie_reads") == 0
-        machine = self.d._events._machine
+        machine = self.d._machine
         assert machine.pulls == machine.by_session == {}
         assert +machine.num_in == {}
 
@@ -388,7 +388,7 @@ def test_a_claim_whose_ticket_never_comes_is_refused_in_the_end(world: World) ->
 
 
 def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull_events, "MAX_EARLY", 2)
+    monkeypatch.setattr(consumer, "MAX_EARLY", 2)
     for i in range(3):
         world.say(ask(world.session(), f"r{i}"))
     assert world.heard() == [CancelRequest(request_id="r2", attempt=0, reason="unwanted")]
@@ -701,7 +701,7 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
 
 
 def test_the_connector_carries_out_every_action_of_the_table(world: World) -> None:
-    assert set(world.d._events._machine._actions) == set(ConsumerAction)
+    assert set(world.d._machine._actions) == set(ConsumerAction)
 
 
 @pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "confirmed"])

@@ -238,7 +238,7 @@ def test_whatever_happens_every_block_comes_back_and_is_right(pair: Any, seed: i
 
 def trust_every_read(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without K4: what has landed is used before P says that it is right."""
-    actions = pair.d._events._machine._actions
+    actions = pair.d._machine._actions
     release, confirm = actions[ConsumerAction.SEND_RELEASE], actions[ConsumerAction.CONFIRM]
 
     def trust(pull: Any) -> None:

@@ -53,7 +53,7 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = pair.ticket()
-    monkeypatch.setattr(pair.d._events, "on_message", break_down)
+    monkeypatch.setattr(pair.d, "_take_message", break_down)
     await until(lambda: pair.d_metrics.links._value.get() == 0)
     (lost,) = (event for event in pair.d.take_events() if isinstance(event, TransferLost))
     assert lost.request is request

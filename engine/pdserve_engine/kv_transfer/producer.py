@@ -6,8 +6,6 @@ come on the event loop's thread, the rest on the engine's; one lock guards all s
 calls are made that neither block nor call back: the link's, the transport's, `wakeup`.
 """
 
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -29,7 +27,8 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport
-from pdserve_engine.kv_transfer.links import KVLink, LinkTable, RecentKeys, find_mismatch
+from pdserve_engine.kv_transfer.connector import Connector
+from pdserve_engine.kv_transfer.links import KVLink, RecentKeys, find_mismatch
 from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
@@ -39,8 +38,6 @@ from pdserve_engine.kv_transfer.protocol import (
 from pdserve_engine.kv_transfer.session import Session
 from pdserve_engine.kv_transfer.session_machine import Checksum, SessionMachine
 from pdserve_engine.request.request import Request, RequestStatus
-
-logger = logging.getLogger(__name__)
 
 # What D says to a grant request: the event it is, and its name in metrics.
 _ANSWERS: Mapping[type, tuple[ProducerEvent, str]] = {
@@ -55,7 +52,7 @@ _END_REASONS = {
 }
 
 
-class ProducerConnector:
+class ProducerConnector(Connector[KVLinkRequestMessage]):
     """P's connector, a ProducerPort. `wakeup` makes the engine thread call take_events soon."""
 
     def __init__(
@@ -74,16 +71,10 @@ class ProducerConnector:
 
         A session that makes no progress for `session_timeout_s` is over, whatever it waits for.
         """
-        self._transport = transport
-        self._identity = identity
-        self._metrics = metrics
+        super().__init__(
+            transport, identity=identity, metrics=metrics, step_seq=step_seq, clock=clock
+        )
         begin(metrics.grants, answer=(answer for _, answer in _ANSWERS.values()))
-        self._step_seq = step_seq
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._links = LinkTable(clock)
-        # What has gone wrong in here, and why the worker must not go on.
-        self._defect: str | None = None
         self._next_link = 1
         # Given up by D before P asked for them: (engine id, request id, attempt).
         self._cancelled = RecentKeys()
@@ -97,11 +88,6 @@ class ProducerConnector:
             checksum=checksum,
             clock=clock,
         )
-
-    @property
-    def identity(self) -> KVIdentity:
-        """Who this worker is to its peers."""
-        return self._identity
 
     # ---- the event loop's thread
 
@@ -175,16 +161,6 @@ class ProducerConnector:
     def num_open_sessions(self) -> int:
         return len(self._machine)
 
-    def failure(self) -> str | None:
-        return self._defect or self._transport.failure
-
-    def shutdown(self) -> None:
-        self.fence_all("shutdown")
-        with self._lock:
-            for link in self._links.all():
-                self._drop_link(link, "shutdown")
-        self._transport.close()
-
     # ---- the KvLink: the event loop's thread
 
     def accept_link(
@@ -197,51 +173,14 @@ class ProducerConnector:
         if mismatch is not None:
             raise KVTransferError(mismatch)
         with self._lock:
-            old = self._links.get(hello.engine_id)
-            if old is not None:
-                self._drop_link(old, "replaced")
+            self._replace_link(hello.engine_id)
             link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle)
             self._next_link += 1
-            self._links.add(link)
-            self._metrics.links.set(len(self._links))
-            self._metrics.peer_came(link.engine_id)
+            self._add_link(link)
             self._transport.expect_peer()
             handle.send(self._welcome(link))
             self._machine.open_waiting(link)
         return link
-
-    def on_message(self, link: KVLink, message: KVLinkRequestMessage) -> None:
-        """Take a message of D. Anything late or unknown is counted and ignored (K8)."""
-        with self._lock:
-            is_known = self._links.is_open(link)
-            if is_known:
-                self._links.heard(link)
-                is_known = self._take_message(link, message)
-            if not is_known:
-                self._metrics.late_messages.inc()
-
-    def link_lost(self, link: KVLink, reason: str) -> None:
-        """The link is gone: its sessions are over. May be called again."""
-        with self._lock:
-            self._drop_link(link, reason)
-
-    def on_tick(self) -> None:
-        """Send heartbeats, end what is overdue. Call it every HEARTBEAT_S, also while the engine is
-        idle.
-        """
-        try:
-            self._tick()
-        except Exception as error:  # a defect: nobody waits for ticks, but `failure` is asked for
-            logger.exception("a tick of the KV connector failed")
-            self._defect = f"a tick of the KV connector failed: {error!r}"
-
-    def _tick(self) -> None:
-        with self._lock:
-            now = self._clock()
-            tick = self._links.tick(self._step_seq())
-            for link in tick.silent:
-                self._drop_link(link, "silent")
-            self._machine.expire(now, tick.overslept_s)
 
     # ---- under the lock
 
@@ -254,7 +193,6 @@ class ProducerConnector:
         return session.keep()
 
     def _take_message(self, link: KVLink, message: KVLinkRequestMessage) -> bool:
-        """Return False if it comes too late or makes no sense."""
         match message:
             case KVLinkHeartbeat():
                 return True
@@ -300,15 +238,12 @@ class ProducerConnector:
             return False
         return self._machine.advance(session, ProducerEvent.CANCELLED)
 
-    def _drop_link(self, link: KVLink, reason: str) -> None:
-        if not self._links.remove(link):
-            return
+    def _on_link_lost(self, link: KVLink, reason: str) -> None:
         for session in [s for s in self._machine.all() if s.link is link]:
             self._machine.advance(session, ProducerEvent.LINK_LOST)
-        link.handle.close(reason)
-        self._metrics.links.set(len(self._links))
-        self._metrics.peer_went(link.engine_id)
-        logger.info("link %d to %s ended: %s", link.number, link.engine_id, reason)
+
+    def _expire(self, now: float, overslept_s: float) -> None:
+        self._machine.expire(now, overslept_s)
 
     def _welcome(self, link: KVLink) -> KVLinkResponseMessage:
         return KVLinkWelcome(

@@ -12,6 +12,7 @@ from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, PrefillD
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import ReadResult, first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
+from pdserve_engine.kv_transfer.machine import take_step
 from pdserve_engine.kv_transfer.protocol import (
     READ,
     ConsumerState,
@@ -48,11 +49,7 @@ class ChunkRead:
 
     def advance(self, event: ReadEvent) -> tuple[ReadAction, ...]:
         """Take the step of the READ table and return what is to be done; none: no such step."""
-        step = READ[self.state].get(event)
-        if step is None:
-            return ()
-        self.state = step.next
-        return step.actions
+        return take_step(READ, self, event) or ()
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from pdserve_common.kv_types import (
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
+from pdserve_engine.kv_transfer.machine import take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -160,15 +161,17 @@ class PullMachine:
 
     def advance(self, pull: Pull, event: ConsumerEvent) -> bool:
         """Take a step of the CONSUMER table. False: the event comes too late."""
-        step = CONSUMER[pull.state].get(event)
-        if step is None:
+        before = pull.state
+        actions = take_step(CONSUMER, pull, event)
+        if actions is None:
             return False
-        self._set_state(pull, step.next)
-        if step.next in _WAITING_STATES:
+        entered = pull.state
+        self._on_entered(pull, before)
+        if entered in _WAITING_STATES:
             pull.deadline = self._clock() + pull.timeout_s
-        for action in step.actions:
+        for action in actions:
             self._actions[action](pull)
-        if step.next is ConsumerState.ENDED:
+        if entered is ConsumerState.ENDED:
             self._forget(pull)
         return True
 
@@ -302,13 +305,12 @@ class PullMachine:
         if pull.request is not None:
             self.ended.add(pull.key)
 
-    def _set_state(self, pull: Pull, state: ConsumerState) -> None:
-        if state is pull.state:
+    def _on_entered(self, pull: Pull, before: ConsumerState) -> None:
+        if pull.state is before:
             return
-        self._count(pull.state, -1)
-        pull.state = state
-        self._count(state, +1)
-        if state not in _SESSION_STATES and pull.session is not None:
+        self._count(before, -1)
+        self._count(pull.state, +1)
+        if pull.state not in _SESSION_STATES and pull.session is not None:
             del self.by_session[pull.session]
             pull.session = pull.link = None
 

@@ -26,6 +26,7 @@ from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
+from pdserve_engine.kv_transfer.machine import take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     KVEvent,
@@ -39,7 +40,6 @@ from pdserve_engine.kv_transfer.protocol import (
     ProducerAction,
     ProducerEvent,
     ProducerState,
-    ProducerStep,
 )
 from pdserve_engine.kv_transfer.session import Session
 from pdserve_engine.request.request import Request
@@ -151,17 +151,19 @@ class SessionMachine:
         """Take the table's step; False, and nothing, if it has none. `reason`: of FINISHED; with
         `detail` people read why the session is over.
         """
-        step = PRODUCER[session.state].get(event)
-        if step is None:
+        before = session.state
+        actions = take_step(PRODUCER, session, event)
+        if actions is None:
             return False
         logger.debug("request %s: %s", session.request.request_id, event.name)
         session.reason = _REASONS.get(event, reason)
         session.message = f"{session.reason}: {detail}" if detail else str(session.reason)
         if event in _LOSSES:
-            self._warn_lost(session, step)
+            self._warn_lost(session, before, actions)
         session.deadline = self._clock() + self._session_timeout_s
-        self._enter(session, step.next)
-        for action in step.actions:
+        self._count(before, -1)
+        self._count(session.state, +1)
+        for action in actions:
             self._actions[action](session)
         return True
 
@@ -171,7 +173,7 @@ class SessionMachine:
         deadline = now + min(LINK_WAIT_S, self._session_timeout_s)
         session = Session(request, self._identity.layout, now=now, deadline=deadline)
         self._sessions[request.request_id] = session
-        self._metrics.sessions.labels(session.state.name.lower()).inc()
+        self._count(session.state, +1)
         return session
 
     def open(self, session: Session, link: KVLink) -> None:
@@ -297,8 +299,10 @@ class SessionMachine:
 
     # ---- helpers
 
-    def _warn_lost(self, session: Session, step: ProducerStep) -> None:
-        is_failed = ProducerAction.FAIL_REQUEST in step.actions
+    def _warn_lost(
+        self, session: Session, before: ProducerState, actions: tuple[ProducerAction, ...]
+    ) -> None:
+        is_failed = ProducerAction.FAIL_REQUEST in actions
         log_request(
             logger,
             logging.WARNING,
@@ -307,17 +311,15 @@ class SessionMachine:
             SESSION_LOST,
             session.id or "(none yet)",
             session.engine_id,
-            session.state.name,
+            before.name,
             self._clock() - session.asked_at,
             session.message,
             "the router decides how it goes on" if is_failed else "its blocks are free",
         )
 
-    def _enter(self, session: Session, state: ProducerState) -> None:
-        self._metrics.sessions.labels(session.state.name.lower()).dec()
-        session.state = state
+    def _count(self, state: ProducerState, change: int) -> None:
         if state is not ProducerState.ENDED:
-            self._metrics.sessions.labels(state.name.lower()).inc()
+            self._metrics.sessions.labels(state.name.lower()).inc(change)
 
     def _tell(self, event: KVEvent) -> None:
         self._kv_events.append(event)

@@ -4,8 +4,8 @@ import dataclasses
 import threading
 
 from pdserve_common.kv_types import PrefillDone
+from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.pull import Pull
-from pdserve_engine.kv_transfer.pull_events import PullEvents
 
 
 class Liar:
@@ -39,10 +39,10 @@ class Liar:
 
 def install() -> Liar:
     """Wrap the production code; return what tells it when to lie."""
-    liar, honest = Liar(), PullEvents._on_prefill_done
+    liar, honest = Liar(), ConsumerConnector._on_prefill_done
 
-    def on_prefill_done(self: PullEvents, pull: Pull, message: PrefillDone) -> bool:
+    def on_prefill_done(self: ConsumerConnector, pull: Pull, message: PrefillDone) -> bool:
         return honest(self, pull, liar.pass_on(message))
 
-    PullEvents._on_prefill_done = on_prefill_done  # type: ignore[method-assign]
+    ConsumerConnector._on_prefill_done = on_prefill_done  # type: ignore[method-assign]
     return liar
