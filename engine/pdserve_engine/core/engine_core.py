@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
 
     outputs: ClientOutputs
     stats: SchedulerStats
-    # Whether results of the model came in, and what there was to compute (step_watch.work_of).
+    # Whether results of the model came in, and what there was to compute (watchdog.work_of).
     has_computed: bool
     work: int
     # False: stepping again is of no use before something changes from outside.

@@ -87,12 +87,10 @@ class UniprocExecutor:
     def _execute(self, scheduler_output: SchedulerOutput) -> ExecutedStep:
         if self._is_broken_off:
             raise RuntimeError("the step before this one failed")
+        self._is_broken_off = True  # until the step has succeeded
         start = self._clock()
-        try:
-            output = self.rank.execute_model(scheduler_output)
-        except BaseException:  # whatever it was, it goes on to whoever waits
-            self._is_broken_off = True
-            raise
+        output = self.rank.execute_model(scheduler_output)
+        self._is_broken_off = False
         return ExecutedStep(output, self._clock() - start)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
