@@ -1,5 +1,6 @@
 """What the runner asks of a model, whichever code computes it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -7,6 +8,20 @@ import torch
 from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs:
+    """One step's tokens, those of a request next to each other, and where their KV is."""
+
+    # [num_tokens] int64 on the model's device.
+    token_ids: torch.Tensor
+    # [num_tokens] int64 on the model's device: of each token in its request.
+    positions: torch.Tensor
+    # [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim]
+    kv_cache: torch.Tensor
+    # One entry per KV group of `group_layers(config.attention_windows)`.
+    metadata: tuple[AttentionMetadata, ...]
 
 
 class Model(Protocol):
@@ -25,19 +40,8 @@ class Model(Protocol):
         """
         ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-    ) -> torch.Tensor:
-        """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size].
-
-        token_ids and positions are [num_tokens] int64 on the model's device; kv_cache is
-        [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim]; metadata has one entry per
-        KV group of `group_layers(config.attention_windows)`.
-        """
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size]."""
         ...
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:

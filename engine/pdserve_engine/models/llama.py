@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
+from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint
 from pdserve_engine.models.quantized_weights import (
@@ -18,7 +19,6 @@ from pdserve_engine.models.quantized_weights import (
 from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
-from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax
 
@@ -120,17 +120,11 @@ class LlamaModel:
         self._decoder = self._kernels.pack_decoder(self._read_decoder())
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`."""
-        embedded = F.embedding(token_ids, self._embedding)
+        embedded = F.embedding(inputs.token_ids, self._embedding)
         hidden_states: torch.Tensor = self._kernels.run_decoder(
-            embedded, self._decoder, positions, kv_cache, metadata
+            embedded, self._decoder, inputs.positions, inputs.kv_cache, inputs.metadata
         )
         return hidden_states
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
+from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
 from pdserve_engine.models.loader import Checkpoint, name_some
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
@@ -93,16 +94,12 @@ class TransformersModel:
         self._decoder.set_attn_implementation(PAGED_ATTENTION)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: tuple[AttentionMetadata, ...],
-    ) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`."""
-        attention = _PagedAttention(self._kernels, self._windows, self._slots, kv_cache, metadata)
-        return _decode(self._decoder, token_ids, positions, attention)
+        attention = _PagedAttention(
+            self._kernels, self._windows, self._slots, inputs.kv_cache, inputs.metadata
+        )
+        return _decode(self._decoder, inputs.token_ids, inputs.positions, attention)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from pdserve_common.engine_types import LogprobsLists
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.models.base import Model
+from pdserve_engine.models.base import ForwardInputs, Model
 from pdserve_engine.request.sched_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     ModelRunnerOutput,
@@ -30,17 +30,14 @@ MAX_PROMPT_LOGITS = 1 << 24
 
 
 class _Step(NamedTuple):
-    """One forward pass: its requests, those with one token first, and their tensors."""
+    """One forward pass: its requests, those with one token first, and what the model gets."""
 
     request_ids: tuple[str, ...]
     rows: Rows
     # Of each request: its first token in the step, and how many follow.
     starts: Rows
     query_lens: Rows
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    # Per KV group.
-    metadata: tuple[AttentionMetadata, ...]
+    inputs: ForwardInputs
     # Indexes into request_ids of those that get a token, and the hidden row each gets it from.
     sampled: npt.NDArray[np.int64]
     logits_rows: torch.Tensor
@@ -89,9 +86,7 @@ class ModelRunner:
         if not scheduler_output.num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         step = self._prepare(scheduler_output.num_scheduled_tokens)
-        hidden_states = self.model.forward(
-            step.token_ids, step.positions, self.kv_cache.tensor, step.metadata
-        )
+        hidden_states = self.model.forward(step.inputs)
         prompt_logprobs = self._prompt_logprobs(step, hidden_states)
         if len(step.sampled):
             return self._sample(step, hidden_states, prompt_logprobs)
@@ -141,9 +136,12 @@ class ModelRunner:
             rows=rows,
             starts=ends - query_lens,
             query_lens=query_lens,
-            token_ids=self._to_device(batch.token_ids[token_rows, positions]),
-            positions=self._to_device(positions),
-            metadata=self._build_metadata(rows, query_lens, seq_lens, token_rows, positions),
+            inputs=ForwardInputs(
+                token_ids=self._to_device(batch.token_ids[token_rows, positions]),
+                positions=self._to_device(positions),
+                kv_cache=self.kv_cache.tensor,
+                metadata=self._build_metadata(rows, query_lens, seq_lens, token_rows, positions),
+            ),
             sampled=sampled,
             logits_rows=self._to_device(ends[sampled] - 1),
         )
