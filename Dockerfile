@@ -74,8 +74,8 @@ ARG VARIANT
 # PyPI's torch is the one for CUDA.
 RUN if [ $VARIANT = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; fi; \
     $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r worker.txt
-# NIXL brings its expert parallelism, torch its headers, tests and tools.
-RUN sh /prune \
+# NIXL brings its expert parallelism, torch its headers, tests and tools, xgrammar a Triton that only GPUs use.
+RUN { [ $VARIANT = cuda ] || $PIP uninstall --yes triton; } && sh /prune \
     && cd /opt/pdserve/lib/python3.*/site-packages \
     && rm -rf nixl_ep* torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete

@@ -55,6 +55,8 @@ FENCED = {
     "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
     "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),
+    # It imports torch.
+    "xgrammar": ("engine/pdserve_engine/grammar/",),
     "torch": ("kernels/", "engine/", "prefill_svc/", "decode_svc/"),
     "grpc": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),
     "google": ("common/", "worker/", "prefill_svc/", "decode_svc/", "router/", "client/"),

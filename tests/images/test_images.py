@@ -32,9 +32,9 @@ def test_images_are_small_and_run_as_nobody(docker: Docker, image: str) -> None:
 
 
 def test_routers_have_no_torch(docker: Docker) -> None:
-    names = ("torch", "nixl_cu13", "triton")
+    names = ("torch", "nixl_cu13", "triton", "xgrammar")
     find = f"import importlib.util as i; print([i.find_spec(n) for n in {names}])"
-    assert docker(*RUN, ROUTER, "python", "-c", find) == "[None, None, None]"
+    assert docker(*RUN, ROUTER, "python", "-c", find) == "[None, None, None, None]"
     for command in ("pdserve-router", "pdserve", "hf"):
         docker(*RUN, ROUTER, command, "--help")
 
