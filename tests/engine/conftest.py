@@ -7,7 +7,6 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))  # test modules import scripted_engine
-sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from scripted_engine import Clock
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from local_transport import LocalRegistry, LocalTransport
 from prometheus_client import CollectorRegistry
 from scripted_engine import ON_D, ON_P, ScriptedConnector
 
@@ -27,6 +26,7 @@ from pdserve_engine.clients import loading
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
+from support.local_transport import LocalRegistry, LocalTransport
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:

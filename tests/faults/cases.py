@@ -7,11 +7,11 @@ from functools import partial
 from typing import NamedTuple
 
 from checks import Answer, Asker, Asking
-from cluster import CLIENT, Cluster, ClusterError
-from controls import ControlError
 from pdserve_faults.stages import STAGES
 
 from pdserve_common.engine_types import SamplingParams
+from support.cluster import CLIENT, Cluster, ClusterError
+from support.controls import ControlError
 
 STAGE_TIMEOUT_S = 30.0
 # Longer than any peer waits for a word of another (5 s).

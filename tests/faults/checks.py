@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import grpc
 import psutil
-from cluster import Cluster
-from controls import ControlError
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
 from pdserve_common.engine_types import SamplingParams
+from support.cluster import Cluster
+from support.controls import ControlError
 
 SETTLE_TIMEOUT_S = 30.0
 # A router is back within some seconds; until then the client tries again.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Test modules import cluster, checks, ...
+# Test modules import checks, cases, ...
 FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER))
 # And pdserve_faults, the workers' plugin. Its folder must not stay: for the engines of other tests

@@ -18,11 +18,11 @@ from checks import (
     wait_for_baseline,
     wait_until_handing_off,
 )
-from cluster import CLIENT, Cluster
-from controls import ControlError
 from ground import BOUND_S, NUM_PROMPTS, PARAMS, PROMPTS, Ground, missing_for, restored
 
 from pdserve_common.engine_types import SamplingParams
+from support.cluster import CLIENT, Cluster
+from support.controls import ControlError
 
 SOAK_PARAMS: Mapping[str, SamplingParams] = {
     **PARAMS,

@@ -11,9 +11,10 @@ import pytest
 import torch
 from cases import Case, run_case
 from checks import Answer, Asker, wait_until_handing_off
-from cluster import Cluster
 from ground import DEADLINE_S, PARAMS, restored
 from transformers import AutoTokenizer
+
+from support.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -23,19 +23,19 @@ from checks import (
     wait_for_baseline,
     wait_until_handing_off,
 )
-from cluster import CLIENT, PLUGIN, Cluster, ClusterError
-from controls import ControlError
-from network import (
+from pdserve_faults.stages import STAGES
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import SamplingParams
+from support.cluster import CLIENT, PLUGIN, Cluster, ClusterError
+from support.controls import ControlError
+from support.network import (
     Network,
     missing_for_loss,
     missing_for_partitions,
     namespaces,
     remove_leftovers,
 )
-from pdserve_faults.stages import STAGES
-
-from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
@@ -298,10 +298,10 @@ def links() -> str:
 
 @needs_partitions
 def test_namespaces_of_a_killed_test_go_with_the_next() -> None:
-    script = "import sys; from network import Network; Network(['x']).__enter__(); sys.stdin.read()"
+    script = "from support.network import Network; Network(['x']).__enter__(); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         stdin=subprocess.PIPE,
     ) as process:
         deadline = time.monotonic() + 10

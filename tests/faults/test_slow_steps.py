@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 from checks import TWO_TOKENS, Asker, wait_until_handing_off
-from cluster import Cluster
 from ground import PROMPTS
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import Client
+from support.cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

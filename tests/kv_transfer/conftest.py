@@ -34,9 +34,9 @@ from pdserve_engine.kv_transfer.ports import (
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
-from local_transport import LocalRegistry, LocalTransport
+from support.local_transport import LocalRegistry, LocalTransport
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import LocalRegistry
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
+from support.local_transport import LocalRegistry
 
 # Nothing stalls here; a machine with much else to do may be slow.
 TIMEOUT_S = 30.0

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-
-from network import Network, missing_for_partitions
-
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN
+from support.network import Network, missing_for_partitions
 
 pytestmark = [
     pytest.mark.slow,

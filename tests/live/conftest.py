@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent.parent
-# Test modules import prometheus and world of this folder, cluster of the faults', monitoring of the
+# Test modules import prometheus and world of this folder, checks of the faults', monitoring of the
 # chart's.
 sys.path += [str(Path(__file__).parent), str(TESTS / "faults"), str(TESTS / "helm")]
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 from checks import find_unproven
-from cluster import Member
 from monitoring import autoscaling_targets, rule_name, rules, selectors
 from world import NAMESPACE, RELEASE, World
+
+from support.cluster import Member
 
 FIRE_TIMEOUT_S = 90.0
 # The longest window that one test leaves to the next.

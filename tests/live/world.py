@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-from cluster import HTTP_PORT, METRICS_PORT, Cluster
 from monitoring import ALERTS
 from prometheus import Prometheus, Target
+
+from support.cluster import HTTP_PORT, METRICS_PORT, Cluster
 
 # As the chart's autoscaling queries of tests/helm have them.
 NAMESPACE, RELEASE = "serving", "demo"

@@ -11,9 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from crew import Crew
 from fake_model import make_model_dir
-from fake_worker import EOS, FakeWorker
 
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_common.engine_types import WorkerRole
@@ -22,6 +20,8 @@ from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.attach_client import LinkTimings
+from support.crew import Crew
+from support.fake_worker import EOS, FakeWorker
 
 ANSWER_TEXT = "hello world, the quick fox"
 # A busy machine is no silent worker: tests of silence have a shorter time of their own.

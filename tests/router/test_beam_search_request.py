@@ -8,7 +8,6 @@ from functools import cache
 
 import grpc
 import pytest
-from fake_worker import EOS, PREFILL_STATS
 
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
@@ -21,6 +20,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_router.requests.beam_search import BeamSearch
+from support.fake_worker import EOS, PREFILL_STATS
 
 PROMPT = [40, 41, 42]
 MAX_TOKENS = 6

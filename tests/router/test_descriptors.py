@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_worker import FakeWorker
 
 from conftest import ANSWER_TEXT
 from pdserve_common.descriptors import share_descriptors
 from pdserve_common.engine_types import WorkerRole
+from support.fake_worker import FakeWorker
 
 NUM_DESCRIPTORS = 256
 PORTS = re.compile(r"HTTP on (?P<http>\d+), metrics on (?P<metrics>\d+)")

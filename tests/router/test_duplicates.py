@@ -4,12 +4,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from crew import ANSWERS, A, D, P
 
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_router.workers.duplicates import Duplicates
+from support.crew import ANSWERS, A, D, P
 
 
 async def path_of(stack) -> str:

@@ -1,10 +1,10 @@
 import threading
 
 import pytest
-from fake_worker import logprobs_of
 
 from pdserve_router.api.offload import INLINE_POSITIONS, write_off_loop
 from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput
+from support.fake_worker import logprobs_of
 
 
 def output(num_prompt: int, *num_tokens: int) -> RequestOutput:

@@ -7,7 +7,6 @@ import re
 
 import httpx
 import pytest
-from fake_worker import EOS
 
 from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import (
@@ -19,6 +18,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from support.fake_worker import EOS
 
 MANY = 1000
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

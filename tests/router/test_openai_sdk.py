@@ -2,10 +2,10 @@
 
 import openai
 import pytest
-from fake_worker import EOS
 
 from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from support.fake_worker import EOS
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

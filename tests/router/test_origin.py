@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from fake_worker import engine_info
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.workers.origin import UNKNOWN, Origin, joined
+from support.fake_worker import engine_info
 
 INFO = engine_info(WorkerRole.DECODE, vocab_size=10)
 EXACT = Origin.of(INFO)

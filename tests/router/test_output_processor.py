@@ -1,7 +1,6 @@
 """Rule K7, text and the collector."""
 
 import pytest
-from fake_worker import logprobs_of
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import (
@@ -16,6 +15,7 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.requests.output_processor import Ending, RequestState, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
+from support.fake_worker import logprobs_of
 
 
 class Harness:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from fake_worker import EOS, KV_STATS, MODEL, FakeWorker, Running, decode, engine_info, prefill
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, until
@@ -29,6 +28,16 @@ from pdserve_router.workers import pair_probe, pairs, worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.worker_pool import WorkerPool
+from support.fake_worker import (
+    EOS,
+    KV_STATS,
+    MODEL,
+    FakeWorker,
+    Running,
+    decode,
+    engine_info,
+    prefill,
+)
 
 VOCAB_SIZE = 300
 

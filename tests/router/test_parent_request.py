@@ -6,13 +6,13 @@ import json
 import grpc
 import httpx
 import pytest
-from fake_worker import PREFILL_STATS, decode, prefill
 
 from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
+from support.fake_worker import PREFILL_STATS, decode, prefill
 
 PARAMS = {"n": 3, "seed": 7}
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fake_worker import EOS, Running, decode, prefill
 
 from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
@@ -23,6 +22,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_router.requests import single_completion
 from pdserve_router.workers.worker_client import WorkerState
+from support.fake_worker import EOS, Running, decode, prefill
 
 RETRYABLE = (
     ErrorCode.ENGINE_DEAD,

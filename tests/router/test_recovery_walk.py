@@ -16,7 +16,6 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import pytest
-from fake_worker import MODEL, engine_info
 from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
@@ -43,6 +42,7 @@ from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from support.fake_worker import MODEL, engine_info
 
 NUM_WALKS = 400
 # Then nothing fails any more, so that a walk comes to an end.

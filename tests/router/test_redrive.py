@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import pytest
 import uvloop
-from fake_worker import engine_info
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import (
@@ -26,6 +25,7 @@ from pdserve_router.requests.redrive import TOKENS_PER_REDRIVE, Recovery, Redriv
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerState
+from support.fake_worker import engine_info
 
 
 class NobodyPool:

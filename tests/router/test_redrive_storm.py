@@ -3,11 +3,10 @@
 import asyncio
 import time
 
-from fake_worker import Running, decode, prefill
-
 from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
+from support.fake_worker import Running, decode, prefill
 
 NUM_STREAMS = 200
 TOKENS = pb2.TokenPrompt(token_ids=range(10, 30))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from fake_worker import EOS, decode, logprobs_of
 from prometheus_client import CollectorRegistry
 
 from conftest import ANSWER_TEXT, until
@@ -25,6 +24,7 @@ from pdserve_router.requests.output_processor import Ending, RequestState, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.workers.worker_client import WorkerState
+from support.fake_worker import EOS, decode, logprobs_of
 
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import grpc
 import pytest
-from cut_proxy import cut_proxies
-from fake_worker import Running
 
 from conftest import ANSWER_TEXT, Stack
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import RequestOutputKind, SamplingParams
+from support.cut_proxy import cut_proxies
+from support.fake_worker import Running
 
 PARAMS = {
     "plain": SamplingParams(),

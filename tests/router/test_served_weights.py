@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from crew import ANSWERS, A, B, numbers
-from fake_worker import MODEL, engine_info
 
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
@@ -18,6 +16,8 @@ from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.served_weights import GONE_S, ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from support.crew import ANSWERS, A, B, numbers
+from support.fake_worker import MODEL, engine_info
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 READY = WorkerState.READY

@@ -13,7 +13,6 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from fake_worker import FakeWorker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conftest import ANSWER_TEXT, TIMINGS, replace_file, until
@@ -23,6 +22,7 @@ from pdserve_common.engine_types import WorkerRole
 from pdserve_router.api.grpc_service import SERVICE_NAME
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
+from support.fake_worker import FakeWorker
 
 
 async def read_all(call) -> list[pb2.RequestOutput]:

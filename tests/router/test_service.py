@@ -2,7 +2,6 @@
 
 import grpc
 import pytest
-from fake_worker import EOS, prefill
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
@@ -12,6 +11,7 @@ from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from support.fake_worker import EOS, prefill
 
 TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 CHAT = pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="hello")])

@@ -5,11 +5,11 @@ import asyncio
 import grpc
 import httpx
 import pytest
-from fake_worker import decode, prefill
 
 from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
+from support.fake_worker import decode, prefill
 
 KINDS = {
     "n": {"n": 3},

@@ -5,10 +5,10 @@ import json
 
 import httpx
 import pytest
-from fake_worker import decode, prefill
 
 from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from support.fake_worker import decode, prefill
 
 BODY = {"prompt": ["a", "bb", [5, 6, 7]], "max_tokens": 100}
 

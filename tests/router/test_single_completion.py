@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
 
 from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
@@ -15,6 +14,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from pdserve_router.workers.worker_client import WorkerState
+from support.fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
 
 
 def request(**fields) -> pb2.GenerateRequest:

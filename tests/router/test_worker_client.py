@@ -3,7 +3,6 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from fake_worker import MODEL, FakeWorker
 
 from conftest import TIMINGS, until
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
@@ -19,6 +18,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from support.fake_worker import MODEL, FakeWorker
 
 # Of tests in which a worker says nothing any more.
 SHORT = dataclasses.replace(TIMINGS, dead_after_s=0.5)

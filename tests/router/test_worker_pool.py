@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, engine_info
 from prometheus_client import CollectorRegistry
 
 from conftest import TIMINGS, replace_file, until
@@ -30,6 +29,7 @@ from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
+from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, engine_info
 
 BLOCK = 16
 

@@ -3,9 +3,8 @@
 import itertools
 from pathlib import Path
 
-from fake_worker import FakeWorker
-
 from pdserve_common.engine_types import WorkerRole
+from support.fake_worker import FakeWorker
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 A, B = "a" * 64, "b" * 64

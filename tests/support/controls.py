@@ -1,4 +1,4 @@
-"""The test's end of the socket by which a worker's faults are ruled (plugin/pdserve_faults)."""
+"""The test's end of the socket by which a worker's faults are ruled (tests/faults/plugin)."""
 
 import json
 import socket

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from controls import ControlError, Controls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from network import CLIENT, Network
 
-PLUGIN = Path(__file__).parent / "plugin"
+from support.controls import ControlError, Controls
+from support.network import CLIENT, Network
+
+PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 15051, 15080, 15090
 # Of what has to happen, however busy the machine is.
 READY_TIMEOUT_S = 120.0
