@@ -3,7 +3,9 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
+from pdserve_common.capabilities import NO_EXTRAS, Capabilities, check_served
 from pdserve_common.engine_types import (
     EarlyStopping,
     EngineCoreRequest,
@@ -11,6 +13,7 @@ from pdserve_common.engine_types import (
     KVTransferParams,
     RepetitionDetectionParams,
     SamplingParams,
+    StructuredOutputsParams,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
@@ -52,41 +55,23 @@ MAX_TRACE_HEADERS = 8
 # Of a name or a value; W3C's tracestate has room for 512.
 MAX_TRACE_HEADER_CHARS = 512
 
-# Fields that are part of the API and not served yet: (name, value that means unused).
-_UNSERVED_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (("structured_outputs", None),)
 # What the router does with several requests; a worker's request is one sequence without text.
 _ROUTER_SAMPLING_FIELDS: tuple[tuple[str, object], ...] = (
     ("n", 1),
     ("best_of", None),
     ("use_beam_search", False),
 )
-_UNSERVED_REQUEST_FIELDS: tuple[tuple[str, object], ...] = (
-    ("pooling_params", None),
-    ("mm_features", ()),
-    ("lora_request", None),
-    ("data_parallel_rank", None),
-    ("prompt_embeds", None),
-    ("prompt_is_token_ids", ()),
-    ("current_wave", 0),
-    ("resumable", False),
-    ("reasoning_ended", None),
-    ("reasoning_parser_kwargs", {}),
-)
 
 
 def validate_sampling_params(
-    params: SamplingParams, *, vocab_size: int, logits_processors: Sequence[str] = ()
+    params: SamplingParams, *, vocab_size: int, capabilities: Capabilities = NO_EXTRAS
 ) -> None:
-    """Raise InvalidRequestError for the first field out of range or not served yet.
-
-    `logits_processors` are the names that are registered.
+    """Raise InvalidRequestError for the first field out of range or not served by a worker of these
+    capabilities.
     """
-    for name, unused in _UNSERVED_SAMPLING_FIELDS:
-        value = getattr(params, name)
-        if value != unused:
-            raise InvalidRequestError(
-                f"{name} is {value!r}: not served yet, leave it unset", field=name
-            )
+    if params.structured_outputs is not None:
+        _validate_structured_outputs(params.structured_outputs)
+    check_served(params, capabilities)
     _validate_branches(params)
     _check_range("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
     _check_range("frequency_penalty", params.frequency_penalty, low=-2.0, high=2.0)
@@ -112,9 +97,23 @@ def validate_sampling_params(
     _validate_lengths(params)
     _validate_stops(params, vocab_size)
     _validate_token_choice(params, vocab_size)
-    _validate_logits_processors(params.logits_processors, logits_processors)
+    _validate_logits_processors(params.logits_processors, capabilities.logits_processors)
     if params.repetition_detection is not None:
         _validate_repetition_detection(params.repetition_detection)
+
+
+def _validate_structured_outputs(params: StructuredOutputsParams) -> None:
+    """A oneof on the wire, which would keep the last one."""
+    constraints = [
+        field.name for field in fields(params) if getattr(params, field.name) != field.default
+    ]
+    if len(constraints) != 1:
+        every = ", ".join(field.name for field in fields(params))
+        raise InvalidRequestError(
+            f"structured_outputs has {len(constraints)} constraints "
+            f"({', '.join(constraints) or 'none'}), must be exactly one of {every}",
+            field="structured_outputs",
+        )
 
 
 def _validate_branches(params: SamplingParams) -> None:
@@ -144,11 +143,7 @@ def _validate_branches(params: SamplingParams) -> None:
 
 def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
     """bad_words, logit_bias and allowed_token_ids."""
-    if len(params.bad_words) > MAX_BAD_WORDS:
-        raise InvalidRequestError(
-            f"bad_words has {len(params.bad_words)} words, at most {MAX_BAD_WORDS}",
-            field="bad_words",
-        )
+    _check_count("bad_words", len(params.bad_words), "words", MAX_BAD_WORDS)
     for word in params.bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
             raise InvalidRequestError(
@@ -157,12 +152,9 @@ def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
                 field="bad_words",
             )
     # Each word in at most two forms: with and without a space before it.
-    if len(params.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
-        raise InvalidRequestError(
-            f"bad_words_token_ids has {len(params.bad_words_token_ids)} sequences, at most "
-            f"{2 * MAX_BAD_WORDS}",
-            field="bad_words_token_ids",
-        )
+    _check_count(
+        "bad_words_token_ids", len(params.bad_words_token_ids), "sequences", 2 * MAX_BAD_WORDS
+    )
     for token_ids in params.bad_words_token_ids:
         if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
@@ -171,11 +163,7 @@ def _validate_token_choice(params: SamplingParams, vocab_size: int) -> None:
                 field="bad_words_token_ids",
             )
         validate_token_ids("bad_words_token_ids", token_ids, vocab_size)
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            f"logit_bias has {len(params.logit_bias)} tokens, at most {MAX_LOGIT_BIAS}",
-            field="logit_bias",
-        )
+    _check_count("logit_bias", len(params.logit_bias), "tokens", MAX_LOGIT_BIAS)
     validate_token_ids("logit_bias", tuple(params.logit_bias), vocab_size)
     for token_id, bias in params.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
@@ -217,11 +205,7 @@ def validate_choice(params: SamplingParams, *, eos_token_id: int | None, vocab_s
 
 
 def _validate_logits_processors(names: Sequence[str], registered: Sequence[str]) -> None:
-    if len(names) > MAX_LOGITS_PROCESSORS:
-        raise InvalidRequestError(
-            f"logits_processors has {len(names)} names, at most {MAX_LOGITS_PROCESSORS}",
-            field="logits_processors",
-        )
+    _check_count("logits_processors", len(names), "names", MAX_LOGITS_PROCESSORS)
     for name in names:
         if name not in registered:
             raise InvalidRequestError(
@@ -268,10 +252,7 @@ def _validate_lengths(params: SamplingParams) -> None:
 
 
 def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop has {len(params.stop)} strings, at most {MAX_STOP_STRINGS}", field="stop"
-        )
+    _check_count("stop", len(params.stop), "strings", MAX_STOP_STRINGS)
     for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(
@@ -281,11 +262,7 @@ def _validate_stops(params: SamplingParams, vocab_size: int) -> None:
             )
     if params.stop and not params.detokenize:
         raise InvalidRequestError("stop needs detokenize, which is false", field="stop")
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"stop_token_ids has {len(params.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}",
-            field="stop_token_ids",
-        )
+    _check_count("stop_token_ids", len(params.stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
     validate_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
@@ -342,10 +319,8 @@ def validate_priority(priority: int) -> None:
 def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -> None:
     """The worker's own check: a router is not trusted to have validated."""
     validate_request_id(request.request_id)
-    for name, unused in _UNSERVED_REQUEST_FIELDS:
-        value = getattr(request, name)
-        if value != unused:
-            raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
+    capabilities = Capabilities.of(info)
+    check_served(request, capabilities)
     if request.sampling_params is None:
         raise InvalidRequestError("sampling_params is unset", field="sampling_params")
     if request.priority == PROBE_PRIORITY:
@@ -359,7 +334,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
     validate_sampling_params(
         request.sampling_params,
         vocab_size=info.vocab_size,
-        logits_processors=info.logits_processors,
+        capabilities=capabilities,
     )
     _validate_one_sequence(request.sampling_params)
     validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))
@@ -440,10 +415,7 @@ def _validate_resume(request: EngineCoreRequest, info: EngineInfo) -> None:
 def _validate_trace_headers(headers: Mapping[str, str]) -> None:
     """They come back with the request's end."""
     field = "trace_headers"
-    if len(headers) > MAX_TRACE_HEADERS:
-        raise InvalidRequestError(
-            f"{field} has {len(headers)} headers, at most {MAX_TRACE_HEADERS}", field=field
-        )
+    _check_count(field, len(headers), "headers", MAX_TRACE_HEADERS)
     longest = max(map(len, (*headers, *headers.values())), default=0)
     if longest > MAX_TRACE_HEADER_CHARS:
         raise InvalidRequestError(
@@ -498,6 +470,11 @@ def _validate_kv_transfer_params(params: KVTransferParams, info: EngineInfo) -> 
             f"port {params.remote_port}",
             field=field,
         )
+
+
+def _check_count(field: str, count: int, noun: str, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{field} has {count} {noun}, at most {limit}", field=field)
 
 
 def _check_range(

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pdserve_common import engine_types as types
+from pdserve_common.capabilities import Capabilities, check_served
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
 
@@ -78,11 +79,47 @@ def test_a_field_that_is_not_served_is_refused_by_name(name: str) -> None:
     assert error.value.field == name
 
 
+SERVING = Capabilities(
+    tasks=frozenset(("generate", "embed")),
+    adapters=frozenset("l"),
+    modalities=frozenset(("image", "audio")),
+    fields=frozenset(REFUSED) - {"pooling_params", "mm_features", "lora_request"},
+)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_is_served_by_a_worker_that_can(name: str) -> None:
+    request = dataclasses.replace(REQUEST, **{name: REFUSED[name]})  # type: ignore[arg-type]
+    check_served(request, SERVING)
+    for fewer in (Capabilities(), Capabilities.shared([SERVING, Capabilities()])):
+        with pytest.raises(InvalidRequestError, match=f"{name} is set: not served yet"):
+            check_served(request, fewer)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("pooling_params", types.PoolingParams(task="classify")),
+        ("pooling_params", types.PoolingParams(task="generate")),
+        ("lora_request", types.LoRARequest(lora_name="other", lora_int_id=1, lora_path="/l")),
+        (
+            "mm_features",
+            (types.MultiModalFeatureSpec(modality="video", identifier="i", position=0, length=1),),
+        ),
+    ],
+)
+def test_what_is_served_depends_on_the_value(name: str, value: object) -> None:
+    request = dataclasses.replace(REQUEST, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as error:
+        check_served(request, SERVING)
+    assert error.value.field == name
+
+
 @pytest.mark.parametrize("constraint", ["json_schema", "regex", "grammar", "choice"])
 def test_every_grammar_is_refused(constraint: str) -> None:
     value = ("a",) if constraint == "choice" else "a"
     grammar = types.StructuredOutputsParams(**{constraint: value})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match=r"structured_outputs is .*: not served yet"):
+    with pytest.raises(InvalidRequestError, match="structured_outputs is set: not served yet"):
         validate_sampling_params(types.SamplingParams(structured_outputs=grammar), vocab_size=9)
 
 

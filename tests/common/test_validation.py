@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve_common import wire
+from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import (
     EarlyStopping,
     EngineCoreRequest,
@@ -54,6 +55,7 @@ INFO = EngineInfo(
     version="v",
     logits_processors=("known",),
 )
+KNOWN = Capabilities.of(INFO)
 REQUEST = EngineCoreRequest(
     request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
 )
@@ -92,7 +94,7 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
             early_stopping=EarlyStopping.NEVER,
         ),
     ):
-        validate_sampling_params(params, vocab_size=100, logits_processors=("known",))
+        validate_sampling_params(params, vocab_size=100, capabilities=KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,15 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         ),
         (
             {"structured_outputs": StructuredOutputsParams(regex="a")},
-            "structured_outputs is",
+            "structured_outputs is set: not served yet",
+        ),
+        (
+            {"structured_outputs": StructuredOutputsParams(regex="a", choice=("a",))},
+            "structured_outputs has 2 constraints (regex, choice), must be exactly one of json_",
+        ),
+        (
+            {"structured_outputs": StructuredOutputsParams()},
+            "structured_outputs has 0 constraints (none), must be exactly one of json_schema",
         ),
     ],
 )
@@ -179,7 +189,7 @@ def test_a_bad_parameter_is_named_with_its_value_and_limit(
 ) -> None:
     params = dataclasses.replace(SamplingParams(), **fields)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as error:
-        validate_sampling_params(params, vocab_size=100, logits_processors=("known",))
+        validate_sampling_params(params, vocab_size=100, capabilities=KNOWN)
     assert error.value.field == message.split()[0].partition(".")[0]
 
 

@@ -136,7 +136,7 @@ class InputProcessor:
         validate_sampling_params(
             request.sampling_params,
             vocab_size=limits.vocab_size,
-            logits_processors=limits.logits_processors,
+            capabilities=limits.capabilities,
         )
         most = _most_prompt_tokens(request, limits)
         tokenize_start_ns = time.monotonic_ns()

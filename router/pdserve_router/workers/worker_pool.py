@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NoReturn
 
+from pdserve_common.capabilities import NO_EXTRAS, Capabilities
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineInfo,
@@ -49,8 +50,8 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    # Names of logits processors that all of them have.
-    logits_processors: tuple[str, ...] = ()
+    # What all of them serve besides.
+    capabilities: Capabilities = NO_EXTRAS
 
 
 class WorkerPool:
@@ -414,9 +415,5 @@ def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
         max_model_len=min(info.max_model_len for info in infos),
         vocab_size=min(info.vocab_size for info in infos),
         eos_token_ids=infos[0].eos_token_ids,
-        logits_processors=tuple(
-            name
-            for name in infos[0].logits_processors
-            if all(name in info.logits_processors for info in infos)
-        ),
+        capabilities=Capabilities.shared(map(Capabilities.of, infos)),
     )

@@ -1,0 +1,81 @@
+"""What a worker serves of what requests can ask for."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, SamplingParams
+from pdserve_common.errors import InvalidRequestError
+
+GENERATE = "generate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a worker serves besides one sequence of plain tokens. The defaults are what every worker
+    serves. Ask for it at each request: what an operator loads or unloads changes it.
+    """
+
+    # Names that SamplingParams.logits_processors may hold.
+    logits_processors: tuple[str, ...] = ()
+    # Of PoolingParams; to generate is one as well.
+    tasks: frozenset[str] = frozenset((GENERATE,))
+    # Names of LoRA adapters.
+    adapters: frozenset[str] = frozenset()
+    # Of multimodal features: "image", "audio".
+    modalities: frozenset[str] = frozenset()
+    # Fields of EngineCoreRequest and SamplingParams that are served with any valid value.
+    fields: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> "Capabilities":
+        """Return those of the worker that this describes."""
+        return cls(logits_processors=info.logits_processors)
+
+    @classmethod
+    def shared(cls, each: Iterable["Capabilities"]) -> "Capabilities":
+        """Return what all of some workers serve; at least one."""
+        first, *others = each
+        return cls(
+            logits_processors=tuple(
+                name
+                for name in first.logits_processors
+                if all(name in other.logits_processors for other in others)
+            ),
+            tasks=first.tasks.intersection(*(other.tasks for other in others)),
+            adapters=first.adapters.intersection(*(other.adapters for other in others)),
+            modalities=first.modalities.intersection(*(other.modalities for other in others)),
+            fields=first.fields.intersection(*(other.fields for other in others)),
+        )
+
+
+NO_EXTRAS = Capabilities()
+
+_Serves = Callable[[Any, Capabilities], bool]
+# Fields that not every worker serves: the value that asks for nothing, and who serves others. None:
+# whoever names the field.
+_OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] = {
+    SamplingParams: (("structured_outputs", None, None),),
+    EngineCoreRequest: (
+        ("pooling_params", None, lambda params, can: params.task in can.tasks - {GENERATE}),
+        ("mm_features", (), lambda features, can: {f.modality for f in features} <= can.modalities),
+        ("lora_request", None, lambda lora, can: lora.lora_name in can.adapters),
+        ("data_parallel_rank", None, None),
+        ("prompt_embeds", None, None),
+        ("prompt_is_token_ids", (), None),
+        ("current_wave", 0, None),
+        ("resumable", False, None),
+        ("reasoning_ended", None, None),
+        ("reasoning_parser_kwargs", {}, None),
+    ),
+}
+
+
+def check_served(value: EngineCoreRequest | SamplingParams, capabilities: Capabilities) -> None:
+    """Raise InvalidRequestError for the first field that asks for what is not served."""
+    for name, nothing, serves in _OPTIONAL_FIELDS[type(value)]:
+        wanted = getattr(value, name)
+        if wanted == nothing or name in capabilities.fields:
+            continue
+        if serves is None or not serves(wanted, capabilities):
+            raise InvalidRequestError(f"{name} is set: not served yet, leave it unset", field=name)
