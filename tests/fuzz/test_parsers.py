@@ -22,7 +22,8 @@ from pdserve_common.wire import (
     kv_link_request_from_proto,
     kv_link_response_from_proto,
 )
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from pdserve_router.api.openai_parse import parse_body
+from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 
 SERVED = core_pb2.EngineCoreRequest(
     request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=core_pb2.SamplingParams()

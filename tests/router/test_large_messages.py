@@ -338,7 +338,7 @@ async def test_a_large_request_is_answered_like_a_small_one(
         large = await http.post(COMPLETION, json=body)
         assert large.status_code == 200
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
-        monkeypatch.setattr("pdserve_router.api.openai_http.is_small", lambda raw, mark: True)
+        monkeypatch.setattr("pdserve_router.api.openai_endpoints.is_small", lambda raw, mark: True)
         small = await http.post(COMPLETION, json=body)
         assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
         assert content(large) == content(small)

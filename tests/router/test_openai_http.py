@@ -17,7 +17,8 @@ from pdserve_common.engine_types import (
     RepetitionDetectionParams,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, parse_body
+from pdserve_router.api.openai_parse import parse_body
+from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from support.fake_worker import EOS
 
 MANY = 1000
@@ -451,7 +452,7 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
 
 
 async def test_a_body_that_does_not_come_ends_the_connection(stack, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.api.openai_http._BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pdserve_router.api.http_body._BODY_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     answer = await asyncio.wait_for(reader.read(), 20)

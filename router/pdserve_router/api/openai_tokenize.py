@@ -7,15 +7,9 @@ from pydantic_core import to_json
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import REFUSED, UnknownNames, check_refused
-from pdserve_router.api.openai_types import (
-    CONFIG,
-    ChatMessageBody,
-    Items,
-    chat_messages,
-    check_messages,
-    json_object,
-    validate,
-)
+from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages, check_messages
+from pdserve_router.api.openai_model import CONFIG, Items
+from pdserve_router.api.openai_parse import json_object, validate
 from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.request_limits import (
     INLINE_BYTES,

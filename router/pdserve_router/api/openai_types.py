@@ -1,21 +1,17 @@
 """The bodies of OpenAI's completion requests: the fields that are served."""
 
-import functools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     field_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from pdserve_common.engine_types import (
     EarlyStopping,
@@ -25,66 +21,29 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import MAX_LOGPROBS
-from pdserve_router.api.openai_fields import (
-    MESSAGE_WITHOUT_EFFECT,
-    REFUSED,
-    REFUSED_IN_CHAT,
-    REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_MESSAGE,
-    WITHOUT_EFFECT,
-    UnknownNames,
-    check_refused,
+from pdserve_router.api.openai_fields import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
+from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages
+from pdserve_router.api.openai_model import (
+    CONFIG,
+    MAX_ERRORS,
+    TEXT_SCHEMA,
+    TOO_MANY,
+    TOO_MANY_TEXT,
+    Int,
+    Items,
 )
-from pdserve_router.requests.input_processor import ChatMessage
-from pdserve_router.requests.request_limits import (
-    MAX_ANNOTATIONS,
-    MAX_CONTENT_PARTS,
-    MAX_ENTRIES,
-    MAX_PROMPTS,
-    check_num_entries,
-)
+from pdserve_router.requests.request_limits import MAX_PROMPTS
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
-# More than there are.
-_MAX_FIELDS = 100
-# Describing a million mistakes takes gigabytes, and seconds in which nobody else is served.
-_MAX_ERRORS = 100
-_TOO_MANY = "too_many_mistakes"
-_TOO_MANY_TEXT = "has {num_errors} wrong entries, too many to name one"
-
-_Item = TypeVar("_Item")
-# Wrong items are as many as fit into a body: the first one is enough.
-Items = Annotated[list[_Item], Field(fail_fast=True)]
-
 _EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
     False: EarlyStopping.FALSE,
     True: EarlyStopping.TRUE,
     "never": EarlyStopping.NEVER,
 }
-
-# What is unknown is counted apart. Docstrings of fields are their descriptions in /openapi.json.
-CONFIG = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
-
-
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-# JSON has one kind of number: 12.0 is a whole one. In lists of numbers it is not: they are long.
-Int = Annotated[int, BeforeValidator(_whole)]
-
-
-_TEXT = {"type": "string"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-_SEVERAL = {"type": "array", "items": {"anyOf": [_TEXT, _TOKEN_IDS]}, "minItems": 1}
-_PROMPT = {"anyOf": [_TEXT, _TOKEN_IDS, _SEVERAL]}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
-    "required": ["type", "text"],
-}
-_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}
+_SEVERAL = {"type": "array", "items": {"anyOf": [TEXT_SCHEMA, _TOKEN_IDS]}, "minItems": 1}
+_PROMPT = {"anyOf": [TEXT_SCHEMA, _TOKEN_IDS, _SEVERAL]}
 
 
 class StreamOptions(BaseModel):
@@ -200,10 +159,10 @@ class GenerationBody(BaseModel):
         try:
             return validate(value)
         except ValidationError as error:
-            if error.error_count() <= _MAX_ERRORS:
+            if error.error_count() <= MAX_ERRORS:
                 raise
             num_errors = {"num_errors": error.error_count()}
-            raise PydanticCustomError(_TOO_MANY, _TOO_MANY_TEXT, num_errors) from error
+            raise PydanticCustomError(TOO_MANY, TOO_MANY_TEXT, num_errors) from error
 
     @property
     def output_token_limit(self) -> int | None:
@@ -350,21 +309,6 @@ def _prompt_input(prompt: object) -> dict[str, Any]:
     )
 
 
-class ChatMessageBody(BaseModel):
-    """One message."""
-
-    model_config = CONFIG
-
-    role: str
-    """system or developer, user, assistant."""
-    content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
-    """A text, or a list of {"type": "text", "text": ...}; an assistant's may be null."""
-
-
-# Templates know the older name.
-_ROLES = {"developer": "system"}
-
-
 class ChatCompletionBody(GenerationBody):
     """POST /v1/chat/completions."""
 
@@ -400,131 +344,6 @@ class ChatCompletionBody(GenerationBody):
         return [{"messages": chat_messages(self.messages), "template_variables": variables}]
 
 
-def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
-    """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
-    return [
-        ChatMessage(role=_ROLES.get(message.role, message.role), content=_content(message, index))
-        for index, message in enumerate(messages)
-    ]
-
-
-Body = TypeVar("Body", bound=GenerationBody)
-
-
-def parse_body(cls: type[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
-    """Parse a request's JSON; return also the names of unknown fields, a few of them. Raises
-    InvalidRequestError naming the field.
-    """
-    values = json_object(raw)
-    for name in MAX_ENTRIES.keys() & values.keys():
-        check_num_entries(name, values[name], MAX_ENTRIES[name])
-    check_refused(values, cls.refused)
-    unknown = UnknownNames()
-    unknown.add(values.keys() - _known_names(cls))
-    for name in _NESTED.keys() & values.keys():
-        if isinstance(values[name], dict):
-            unknown.add(values[name].keys() - _NESTED[name], path=f"{name}.")
-    if cls is ChatCompletionBody:
-        check_messages(values.get("messages"), unknown)
-    body = validate(cls, values)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options needs stream: true", field="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError(
-            "prompt_logprobs is set with stream: true, chunks have no place for it",
-            field="prompt_logprobs",
-        )
-    return body, unknown.names()
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    """Return a body that is a JSON object. Raises InvalidRequestError."""
-    try:
-        values = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"body is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise InvalidRequestError("body must be a JSON object")
-    if len(values) > _MAX_FIELDS:
-        raise InvalidRequestError(f"body has {len(values)} fields, at most {_MAX_FIELDS}")
-    return values
-
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-def validate(cls: type[_Model], values: Mapping[str, object]) -> _Model:
-    """Return an object of these values. Raises InvalidRequestError naming the field."""
-    try:
-        return cls.model_validate(values)
-    except ValidationError as error:
-        raise _invalid(error) from error
-
-
-@functools.cache
-def _known_names(cls: type[GenerationBody]) -> frozenset[str]:
-    return frozenset((*cls.model_fields, *cls.refused, *WITHOUT_EFFECT))
-
-
-_NESTED = {
-    "stream_options": StreamOptions.model_fields.keys(),
-    "repetition_detection": RepetitionDetectionBody.model_fields.keys(),
-}
-_MESSAGE_FIELDS = ChatMessageBody.model_fields.keys()
-_KNOWN_IN_MESSAGE = frozenset((*_MESSAGE_FIELDS, *REFUSED_IN_MESSAGE, *MESSAGE_WITHOUT_EFFECT))
-_PART_FIELDS = frozenset(("type", "text"))
-
-
-def check_messages(messages: object, unknown: UnknownNames) -> None:
-    """Note unknown fields of messages as they came. Raises InvalidRequestError for those that are
-    not served.
-    """
-    if not isinstance(messages, list):
-        return
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        if not message.keys() <= _MESSAGE_FIELDS:
-            check_refused(message, REFUSED_IN_MESSAGE, path=f"messages[{index}].")
-            unknown.add(message.keys() - _KNOWN_IN_MESSAGE, path="messages.")
-            annotations = message.get("annotations")
-            check_num_entries(f"messages[{index}].annotations", annotations, MAX_ANNOTATIONS)
-        if isinstance(parts := message.get("content"), list):
-            check_num_entries(f"messages[{index}].content", parts, MAX_CONTENT_PARTS)
-            for part in parts:
-                if isinstance(part, dict) and part.get("type") == "text":
-                    unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
-
-
-_BRANCHES = ("str", "list[str]", "bool", "literal['never']")
-
-
-def _invalid(error: ValidationError) -> InvalidRequestError:
-    if error.error_count() > _MAX_ERRORS:
-        return InvalidRequestError(
-            f"body has {error.error_count()} wrong fields, too many to name one"
-        )
-    return _first(error.errors(include_url=False, include_input=False)[0])
-
-
-def _first(details: ErrorDetails) -> InvalidRequestError:
-    path = ""
-    for part in details["loc"]:
-        # Branches of a union come as the name of a type.
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part not in _BRANCHES:
-            path += f".{part}" if path else part
-    path = path[:256]
-    if details["type"] == "missing":
-        message = f"{path} is missing"
-    elif details["type"] == _TOO_MANY:
-        message = f"{path} {details['msg']}"
-    else:
-        message = f"{path}: {details['msg'][:1].lower()}{details['msg'][1:]}"
-    return InvalidRequestError(message, field=path)
-
-
 def _token_id(key: str) -> int:
     """Read a key of logit_bias; JSON's keys are strings."""
     # Numbers of this many digits are out of every vocabulary already.
@@ -533,30 +352,3 @@ def _token_id(key: str) -> int:
             f"logit_bias has key {key[:64]!r}, must be a token id", field="logit_bias"
         )
     return int(key)
-
-
-def _content(message: ChatMessageBody, index: int) -> str:
-    """Return a message's text: a string, or a list of text parts."""
-    field = f"messages[{index}].content"
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role != "assistant":
-            raise InvalidRequestError(f"{field} is missing", field=field)
-        return ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
-    return "".join(_part_text(part, field) for part in content)
-
-
-def _part_text(part: object, field: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind != "text":
-        raise InvalidRequestError(
-            f"{field} has a part of type {str(kind)[:64]!r}, only 'text' is served", field=field
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{field} has a part without plain text", field=field)
-    return text
