@@ -18,7 +18,7 @@ import grpc
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
-from pdserve_client.resume import ResumableAnswer
+from pdserve_client.resumable_answer import ResumableAnswer
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import open_blocking_channel, open_channel
 from pdserve_common.tls import Tls
@@ -128,8 +128,8 @@ class Client(_Routers):
         **fields: Any,
     ) -> Iterator[pb2.RequestOutput]:
         """Yield the answer as it comes; the last one has `finished` set. With n > 1 the completions
-        with news are told apart by their `index`. Raises grpc.RpcError; a router that is lost does
-        only if no other can go on within `timeout_s` and after `max_resumes` tries.
+        of an output are told apart by their `index`. Raises grpc.RpcError; a lost router
+        does only if no other can go on within `timeout_s` and after `max_resumes` tries.
 
         Closing the iterator cancels the request.
         """

@@ -9,7 +9,7 @@ from pdserve_common.config import parse_config
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_prefill.config import PrefillConfig
-from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
+from pdserve_prefill.kv_link_service import SERVICE_NAME, KvTransferServicer
 from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 

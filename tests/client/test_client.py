@@ -12,7 +12,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
-from pdserve_client import resume
+from pdserve_client import resumable_answer
 from pdserve_client.client import AsyncClient, Client, build_request
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import server_options
@@ -186,13 +186,13 @@ async def test_a_single_router_is_tried_again_after_pauses_that_grow(router) -> 
 
 
 def test_pauses_are_between_rounds_and_have_an_end() -> None:
-    answer = resume.ResumableAnswer(
+    answer = resumable_answer.ResumableAnswer(
         build_request("x"), num_routers=2, router=1, max_resumes=10_000, timeout_s=None
     )
     error = grpc.aio.AioRpcError(LOST, grpc.aio.Metadata(), grpc.aio.Metadata())
     steps = [(answer.on_loss(error), answer.router) for _ in range(10_000)]
     assert steps[:6] == [(0, 0), (0.1, 1), (0, 0), (0.2, 1), (0, 0), (0.4, 1)]
-    assert max(delay_s for delay_s, _ in steps) == resume.MAX_BACKOFF_S
+    assert max(delay_s for delay_s, _ in steps) == resumable_answer.MAX_BACKOFF_S
 
 
 async def test_it_gives_up_after_so_many_tries(pair) -> None:
@@ -208,7 +208,7 @@ async def test_it_gives_up_after_so_many_tries(pair) -> None:
 
 async def test_every_try_has_what_is_left_of_the_deadline(router, monkeypatch) -> None:
     # The two pauses end far from the deadline, before and behind it.
-    monkeypatch.setattr(resume, "MIN_BACKOFF_S", 0.6)
+    monkeypatch.setattr(resumable_answer, "MIN_BACKOFF_S", 0.6)
     router.fates = [(1, LOST)] * 9
     started = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -23,7 +23,7 @@ from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
-from pdserve_prefill.service import SERVICE_NAME, KvTransferServicer
+from pdserve_prefill.kv_link_service import SERVICE_NAME, KvTransferServicer
 
 CHUNK = 4 * kit.BLOCK_SIZE
 

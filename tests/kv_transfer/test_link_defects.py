@@ -12,19 +12,19 @@ import grpc
 import pytest
 
 from pdserve_decode import kv_link_client
-from pdserve_engine.kv_transfer.ports import TransferLost
-from pdserve_prefill import service as prefill_service
+from pdserve_engine.kv_transfer.ports import PullLost
+from pdserve_prefill import kv_link_service
 
 
 @pytest.fixture
 async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """P and D with a link that is up."""
     monkeypatch.setattr(kv_link_client, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(prefill_service, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(kv_link_service, "HEARTBEAT_S", 0.01)
     pair = kit.Pair("local")
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    servicer = prefill_service.KvTransferServicer(pair.p)
+    servicer = kv_link_service.KvTransferServicer(pair.p)
     servicer.add_to_server(server)
     await server.start()
     pool = kv_link_client.KVLinkPool(pair.d)
@@ -55,7 +55,7 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     request = pair.ticket()
     monkeypatch.setattr(pair.d, "_take_message", break_down)
     await until(lambda: pair.d_metrics.links._value.get() == 0)
-    (lost,) = (event for event in pair.d.take_events() if isinstance(event, TransferLost))
+    (lost,) = (event for event in pair.d.take_events() if isinstance(event, PullLost))
     assert lost.request is request
     assert lost.lost.message == "link to p0 lost: failed: AssertionError('a defect')"
     assert "carrying a KvLink failed: AssertionError('a defect')" in caplog.messages
