@@ -23,13 +23,13 @@ class LoadLog:
         self._totals = totals
         self._report = report
         self._timer: asyncio.TimerHandle | None = None
-        self._has_news = False
+        self._is_noted = False
         self._began = 0.0
         self._before: Mapping[str, float] = {}
 
     def note(self) -> None:
         """Something happens. Call it before that is counted."""
-        self._has_news = True
+        self._is_noted = True
         if self._timer is None:
             self._begin()
 
@@ -40,10 +40,10 @@ class LoadLog:
 
     def _on_timer(self) -> None:
         self._timer = None
-        had_news, self._has_news = self._has_news, False
+        was_noted, self._is_noted = self._is_noted, False
         elapsed_s = time.monotonic() - self._began
         per_s = {
             name: (total - self._before[name]) / elapsed_s for name, total in self._totals().items()
         }
-        if self._report(per_s) or had_news:
+        if self._report(per_s) or was_noted:
             self._begin()

@@ -460,7 +460,7 @@ class KVTransferMetrics:
         )
         self.sessions = Gauge(
             "pdserve_kv_sessions",
-            "KV sessions that are not over, by state",
+            "Sessions (prefill) and pulls (decode) that are not over, by state",
             ["state"],
             registry=registry,
         )

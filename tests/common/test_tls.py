@@ -86,7 +86,7 @@ async def test_workers_let_in_who_has_a_certificate_of_their_ca(
     assert await is_let_in(server, tls_of(ca, "router"))
     assert not await is_let_in(server, None)
     assert not await is_let_in(server, Tls(ca_file=ca.ca_file))
-    assert not await is_let_in(server, tls_of(other_ca, "stranger", ca_file=ca.ca_file))
+    assert not await is_let_in(server, tls_of(other_ca, "unknown", ca_file=ca.ca_file))
 
 
 async def test_workers_prove_who_they_are(server: RpcServer, ca: Any, other_ca: Any) -> None:

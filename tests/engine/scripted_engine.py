@@ -28,12 +28,12 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
     BlocksReturned,
     KVEvent,
+    PullFinished,
+    PullLost,
+    RequestFailed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
 )
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -372,17 +372,17 @@ class ScriptedConnector:
             exposed_s=0,
             release_ack_s=0,
         )
-        self.pending_events.append(TransferFinished(self.tickets[request_id], stats))
+        self.pending_events.append(PullFinished(self.tickets[request_id], stats))
 
     def fail(self, request_id: str, error: EngineError) -> None:
-        self.pending_events.append(TransferFailed(self.tickets[request_id], error))
+        self.pending_events.append(RequestFailed(self.tickets[request_id], error))
 
     def lose(self, request_id: str) -> None:
         """P is gone; what is confirmed stays."""
         lost = KVLost(
             num_confirmed_tokens=self.announced.get(request_id, 0), reason="test", message="lost"
         )
-        self.pending_events.append(TransferLost(self.tickets[request_id], lost))
+        self.pending_events.append(PullLost(self.tickets[request_id], lost))
 
     def give_back(self, request_id: str, *, is_reading: bool) -> None:
         """P has preempted the request; a READ may still land in its blocks."""

@@ -18,7 +18,7 @@ from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.ports import TransferLost
+from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
@@ -213,7 +213,7 @@ def test_d_gives_up_a_session_of_which_nothing_is_heard_as_soon_as_told(model: P
         time.sleep(0.02)
         connector.on_tick()
         (event,) = connector.take_events()
-        assert isinstance(event, TransferLost)
+        assert isinstance(event, PullLost)
         assert event.lost.reason == "expired"
 
 

@@ -207,7 +207,7 @@ def test_confirmed_blocks_are_shared_before_the_rest_is_here(
     assert engine.pool.num_cached_blocks == 2
 
 
-def test_a_lost_transfer_is_told_and_its_blocks_wait_for_the_next_attempt(
+def test_a_lost_pull_is_told_and_its_blocks_wait_for_the_next_attempt(
     connector: ScriptedConnector,
 ) -> None:
     engine = Engine(connector=connector)

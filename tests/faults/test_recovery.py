@@ -225,16 +225,16 @@ def test_a_prefill_worker_ends_only_when_what_it_holds_is_read(pair: Ground) -> 
     prefill, decode = pair.cluster.members["prefill-0"], pair.cluster.controls("decode-0")
     with restored(pair.cluster), Asker(pair.cluster.addresses) as asker:
         wait_until_handing_off(pair.cluster, asker)
-        decode.arm("mid_transfer", hold=True)
+        decode.arm("mid_read", hold=True)
         asking = asker.start(PROMPT, SAMPLED)
-        decode.wait_reached("mid_transfer")
+        decode.wait_reached("mid_read")
         pair.cluster.terminate("prefill-0")
         pair.cluster.wait_for(
             lambda: find_more(pair.cluster, "prefill-0", num_sessions=1), timeout_s=DEADLINE_S
         )
         time.sleep(END_S)
         assert prefill.is_running
-        decode.go("mid_transfer")
+        decode.go("mid_read")
         assert prefill.wait_exit() == 0
         answer = asking.answer.result(DEADLINE_S)
         check_answer(answer, pair.expected["sampled"][0], within_s=BOUND_S)

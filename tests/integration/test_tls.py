@@ -95,9 +95,9 @@ def test_clients_generate_through_the_handoff(stack: Any, ca: Any) -> None:
 
 
 def test_a_wrong_key_is_refused(stack: Any, ca: Any) -> None:
-    stranger = sdk(stack, ca, "another-key-0123456789")
-    with stranger, pytest.raises(openai.AuthenticationError):
-        stranger.completions.create(model="m", prompt="hello")
+    unknown = sdk(stack, ca, "another-key-0123456789")
+    with unknown, pytest.raises(openai.AuthenticationError):
+        unknown.completions.create(model="m", prompt="hello")
     with pytest.raises(grpc.RpcError) as error:
         generate(stack, Tls(ca_file=ca.ca_file), key=None)
     assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -110,14 +110,14 @@ def test_workers_refuse_who_has_no_certificate(
     worker = worker_of(stack, role)
     cert, key = ca.issue("operator", "DNS:operator")
     assert engine_id(worker.port, Tls(ca_file=ca.ca_file, cert_file=cert, key_file=key))
-    cert, key = make_certificate_authority().issue("stranger", "DNS:operator")
-    for stranger in (
+    cert, key = make_certificate_authority().issue("unknown", "DNS:operator")
+    for tls in (
         None,
         Tls(ca_file=ca.ca_file),
         Tls(ca_file=ca.ca_file, cert_file=cert, key_file=key),
     ):
         with pytest.raises(grpc.RpcError) as error:
-            engine_id(worker.port, stranger)
+            engine_id(worker.port, tls)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

@@ -137,7 +137,7 @@ def test_linear_argmax_is_the_argmax_of_linear(
 ) -> None:
     generator = torch.Generator().manual_seed(out_features)
     weight = torch.randn(out_features, 64, generator=generator).bfloat16()
-    # Twins, so that every logit has an equal.
+    # Each row is there twice, so that every logit has an equal.
     weight[out_features // 2 :] = weight[: out_features - out_features // 2].clone()
     packed = cpu.pack_linear(weight, torch.ones(out_features).bfloat16())
     x = torch.randn(num_rows, 64, generator=generator).bfloat16()

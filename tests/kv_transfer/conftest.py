@@ -364,7 +364,7 @@ class Pair(PSide):
             self.transport,
             identity=d_identity,
             metrics=self.d_metrics,
-            transfer_timeout_s=60.0,
+            read_timeout_s=60.0,
             **self._common(),
         )
         self.d.bind_link_pool(lambda engine_id, host, port: self.dialed.append(engine_id))

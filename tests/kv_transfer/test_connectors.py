@@ -21,12 +21,12 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
     BlocksLanded,
+    PullFinished,
+    PullLost,
+    RequestFailed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
 )
 from pdserve_engine.request.request import Request, RequestStatus
 
@@ -57,7 +57,7 @@ def test_a_prefill_is_handed_over_while_it_runs(pair: Any) -> None:
         pair.p_pool.tensor[p_blocks[num_blocks]] += 1  # the next step writes it only now
     assert pair.end_p(prefill) == {p_blocks[2]}, "the others are read"
     assert pair.wait_for(BlocksLanded).output_token_ids == (77,)
-    finished = pair.wait_for(TransferFinished)
+    finished = pair.wait_for(PullFinished)
     assert finished.stats.num_reads == finished.stats.num_blocks == 3
     assert same_blocks(pair, d_blocks[:3], p_blocks[:3])
     pair.end_d(request)
@@ -77,7 +77,7 @@ def test_p_frees_what_is_read_before_the_rest_has_landed(pair: Any) -> None:
     assert pair.wait_for(BlocksConfirmed).num_tokens == 32
     assert len(pair.p_blocks.free) == 63
     pair.transport.land()
-    pair.wait_for(TransferFinished)
+    pair.wait_for(PullFinished)
     pair.end_d(request)
     pair.check_baseline()
 
@@ -92,7 +92,7 @@ def test_what_d_has_cached_is_not_pulled(pair: Any, num_cached: int) -> None:
     pair.compute(prefill, 32)
     pair.end_p(prefill)
     num_blocks = num_cached // 16
-    assert pair.wait_for(TransferFinished).stats.num_blocks == 3 - num_blocks
+    assert pair.wait_for(PullFinished).stats.num_blocks == 3 - num_blocks
     expected[d_blocks[num_blocks:3]] = pair.p_pool.tensor[p_blocks[num_blocks:3]]
     assert torch.equal(pair.d_pool.tensor, expected)
     pair.end_d(request)
@@ -104,7 +104,7 @@ def test_a_prompt_that_d_has_cached_whole_moves_no_block(pair: Any) -> None:
     pair.num_cached_tokens = 32
     request = pair.ticket(num_tokens=32)
     pair.prefill(num_tokens=32)
-    finished = pair.wait_for(TransferFinished)
+    finished = pair.wait_for(PullFinished)
     assert finished.stats.num_reads == 0
     assert pair.wait_for(BlocksLanded).output_token_ids == (77,)
     pair.end_d(request)
@@ -127,7 +127,7 @@ def test_link_question_and_ticket_may_come_in_any_order(pair: Any, order: str) -
     pair.wait_for(StartAllowed)
     assert pair.start(prefill)
     pair.end_p(prefill)
-    pair.wait_for(TransferFinished)
+    pair.wait_for(PullFinished)
     pair.end_d(request)
     pair.check_baseline()
 
@@ -145,7 +145,7 @@ def test_p_waits_for_ds_room_without_holding_blocks(pair: Any) -> None:
     pair.wait_for(StartAllowed)
     assert pair.start(prefill)
     pair.end_p(prefill)
-    pair.wait_for(TransferFinished)
+    pair.wait_for(PullFinished)
     pair.end_d(request)
     pair.check_baseline()
 
@@ -162,7 +162,7 @@ def test_a_grant_that_is_taken_back_is_given_again(pair: Any) -> None:
     pair.wait_for(StartAllowed)
     assert pair.start(prefill)
     pair.end_p(prefill)
-    pair.wait_for(TransferFinished)
+    pair.wait_for(PullFinished)
     pair.end_d(request)
     pair.check_baseline()
 
@@ -180,8 +180,8 @@ def test_a_grant_that_is_taken_back_while_p_starts_is_a_loss(
         pair.compute(prefill, 32)
     if is_granted_again:
         assert pair.reserve(request)
-    pair.wait_for(TransferLost)
-    assert pair.wait_for(TransferFailed).request is prefill
+    pair.wait_for(PullLost)
+    assert pair.wait_for(RequestFailed).request is prefill
     assert pair.end_p(prefill, RequestStatus.FINISHED_ERROR) == frozenset()
     pair.end_d(request)
     pair.check_baseline()
@@ -209,7 +209,7 @@ def test_a_request_that_p_preempts_is_handed_over_later(pair: Any, stage: str) -
     pair.compute(prefill, 32)
     p_blocks = pair.p_tables[prefill][0]
     pair.end_p(prefill)
-    assert pair.wait_for(TransferFinished).stats.num_blocks == 3
+    assert pair.wait_for(PullFinished).stats.num_blocks == 3
     assert same_blocks(pair, late, p_blocks[:3])
     pair.end_d(request)
     pair.check_baseline()
@@ -222,7 +222,7 @@ def test_a_request_that_p_preempts_is_handed_over_later(pair: Any, stage: str) -
         (RequestStatus.FINISHED_ABORTED, None, False),
         (RequestStatus.FINISHED_ERROR, None, True),
         (RequestStatus.FINISHED_ERROR, DrainingError("shutdown"), True),
-        # Of what is the request's own doing the router blames no transfer.
+        # Of what is the request's own doing the router blames no pair.
         (RequestStatus.FINISHED_ERROR, RequestFailedError("NaN"), False),
         (RequestStatus.FINISHED_ERROR, DeadlineExceededError("late"), False),
     ],
@@ -246,9 +246,9 @@ def test_a_request_that_ends_at_p_ends_the_ticket(
     if stage == "unlinked":
         pair.connect()
     if is_loss:
-        assert pair.wait_for(TransferLost).lost.message == "P p0 ended it: error"
+        assert pair.wait_for(PullLost).lost.message == "P p0 ended it: error"
     else:
-        failed = pair.wait_for(TransferFailed).error
+        failed = pair.wait_for(RequestFailed).error
         assert failed.code is ErrorCode.CANCELLED
     assert bool(pair.end_d(request)) is (stage == "reading")
     pair.transport.let_go()
@@ -271,7 +271,7 @@ def test_a_request_that_ends_at_d_frees_both_sides(pair: Any, stage: str) -> Non
     if stage in ("handed off", "accepted"):
         pair.end_p(prefill)
     if stage == "accepted":
-        pair.wait_for(TransferFinished)
+        pair.wait_for(PullFinished)
     kept = pair.end_d(request)
     assert bool(kept) is (stage in ("reading", "handed off"))
     pair.collect()
@@ -288,7 +288,7 @@ def test_a_request_that_d_gave_up_is_not_prefilled_for_it(pair: Any) -> None:
     pair.end_d(pair.ticket())
     pair.collect()
     prefill = pair.ask()
-    assert pair.wait_for(TransferFailed).request is prefill
+    assert pair.wait_for(RequestFailed).request is prefill
     pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
     pair.check_baseline()
 
@@ -308,10 +308,10 @@ def test_a_read_that_fails_is_a_loss_of_its_request(pair: Any, fault: str) -> No
         pair.p.link_lost(pair.p_link, "closed by D")
     else:
         pair.transport.stall()
-    lost = pair.wait_for(TransferLost).lost
+    lost = pair.wait_for(PullLost).lost
     assert lost.reason == ("stall" if fault == "stall" else "read_error")
     assert lost.num_confirmed_tokens == 16
-    assert pair.wait_for(TransferFailed).request is prefill
+    assert pair.wait_for(RequestFailed).request is prefill
     pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
     assert bool(pair.end_d(request)) is (fault == "stall")
     pair.transport.let_go()
@@ -330,10 +330,10 @@ def test_a_session_that_p_has_ended_is_not_accepted(pair: Any) -> None:
     assert isinstance(ended, SessionEnded)
     pair.to_d.messages.clear()  # it is late: the answer to Release decides
     pair.transport.land()
-    event = pair.wait_for(TransferLost)
+    event = pair.wait_for(PullLost)
     assert event.lost.reason == "not_valid"
     assert event.lost.num_confirmed_tokens == 0
-    assert not [n for n in pair.told if isinstance(n, BlocksConfirmed | TransferFinished)]
+    assert not [n for n in pair.told if isinstance(n, BlocksConfirmed | PullFinished)]
     pair.end_d(request)
     pair.check_baseline()
 
@@ -356,10 +356,10 @@ def test_a_lost_link_ends_its_sessions_on_both_sides(pair: Any, stage: str) -> N
         pair.end_p(prefill)
         pair.pump()
     pair.cut()
-    assert pair.wait_for(TransferLost).lost.reason == "link_lost"
+    assert pair.wait_for(PullLost).lost.reason == "link_lost"
     assert pair.p.num_open_sessions() == 0
     if stage in ("asked", "granted", "reading"):
-        assert pair.wait_for(TransferFailed).request is prefill
+        assert pair.wait_for(RequestFailed).request is prefill
         pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
     assert bool(pair.end_d(request)) is (stage in ("reading", "handed off"))
     pair.transport.let_go()
@@ -374,12 +374,12 @@ def test_the_next_attempt_goes_on_with_what_is_confirmed(pair: Any) -> None:
     while pair.wait_for(BlocksConfirmed).num_tokens < 32:
         pass
     pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
-    assert pair.wait_for(TransferLost).lost.num_confirmed_tokens == 32
+    assert pair.wait_for(PullLost).lost.num_confirmed_tokens == 32
     pair.num_cached_tokens = 32  # their blocks are in D's prefix cache
     assert pair.end_d(first) == frozenset()
     second, prefill = handoff(pair, attempt=1)
     pair.end_p(prefill)
-    finished = pair.wait_for(TransferFinished)
+    finished = pair.wait_for(PullFinished)
     assert finished.request is second
     assert finished.stats.num_blocks == 1
     pair.end_d(second)
@@ -398,7 +398,7 @@ def test_p_ends_a_session_without_progress(pair: Any) -> None:
         pair.p.on_tick()
         pair.pump()
     assert pair.p.num_open_sessions() == 0
-    assert pair.wait_for(TransferLost).lost.reason == "expired"
+    assert pair.wait_for(PullLost).lost.reason == "expired"
     assert pair.end_d(request)
     pair.transport.let_go()
     pair.check_baseline()
@@ -418,7 +418,7 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
         pair.p.on_tick()
         pair.d.on_tick()  # and nothing arrives
     assert pair.to_d.closed_because == pair.to_p.closed_because == "silent"
-    assert pair.wait_for(TransferLost).lost.message == "link to p0 lost: silent"
+    assert pair.wait_for(PullLost).lost.message == "link to p0 lost: silent"
     pair.end_p(prefill, RequestStatus.FINISHED_ERROR)
     pair.end_d(request)
     pair.check_baseline()
@@ -453,12 +453,12 @@ def test_a_restarted_p_is_a_new_peer(pair: Any) -> None:
         session=stale.session, through_block=stale.through_block, valid=False
     )
     old_p.on_message(old_link, stale)
-    assert pair.wait_for(TransferLost).lost.message == "link to p0 lost: replaced"
+    assert pair.wait_for(PullLost).lost.message == "link to p0 lost: replaced"
     assert pair.late("p") == 2
     pair.end_d(request)
     request, prefill = handoff(pair, "r1")
     pair.end_p(prefill)
-    pair.wait_for(TransferFinished, "r1")
+    pair.wait_for(PullFinished, "r1")
     pair.end_d(request)
     pair.check_baseline()
 
@@ -472,7 +472,7 @@ def test_fencing_d_loses_every_open_pull(pair: Any) -> None:
     pair.pump()
     pair.d.fence_all("weights")
     for request_id in ("r0", "r1"):
-        assert pair.wait_for(TransferLost, request_id).lost.reason == "fenced"
+        assert pair.wait_for(PullLost, request_id).lost.reason == "fenced"
     assert pair.p.num_open_sessions() == 0, "P was told"
     assert pair.end_d(request)
     pair.end_d(ticket)

@@ -35,9 +35,9 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     BlocksLanded,
     BlocksReturned,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
+    PullFinished,
+    PullLost,
+    RequestFailed,
 )
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
@@ -159,7 +159,7 @@ class World:
         return request, session
 
     def lost(self, request: Request) -> Any:
-        (event,) = self.told(TransferLost)
+        (event,) = self.told(PullLost)
         assert event.request is request
         return event.lost
 
@@ -257,7 +257,7 @@ def test_reads_that_land_out_of_order_are_released_without_a_hole(world: World) 
     world.transport.land(0)
     assert world.heard() == [Release(session=session, through_block=3)]
     world.say(ack(session, 3))
-    assert [type(n) for n in world.told()] == [BlocksLanded, BlocksConfirmed, TransferFinished]
+    assert [type(n) for n in world.told()] == [BlocksLanded, BlocksConfirmed, PullFinished]
     world.end(request)
 
 
@@ -311,7 +311,7 @@ def test_stats_say_what_the_prefill_did_not_hide(world: World) -> None:
     world.transport.land()
     world.now += 0.5
     world.say(ack(session, 3))
-    (finished,) = world.told(TransferFinished)
+    (finished,) = world.told(PullFinished)
     stats = finished.stats
     assert (stats.num_reads, stats.num_blocks) == (3, 3)
     assert stats.num_bytes == 3 * world.p_pool.block_bytes
@@ -637,7 +637,7 @@ def test_all_that_landed_is_accepted_with_ps_last_word(world: World) -> None:
     world.say(ready(session, 0, 5), done(session))
     assert world.gauge("late_messages") == 2
     world.say(ack(session, 3))
-    assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    assert [type(n) for n in world.told()] == [BlocksConfirmed, PullFinished]
     assert world.gauge("sessions", "landed") == 0
     assert world.gauge("release_acks", "true") == 0, "P counts them"
     world.end(request)
@@ -692,10 +692,10 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
     (event,) = world.told()
     kind = {
         SessionEndReason.PREEMPTED: BlocksReturned,
-        SessionEndReason.FINISHED: TransferFailed,
-        SessionEndReason.ABORTED: TransferFailed,
-        SessionEndReason.SUPERSEDED: TransferFailed,
-    }.get(reason, TransferLost)
+        SessionEndReason.FINISHED: RequestFailed,
+        SessionEndReason.ABORTED: RequestFailed,
+        SessionEndReason.SUPERSEDED: RequestFailed,
+    }.get(reason, PullLost)
     assert type(event) is kind
     world.end(request)
 
@@ -777,7 +777,7 @@ def test_an_answer_that_came_while_ds_event_loop_hung_counts(world: World) -> No
     request, session = world.landed()
     world.hang(ACK_TIMEOUT_S + 600)
     world.say(ack(session, 3))
-    assert [type(n) for n in world.told()] == [BlocksConfirmed, TransferFinished]
+    assert [type(n) for n in world.told()] == [BlocksConfirmed, PullFinished]
     world.end(request)
 
 
@@ -789,7 +789,7 @@ def test_the_router_has_its_time_though_ds_step_is_long(world: World) -> None:
     world.pass_time(HOLD_S - 1)
     assert world.told() == []
     world.pass_time(1)
-    assert [type(event) for event in world.told()] == [TransferFailed]
+    assert [type(event) for event in world.told()] == [RequestFailed]
     world.end(request)
 
 
@@ -850,7 +850,7 @@ def test_checksums_that_agree_change_nothing(world: World) -> None:
     world.say(ready(session, 0, 5, 9, 2, checksums=(sums,)), done(session))
     world.transport.land()
     world.say(ack(session, 3))
-    assert world.told(TransferFinished)
+    assert world.told(PullFinished)
     assert world.gauge("checksum_mismatches") == 0
     world.end(request)
 
@@ -1059,7 +1059,7 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
     assert world.told() == [BlocksClaimed(second, 0.0)]
     world.say(ended(session, "error"))  # of the first
     assert world.pair.reserve(second)
-    assert world.told(TransferLost) == []
+    assert world.told(PullLost) == []
     world.transport.land()
     assert world.told() == [BlocksFreed(tuple(kept))]
     world.end(second)
@@ -1131,7 +1131,7 @@ def test_a_new_link_replaces_the_open_one(world: World, kit: Any, epoch: str) ->
     welcome = kit.welcome_of(identity, world.pair.p_transport, link=2)
     link = world.d.link_up("p0", welcome, kit.Wire())
     assert old_wire.closed_because == "replaced"
-    lost = world.told(TransferLost)
+    lost = world.told(PullLost)
     assert [event.request for event in lost] == [request, ticket]
     assert lost[0].lost.message == "link to p0 lost: replaced"
     world.d.link_lost(old_link, "its own reader reports it too")

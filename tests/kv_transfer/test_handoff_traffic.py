@@ -13,14 +13,14 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksConfirmed,
     BlocksFreed,
     BlocksReturned,
+    PullFinished,
+    PullLost,
+    RequestFailed,
     StartAllowed,
     StartForbidden,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
 )
 from pdserve_engine.kv_transfer.protocol import ConsumerAction
-from pdserve_engine.kv_transfer.pull import Pull, Transfer
+from pdserve_engine.kv_transfer.pull import Pull, Reservation
 from pdserve_engine.request.request import Request, RequestStatus
 
 # Few, so that a block that changes hands too early is somebody else's soon.
@@ -189,7 +189,7 @@ class Traffic:
                 leg.p = "allowed"
             case StartForbidden() if leg.p == "allowed":
                 leg.p = "asked"
-            case TransferFailed():
+            case RequestFailed():
                 self.end_p(leg)
 
     def take_d(self, event: Any) -> None:
@@ -207,11 +207,11 @@ class Traffic:
                 leg.is_claimed = False
             case BlocksConfirmed(num_tokens=num_tokens):
                 self.check(leg, num_tokens)
-            case TransferFinished():
+            case PullFinished():
                 self.check(leg, leg.request.num_tokens)
                 self.num_finished += 1
                 self.end(leg)
-            case TransferLost() | TransferFailed():
+            case PullLost() | RequestFailed():
                 self.num_lost += 1
                 self.end(leg)
 
@@ -253,7 +253,7 @@ def trust_every_read(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def free_blocks_under_reads(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without K5."""
-    monkeypatch.setattr(Transfer, "drop_reads", lambda transfer: [])
+    monkeypatch.setattr(Reservation, "drop_reads", lambda reservation: [])
 
 
 def announce_what_is_not_written(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

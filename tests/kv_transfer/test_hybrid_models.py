@@ -13,7 +13,7 @@ import torch
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer.ports import StartAllowed, TransferFinished, TransferLost
+from pdserve_engine.kv_transfer.ports import PullFinished, PullLost, StartAllowed
 from pdserve_engine.request.request import Request, RequestStatus
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def test_what_the_next_token_sees_is_handed_over_and_nothing_else(
     request = pair.ticket(num_tokens=num_tokens)
     expected = pair.d_pool.tensor.clone()
     p_tables = hybrid.prefill(num_tokens)
-    stats = pair.wait_for(TransferFinished).stats
+    stats = pair.wait_for(PullFinished).stats
     d_tables = hybrid.d.kv.get_block_ids("r0")
     num_blocks = 0
     for group, (theirs, ours) in enumerate(zip(p_tables, d_tables, strict=True)):
@@ -134,7 +134,7 @@ def test_what_d_has_cached_is_not_pulled_in_any_group(hybrid: Hybrid) -> None:
     request = pair.ticket(num_tokens=50)  # the token at 50 sees 31 to 50: block 1 on
     before = pair.d_pool.tensor.clone()
     hybrid.prefill(50)
-    assert pair.wait_for(TransferFinished).stats.num_blocks == 2 + 2 + 2
+    assert pair.wait_for(PullFinished).stats.num_blocks == 2 + 2 + 2
     tables = hybrid.d.kv.get_block_ids("r0")
     unread = [i for i in range(64) if i not in {i for ids in tables for i in ids[2:]}]
     assert torch.equal(pair.d_pool.tensor[unread], before[unread])
@@ -172,7 +172,7 @@ def test_p_frees_what_is_released_without_the_null_blocks(hybrid: Hybrid) -> Non
     pair.collect()
     assert len(hybrid.p.free) == 64 - 2 - 2 * 2
     pair.transport.land()
-    pair.wait_for(TransferFinished)
+    pair.wait_for(PullFinished)
     hybrid.end_d(request)
     pair.check_baseline()
 
@@ -194,7 +194,7 @@ def test_an_announcement_that_does_not_fit_the_groups_loses_the_pull(
     hybrid.prefill(100)
     ready = pair.to_d.messages.popleft()
     pair.d.on_message(pair.d_link, replace(ready, block_ids=change(ready.block_ids)))
-    lost = pair.wait_for(TransferLost).lost
+    lost = pair.wait_for(PullLost).lost
     assert lost.reason == "protocol"
     assert says in lost.message
     hybrid.end_d(request)

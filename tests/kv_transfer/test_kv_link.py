@@ -29,8 +29,8 @@ from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksFreed,
-    TransferFinished,
-    TransferLost,
+    PullFinished,
+    PullLost,
 )
 from pdserve_engine.request.request import Request
 
@@ -116,7 +116,7 @@ class D:
             metrics=self.metrics,
             wakeup=lambda: None,
             step_seq=lambda: 0,
-            transfer_timeout_s=PATIENCE_S,
+            read_timeout_s=PATIENCE_S,
         )
         self.links = KVLinkPool(self.connector)
         self.has_room = True
@@ -166,7 +166,7 @@ class D:
     async def pull(self, p: PProcess, request_id: str, block_ids: list[int]) -> Any:
         """Hand `request_id` over from P and return what it cost."""
         request = self.start(p, request_id, block_ids)
-        finished = await self.wait_for(TransferFinished)
+        finished = await self.wait_for(PullFinished)
         assert finished.request is request
         assert self.end(request) == frozenset()
         return finished.stats
@@ -287,7 +287,7 @@ async def test_a_killed_p_loses_its_requests_within_seconds(d: D, start_p: Any) 
     waiting = d.ticket(p, "r2", [2, 3])
     p.process.kill()
     p.process.wait()
-    lost = [await d.wait_for(TransferLost) for _ in range(2)]
+    lost = [await d.wait_for(PullLost) for _ in range(2)]
     assert {event.request for event in lost} == {claimed, waiting}
     assert {event.lost.reason for event in lost} == {"link_lost"}
     for request in (claimed, waiting):
@@ -295,7 +295,7 @@ async def test_a_killed_p_loses_its_requests_within_seconds(d: D, start_p: Any) 
     assert d.connector.num_open_sessions() == 0
 
     late = d.ticket(p, "r3", [4])  # nobody listens there any more
-    event = await d.wait_for(TransferLost)
+    event = await d.wait_for(PullLost)
     assert event.lost.reason == "no_link"
     assert not d.end(late)
 
@@ -311,7 +311,7 @@ async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any)
     p.process.kill()
     p.process.wait()
     d.transport.let_go()  # not awaited: the loop has had no chance to tell
-    event = await d.wait_for(TransferLost)
+    event = await d.wait_for(PullLost)
     assert event.lost.reason in ("read_error", "link_lost")
     if kept := d.end(request):
         event = await d.wait_for(BlocksFreed)
@@ -322,13 +322,13 @@ async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any)
 async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: Any) -> None:
     p = start_p("p1", transport="tcp")
     await d.pull(p, "r0", [0, 1])
-    d.connector._transfer_timeout_s = 1.0
+    d.connector._read_timeout_s = 1.0
     request = await d.announced(p, "r1", [2, 3])
     p.stop()
     d.transport.is_holding = False
     start = time.monotonic()
     d.transport.let_go()
-    event = await d.wait_for(TransferLost)
+    event = await d.wait_for(PullLost)
     assert time.monotonic() - start > 1.0
     assert event.lost.message == "READ stalled for 1 s"
     assert d.end(request) == {2, 3}, "the READ may still land"
@@ -341,7 +341,7 @@ async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: 
 async def test_a_p_that_differs_is_refused_with_what_differs(d: D, start_p: Any) -> None:
     p = start_p(compatibility_hash="other")
     d.ticket(p, "r0", [0, 1])
-    lost = (await d.wait_for(TransferLost)).lost
+    lost = (await d.wait_for(PullLost)).lost
     assert "FAILED_PRECONDITION: compatibility_hash differs: other on P, same on D" in lost.message
 
 

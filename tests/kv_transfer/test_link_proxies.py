@@ -11,11 +11,11 @@ from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, Produce
 from pdserve_engine.clients.messages import FrameReader, LinkMessage, encode
 from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
+    PullFinished,
+    PullLost,
+    RequestFailed,
     StartAllowed,
     StartForbidden,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
 )
 from pdserve_engine.request.request import RequestStatus
 
@@ -55,7 +55,7 @@ def test_a_handoff_moves_the_blocks(split: Any) -> None:
     assert split.dialed == [("p0", "127.0.0.1", 1)]
     split.connect()
     split.prefill()
-    finished = split.wait_for(TransferFinished)
+    finished = split.wait_for(PullFinished)
     assert finished.stats.num_reads == 3
     assert split.wait_for(BlocksLanded).output_token_ids == (77,)
     split.end_d(request)
@@ -75,7 +75,7 @@ def test_a_grant_crosses_both_ways(split: Any) -> None:
     split._give_d(request, frozenset())
     split.wait_for(StartForbidden)
     split.end_p(prefill, RequestStatus.FINISHED_ABORTED)
-    split.wait_for(TransferFailed)
+    split.wait_for(RequestFailed)
     split.end_d(request)
     split.check_baseline()
 
@@ -102,7 +102,7 @@ def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any, kit: Any) -> None:
     object.__setattr__(welcome.endpoint, "regions", ())
     split.d.link_up("p0", welcome, split.to_p)
     assert "sent no memory region" in split.to_p.closed_because
-    assert "no link to p0" in split.wait_for(TransferLost).lost.message
+    assert "no link to p0" in split.wait_for(PullLost).lost.message
     split.end_d(request)
 
 
@@ -112,7 +112,7 @@ def test_a_lost_link_ends_its_sessions(split: Any) -> None:
     prefill = split.ask()
     split.wait_for(StartAllowed)
     split.cut()
-    split.wait_for(TransferLost)
+    split.wait_for(PullLost)
     split.end_p(prefill, RequestStatus.FINISHED_ERROR)
     split.end_d(request)
     assert split.p.proxy._links == split.p.host._links == {}
@@ -149,7 +149,7 @@ def test_ticks_send_heartbeats_through(split: Any) -> None:
 def test_a_link_that_cannot_be_had_fails_who_waits(split: Any) -> None:
     request = split.ticket()
     split.d.link_failed("p0", "refused")
-    assert split.wait_for(TransferLost).lost.message == "no link to p0: refused"
+    assert split.wait_for(PullLost).lost.message == "no link to p0: refused"
     split.end_d(request)
 
 

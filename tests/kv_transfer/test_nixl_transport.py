@@ -156,8 +156,8 @@ class Rig:
         for handle in list(self.agent.posted):
             handle.end = ""
 
-    def wait_posted(self, num_pieces: int) -> None:
-        self.kit.wait_until(lambda: len(self.agent.posted) == num_pieces)
+    def wait_posted(self, num_parts: int) -> None:
+        self.kit.wait_until(lambda: len(self.agent.posted) == num_parts)
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamesp
     kit.wait_until(lambda: not rig.agent.peers)
 
 
-def test_a_failed_piece_fails_the_read_once_it_has_settled(rig: Rig, kit: SimpleNamespace) -> None:
+def test_a_failed_part_fails_the_read_once_it_has_settled(rig: Rig, kit: SimpleNamespace) -> None:
     rig.read(16)
     rig.read(16)
     rig.wait_posted(2)
@@ -456,7 +456,7 @@ def test_a_thread_that_hangs_fails_the_worker(rig: Rig, kit: SimpleNamespace) ->
     with rig.at_once():
         kit.wait_until(lambda: rig.transport._turn is not None)
         for _ in range(20):
-            rig.transport._on_progress()  # as when a piece of a long copy is over
+            rig.transport._on_progress()  # as when a part of a long READ is over
             assert rig.transport.failure is None
         assert kit.wait_until(lambda: rig.transport.failure) == (
             "the KV transfer thread has hung for 10 s"

@@ -33,10 +33,10 @@ from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.links import make_hello
 from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
+    RequestFailed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
-    TransferFailed,
 )
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
@@ -459,7 +459,7 @@ def test_d_is_not_told_what_it_knows(world: World) -> None:
     world.heard()
     world.say(CancelRequest(request_id="r0", attempt=0, reason="aborted"))
     (failed,) = world.take_p_events()
-    assert isinstance(failed, TransferFailed)
+    assert isinstance(failed, RequestFailed)
     world.end_p(request, RequestStatus.FINISHED_ERROR)
     assert world.heard() == []
     assert not world.p._machine._failed
@@ -706,7 +706,7 @@ def test_every_end_of_a_session_fences_it_and_gives_its_blocks_back_once(
     told = any(isinstance(message, SessionEnded) for message in world.heard())
     assert told is (Action.SEND_SESSION_ENDED in step.actions)
     events = world.take_p_events()  # a block that is freed twice fails here
-    failed = any(isinstance(item, TransferFailed) for item in events)
+    failed = any(isinstance(item, RequestFailed) for item in events)
     assert failed is (Action.FAIL_REQUEST in step.actions)
     assert len(caplog.messages) == (event in (Event.EXPIRED, Event.FENCED, Event.LINK_LOST))
     if event is Event.LINK_LOST:
@@ -897,5 +897,5 @@ class Traffic:
 
     def _take_events(self) -> None:
         for event in self.world.take_p_events():
-            if isinstance(event, TransferFailed) and event.request in self.requests:
+            if isinstance(event, RequestFailed) and event.request in self.requests:
                 self._end(event.request, RequestStatus.FINISHED_ERROR)

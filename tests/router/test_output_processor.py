@@ -304,7 +304,7 @@ async def test_malformed_positions_are_an_error(make, token_ids, values) -> None
 async def test_slices_of_prompt_logprobs_are_whole_on_the_first_output(make) -> None:
     harness = make(prompt_logprobs=1, prompt=(5, 6, 7, 8))
     harness.accept(at=0, new_prompt_logprobs=logprobs_of([6, 7], 1))
-    assert not harness.state.collector.has_news
+    assert not harness.state.collector.has_output
     harness.accept(10, at=0, new_prompt_logprobs=logprobs_of([8], 1))
     output = await harness.state.collector.get()
     assert output.prompt_logprobs == NOTHING + logprobs_of([6, 7, 8], 1)

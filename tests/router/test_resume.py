@@ -90,7 +90,7 @@ async def test_deltas_go_on_exactly_where_they_stopped(tokenizer, text, params) 
         resumed = ResumedCompletion(index=0, token_ids=tuple(token_ids[:border]))
         state = make_state(tokenizer, resumed, **params)
         assert state.resumed_end is None
-        assert not state.collector.has_news
+        assert not state.collector.has_output
         rest = stream(state, token_ids, num_top)
         strip = [(part.text, part.token_ids, part.logprobs) for part in rest]
         assert strip == [(part.text, part.token_ids, part.logprobs) for part in whole[border:]]

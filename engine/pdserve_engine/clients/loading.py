@@ -179,7 +179,7 @@ def _make_connector(
         wakeup=wakeup,
         step_seq=step_seq,
         session_timeout_s=config.kv_session_timeout_s,
-        transfer_timeout_s=config.kv_transfer_timeout_s,
+        read_timeout_s=config.kv_transfer_timeout_s,
         checksum=checksum,
     )
 

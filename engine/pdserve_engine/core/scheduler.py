@@ -58,12 +58,12 @@ from pdserve_engine.kv_transfer.ports import (
     ConsumerPort,
     KVEvent,
     ProducerPort,
+    PullFinished,
+    PullLost,
+    RequestFailed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
 )
 from pdserve_engine.request.deadlines import Deadlines
 from pdserve_engine.request.outputs import ClientOutputs, emit
@@ -871,14 +871,14 @@ class Scheduler:
                 request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
                 request.pulled_token_ids = event.output_token_ids
                 self._queue_first_step(request)
-            case TransferFinished():
-                self._accept_transfer(request, event.stats)
-            case TransferLost():
+            case PullFinished():
+                self._accept_pull(request, event.stats)
+            case PullLost():
                 self._rollback_first_step(request)
                 self.remote_prefills.drop_claim(request)
                 request.record_event(EngineCoreEventType.KV_LOST)
                 emit(self._outputs, request, kv_lost=self._limit_to_cached(request, event.lost))
-            case TransferFailed():
+            case RequestFailed():
                 is_void = event.error.code is ErrorCode.CANCELLED
                 status = RequestStatus.FINISHED_ABORTED if is_void else RequestStatus.FINISHED_ERROR
                 self.finish_requests([request.request_id], status, event.error)
@@ -913,7 +913,7 @@ class Scheduler:
         request.held_result = request.first_scheduled_time = None
         self.remote_prefills.wait(request)
 
-    def _accept_transfer(self, request: Request, stats: KVTransferStats) -> None:
+    def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
         """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
         request.kv_transfer_stats = stats
         request.is_kv_loaded = True

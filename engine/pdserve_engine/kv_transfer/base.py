@@ -49,7 +49,7 @@ class ReadResult:
 
     is_ok: bool
     num_bytes: int
-    # From posting the first piece.
+    # From posting the first part.
     duration_s: float
     # How the peer is reached: "shm", "tcp" or "rdma".
     transport: str

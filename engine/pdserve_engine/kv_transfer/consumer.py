@@ -42,14 +42,14 @@ from pdserve_engine.kv_transfer.protocol import (
 )
 from pdserve_engine.kv_transfer.pull import (
     FAILURE_REASONS,
-    ChunkRead,
     LossReason,
     Pull,
     PullKey,
+    Read,
     find_bad_blocks,
     find_bad_end,
     make_read,
-    make_transfer,
+    make_reservation,
     num_blocks_of,
 )
 from pdserve_engine.kv_transfer.pull_machine import PullMachine, make_cancel
@@ -73,7 +73,7 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
     """D's connector, a ConsumerPort. `wakeup` makes the engine thread call take_events soon.
 
     A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
-    without progress for `transfer_timeout_s` is given up.
+    without progress for `read_timeout_s` is given up.
     `checksum` returns the CRC-32 of each of some blocks: with it, blocks that P sends checksums of
     are checked when they have landed.
     """
@@ -86,7 +86,7 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
         metrics: KVTransferMetrics,
         wakeup: Callable[[], None],
         step_seq: Callable[[], int],
-        transfer_timeout_s: float = 5.0,
+        read_timeout_s: float = 5.0,
         session_timeout_s: float = 600.0,
         checksum: Callable[[Sequence[int]], tuple[int, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -95,7 +95,7 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
             transport, identity=identity, metrics=metrics, step_seq=step_seq, clock=clock
         )
         self._layout = identity.layout
-        self._transfer_timeout_s = transfer_timeout_s
+        self._read_timeout_s = read_timeout_s
         self._session_timeout_s = session_timeout_s
         self._checksum = checksum
         self._request_link: RequestLink | None = None
@@ -148,7 +148,7 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
                 return False
             self._num_grants += 1
             pull.kept = frozenset()
-            pull.transfer = make_transfer(
+            pull.reservation = make_reservation(
                 block_ids, num_cached_tokens, self._num_grants, self._layout
             )
             return self._machine.advance(pull, ConsumerEvent.RESERVED)
@@ -239,23 +239,23 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
 
     # ---- the transfer thread
 
-    def _on_read_done(self, read: ChunkRead, result: ReadResult) -> None:
+    def _on_read_done(self, read: Read, result: ReadResult) -> None:
         # It may take long: not under the lock.
         num_wrong_blocks = self._num_wrong_blocks(read) if result.is_ok else 0
         with self._lock:
-            self._take_read(read, result, num_wrong_blocks)
+            self._apply_read_result(read, result, num_wrong_blocks)
 
-    def _num_wrong_blocks(self, read: ChunkRead) -> int:
+    def _num_wrong_blocks(self, read: Read) -> int:
         if self._checksum is None or not read.checksums:
             return 0
         landed = self._checksum(read.local_block_ids)
         return sum(ours != theirs for ours, theirs in zip(landed, read.checksums, strict=True))
 
-    def _on_read_stalled(self, read: ChunkRead) -> None:
+    def _on_read_stalled(self, read: Read) -> None:
         """It is given up, but may land at any time: its blocks stay until it is done."""
         with self._lock:
             if read.state is ReadState.POSTED:
-                message = f"READ stalled for {self._transfer_timeout_s:g} s"
+                message = f"READ stalled for {self._read_timeout_s:g} s"
                 self._machine.lose(read.pull, ConsumerEvent.READ_FAILED, "stall", message)
 
     # ---- under the lock: the scheduler and the router
@@ -296,22 +296,22 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
 
     # ---- READs
 
-    def _post(self, read: ChunkRead) -> None:
+    def _post(self, read: Read) -> None:
         link = read.pull.link
         assert link is not None, "a pull has a link while blocks are announced"
         self._transport.read(
             link.peer,
             read.remote_block_ids,
             read.local_block_ids,
-            self._transfer_timeout_s,
+            self._read_timeout_s,
             partial(self._on_read_done, read),
             partial(self._on_read_stalled, read),
         )
 
-    def _take_read(self, read: ChunkRead, result: ReadResult, num_wrong_blocks: int) -> None:
+    def _apply_read_result(self, read: Read, result: ReadResult, num_wrong_blocks: int) -> None:
         """Nothing writes into the READ's blocks any more."""
         pull = read.pull
-        read.transfer.count_landed(result, self._clock())
+        read.reservation.count_landed(result, self._clock())
         if result.is_ok:
             by_transport = self._metrics.transfer_bytes.labels(pull.engine_id, result.transport)
             by_transport.inc(result.num_bytes)
@@ -399,8 +399,8 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
         if bad is not None:
             return self._machine.lose_protocol(pull, bad)
         read = make_read(pull, message, self._layout)
-        read.transfer.reads.append(read)
-        read.transfer.num_announced = read.end_block
+        read.reservation.reads.append(read)
+        read.reservation.num_announced = read.end_block
         return self._machine.advance(pull, ConsumerEvent.ANNOUNCED)
 
     def _on_prefill_done(self, pull: Pull, message: PrefillDone) -> bool:
@@ -409,9 +409,9 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
         bad = find_bad_end(pull, message, self._layout, self._identity.vocab_size)
         if bad is not None:
             return self._machine.lose_protocol(pull, bad)
-        transfer = pull.granted
-        transfer.prefill_done_at = self._clock()
-        transfer.output_token_ids = message.output_token_ids
+        reservation = pull.granted
+        reservation.prefill_done_at = self._clock()
+        reservation.output_token_ids = message.output_token_ids
         pull.timeout_s = min(message.timeout_s, pull.timeout_s)
         self._machine.advance(pull, ConsumerEvent.PREFILL_DONE)
         self._maybe_complete(pull)
@@ -420,23 +420,23 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
     def _on_release_ack(self, pull: Pull, message: ReleaseAck) -> bool:
         if ConsumerEvent.CONFIRMED not in CONSUMER[pull.state]:
             return False
-        transfer = pull.granted
-        if not transfer.num_confirmed < message.through_block <= transfer.num_released:
+        reservation = pull.granted
+        if not reservation.num_confirmed < message.through_block <= reservation.num_released:
             return False
         if not message.valid:
             message_text = f"P {pull.engine_id} had ended the session before its blocks were read"
             return self._machine.lose(pull, ConsumerEvent.SESSION_LOST, "not_valid", message_text)
-        transfer.num_confirmed = message.through_block
+        reservation.num_confirmed = message.through_block
         self._machine.advance(pull, ConsumerEvent.CONFIRMED)
         self._maybe_complete(pull)
         return True
 
     def _maybe_complete(self, pull: Pull) -> None:
         """Go on if everything has landed, and end if all of it is confirmed."""
-        transfer, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
-        if transfer.prefill_done_at < math.inf and transfer.num_landed == num_blocks:
+        reservation, num_blocks = pull.granted, num_blocks_of(pull.num_tokens, self._layout)
+        if reservation.prefill_done_at < math.inf and reservation.num_landed == num_blocks:
             self._machine.advance(pull, ConsumerEvent.ALL_LANDED)
-            if transfer.num_confirmed == num_blocks:
+            if reservation.num_confirmed == num_blocks:
                 self._machine.advance(pull, ConsumerEvent.COMPLETED)
 
     def _on_session_ended(self, link: KVLink, message: SessionEnded) -> bool:

@@ -31,7 +31,7 @@ from pdserve_engine.kv_transfer.base import (
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
-from pdserve_engine.kv_transfer.reads import Pace, Peer, Read, Reads
+from pdserve_engine.kv_transfer.reads import NixlRead, Pace, Peer, Reads
 from pdserve_engine.request.watchdog import RunningStep, StepWatch
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ CLOSE_S = 5.0
 CLOSE_MARGIN_S = 5.0
 # A round of commands that takes longer keeps READs unpolled for long enough to count.
 LONG_ROUND_S = 0.1
-# No call into NIXL takes this long unless it hangs: copies through shared memory come in pieces.
+# No call into NIXL takes this long unless it hangs: copies through shared memory come in parts.
 HANG_S = 10.0
 # This many READs that are over when posted mean shared memory; while a connection is being set up
 # some are not, and on a network one might be by luck.
@@ -192,7 +192,7 @@ class NixlTransport(KVTransport):
             local = np.asarray(local_block_ids, dtype=np.int32)
             order = np.argsort(local)
             remote = np.asarray(remote_block_ids, dtype=np.int32)[order]
-            read = Read(target, remote, local[order], timeout_s, on_done, on_stall)
+            read = NixlRead(target, remote, local[order], timeout_s, on_done, on_stall)
             self._commands.put(lambda: self._queue_read(read))
 
     def close(self) -> None:
@@ -405,9 +405,9 @@ class NixlTransport(KVTransport):
         self._reads.drop_waiting(peer, reason)
         peer.is_broken = True
         with self._lock:
-            is_news = not peer.is_lost
+            is_new = not peer.is_lost
             peer.is_lost = True
-        if is_news:
+        if is_new:
             logger.warning("lost %s: %s", peer.key, reason)
             peer.on_lost(reason)
 
@@ -419,7 +419,7 @@ class NixlTransport(KVTransport):
 
     # ---- READs
 
-    def _queue_read(self, read: Read) -> None:
+    def _queue_read(self, read: NixlRead) -> None:
         self._reads.queue(read)
         if read.peer.is_lost or self._close_by is not None:
             self._reads.drop_waiting(read.peer, "connection was closed")

@@ -73,7 +73,7 @@ class BlocksReturned:
 @dataclass(frozen=True, slots=True)
 class BlocksLanded:
     """D: all KV is here, though not confirmed: the request may run after the tokens that P has
-    sampled, but nothing of it may get out before TransferFinished (rule K4).
+    sampled, but nothing of it may get out before PullFinished (rule K4).
     """
 
     request: "Request"
@@ -83,7 +83,7 @@ class BlocksLanded:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFinished:
+class PullFinished:
     """D: what has landed is confirmed; the request goes on. Comes after BlocksLanded."""
 
     request: "Request"
@@ -91,7 +91,7 @@ class TransferFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLost:
+class PullLost:
     """D: the rest will not come, or what has landed was wrong. The request waits for the router's
     decision (rule K6).
     """
@@ -101,7 +101,7 @@ class TransferLost:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFailed:
+class RequestFailed:
     """The request ends on this worker with this error. CANCELLED: P has ended it, it is nobody's
     fault.
     """
@@ -125,9 +125,9 @@ KVEvent = (
     | BlocksConfirmed
     | BlocksReturned
     | BlocksLanded
-    | TransferFinished
-    | TransferLost
-    | TransferFailed
+    | PullFinished
+    | PullLost
+    | RequestFailed
     | BlocksFreed
 )
 
@@ -163,7 +163,7 @@ class KVPort(Protocol):
         """
 
     def fence_all(self, reason: str) -> None:
-        """End every session before blocks change hands (cache reset, sleep, weight change,
+        """End every session or pull before blocks change hands (cache reset, sleep, weight change,
         shutdown; rule K3).
         """
 
@@ -171,7 +171,7 @@ class KVPort(Protocol):
         """Return what has happened since the last call."""
 
     def num_open_sessions(self) -> int:
-        """Sessions (on D: tickets, pulls and zombie READs) that are not over."""
+        """P: sessions that are not over. D: pulls, and READs of pulls that are over."""
 
 
 class ProducerPort(KVPort, Protocol):
@@ -179,7 +179,7 @@ class ProducerPort(KVPort, Protocol):
 
     def ask(self, request: "Request") -> None:
         """The request is among the next to start: have D reserve blocks for it. Answered by
-        StartAllowed, maybe after StartDeferred, or TransferFailed.
+        StartAllowed, maybe after StartDeferred, or RequestFailed.
         """
 
     def on_started(self, request: "Request") -> bool:

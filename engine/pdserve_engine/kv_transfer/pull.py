@@ -1,5 +1,5 @@
-"""One request's pull on D: its state, what is reserved and read for it, and what the announcements
-of P must look like. All of it is guarded by the connector's lock.
+"""One request's pull on D: its state, the blocks reserved for it, the reads into them, and what P's
+announcements must look like. All of it is guarded by the connector's lock.
 """
 
 import math
@@ -34,11 +34,11 @@ FAILURE_REASONS = tuple(reason for reason in get_args(LossReason) if reason != "
 
 
 @dataclass(slots=True, eq=False)
-class ChunkRead:
+class Read:
     """The READ of one announced chunk: what D lacks of it, of all KV groups."""
 
     pull: "Pull"
-    transfer: "Transfer"
+    reservation: "Reservation"
     # The chunk's blocks are those before this logical one that were not announced before.
     end_block: int
     remote_block_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class ChunkRead:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class Reservation:
     """What is reserved for a granted pull, and how much of it has come. Blocks are counted from the
     request's first one; those before first_block are cached on D.
     """
@@ -66,7 +66,7 @@ class Transfer:
     num_announced: int
     num_released: int
     num_confirmed: int
-    reads: list[ChunkRead] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     # P owes an answer to a release until then.
     ack_deadline: float = math.inf
     output_token_ids: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Transfer:
         self.num_bytes += result.num_bytes if result.is_ok else 0
         self.transport = result.transport
 
-    def drop_reads(self) -> list[ChunkRead]:
+    def drop_reads(self) -> list[Read]:
         """The reservation ends. Return the READs that may still write into its blocks (K5)."""
         return [
             read
@@ -149,8 +149,8 @@ class Pull:
     link: KVLink | None = None
     asked_time: float = 0.0
     # While GRANTED, PULLING, LANDED, or LOST after that.
-    transfer: Transfer | None = None
-    # Blocks of the transfer that was given back last, under READs that had not landed by then.
+    reservation: Reservation | None = None
+    # Blocks of the reservation that was given back last, under READs that had not landed by then.
     kept: frozenset[int] = frozenset()
     # D's own blocks are about to change hands. P's fences say nothing about what D has confirmed.
     is_fenced: bool = False
@@ -177,10 +177,10 @@ class Pull:
         return self.request
 
     @property
-    def granted(self) -> Transfer:
-        """The transfer of a pull that has one."""
-        assert self.transfer is not None, "granted, pulling and landed pulls have a transfer"
-        return self.transfer
+    def granted(self) -> Reservation:
+        """The reservation of a pull that has one."""
+        assert self.reservation is not None, "granted, pulling and landed pulls have a reservation"
+        return self.reservation
 
     @property
     def due(self) -> float:
@@ -192,22 +192,22 @@ class Pull:
     def postpone(self, seconds: float) -> None:
         """Wait so much longer for whatever it waits for."""
         self.deadline += seconds
-        if self.transfer is not None:
-            self.transfer.ack_deadline += seconds
+        if self.reservation is not None:
+            self.reservation.ack_deadline += seconds
 
     def num_confirmed_tokens(self, block_size: int) -> int:
         """Tokens from the request's start whose KV is on D and right, and stays."""
-        if self.transfer is None or self.is_fenced:
+        if self.reservation is None or self.is_fenced:
             return 0
-        return min(self.transfer.num_confirmed * block_size, self.num_tokens)
+        return min(self.reservation.num_confirmed * block_size, self.num_tokens)
 
 
-def make_transfer(
+def make_reservation(
     block_ids: Sequence[Sequence[int]], num_cached_tokens: int, number: int, layout: KVLayout
-) -> Transfer:
+) -> Reservation:
     """Return what a grant reserves; `block_ids` are the request's per KV group."""
     first = num_cached_tokens // layout.block_size
-    return Transfer(
+    return Reservation(
         block_ids=tuple(tuple(ids) for ids in block_ids),
         first_block=first,
         number=number,
@@ -217,11 +217,11 @@ def make_transfer(
     )
 
 
-def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> ChunkRead:
+def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> Read:
     """Return the READ of an announced chunk into the same logical blocks of D, without those that
     the token after the prompt does not see. `message` has passed find_bad_blocks.
     """
-    transfer = pull.granted
+    reservation = pull.granted
     start = message.first_block
     end = start + len(message.block_ids[0])
     remote: list[int] = []
@@ -230,12 +230,12 @@ def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> ChunkRead:
     for group, needed in enumerate(first_read_blocks(layout, pull.num_tokens)):
         first = min(max(needed, start), end)
         remote += message.block_ids[group][first - start :]
-        local += transfer.block_ids[group][first:end]
+        local += reservation.block_ids[group][first:end]
         if message.checksums:
             checksums += message.checksums[group][first - start :]
     assert len(local) == len(remote), "the scheduler reserves blocks for all tokens"
     assert NULL_BLOCK_ID not in local, "a block that is needed was not reserved"
-    return ChunkRead(pull, transfer, end, tuple(remote), tuple(local), tuple(checksums))
+    return Read(pull, reservation, end, tuple(remote), tuple(local), tuple(checksums))
 
 
 def num_blocks_of(num_tokens: int, layout: KVLayout) -> int:
@@ -244,12 +244,13 @@ def num_blocks_of(num_tokens: int, layout: KVLayout) -> int:
 
 def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str | None:
     """Say what is wrong with an announcement for a granted pull, or return None."""
-    transfer, link = pull.granted, pull.link
+    reservation, link = pull.granted, pull.link
     assert link is not None, "a granted pull has a session"
-    if transfer.prefill_done_at < math.inf:
+    if reservation.prefill_done_at < math.inf:
         return "announced blocks after PrefillDone"
-    if message.first_block != transfer.num_announced:
-        return f"announced block {message.first_block} when {transfer.num_announced} was the next"
+    if message.first_block != reservation.num_announced:
+        expected = reservation.num_announced
+        return f"announced block {message.first_block} when {expected} was the next"
     if len(message.block_ids) != len(layout.groups):
         return f"announced {len(message.block_ids)} KV groups, the layout has {len(layout.groups)}"
     sizes = {len(ids) for ids in message.block_ids}
@@ -270,14 +271,14 @@ def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str |
 
 def find_bad_end(pull: Pull, message: PrefillDone, layout: KVLayout, vocab_size: int) -> str | None:
     """Say why a PrefillDone does not fit the granted pull, or return None."""
-    transfer = pull.granted
-    if transfer.prefill_done_at < math.inf:
+    reservation = pull.granted
+    if reservation.prefill_done_at < math.inf:
         return "said twice that its prefill is done"
     if message.num_tokens != pull.num_tokens:
         return f"computed {message.num_tokens} tokens, the request has {pull.num_tokens}"
     num_blocks = num_blocks_of(pull.num_tokens, layout)
-    if transfer.num_announced != num_blocks:
-        return f"announced {transfer.num_announced} blocks of {num_blocks}"
+    if reservation.num_announced != num_blocks:
+        return f"announced {reservation.num_announced} blocks of {num_blocks}"
     if not message.output_token_ids:
         return "sent no token"
     if not 0 <= min(message.output_token_ids) <= max(message.output_token_ids) < vocab_size:

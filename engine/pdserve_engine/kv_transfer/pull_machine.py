@@ -31,9 +31,9 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksConfirmed,
     BlocksLanded,
     KVEvent,
-    TransferFailed,
-    TransferFinished,
-    TransferLost,
+    PullFinished,
+    PullLost,
+    RequestFailed,
 )
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
@@ -42,7 +42,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ConsumerState,
     ReadEvent,
 )
-from pdserve_engine.kv_transfer.pull import ChunkRead, LossReason, Pull, PullKey
+from pdserve_engine.kv_transfer.pull import LossReason, Pull, PullKey, Read
 from pdserve_engine.request.request import Request
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class PullMachine:
         layout: KVLayout,
         metrics: KVTransferMetrics,
         link_of: Callable[[str], KVLink | None],
-        post: Callable[[ChunkRead], None],
+        post: Callable[[Read], None],
         wakeup: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -208,25 +208,25 @@ class PullMachine:
             read.advance(ReadEvent.LANDED)  # nothing was posted that could land
             self.lose(pull, ConsumerEvent.READ_FAILED, "read_error", error.message)
             return
-        read.transfer.count_posted(self._clock())
+        read.reservation.count_posted(self._clock())
 
     def _send_release(self, pull: Pull) -> None:
         """For what is here without a hole, if that is more than before."""
-        transfer = pull.granted
-        through = transfer.num_landed
-        if through == transfer.num_released:
+        reservation = pull.granted
+        through = reservation.num_landed
+        if through == reservation.num_released:
             return
-        transfer.num_released = through
-        transfer.ack_deadline = min(transfer.ack_deadline, self._clock() + ACK_TIMEOUT_S)
+        reservation.num_released = through
+        reservation.ack_deadline = min(reservation.ack_deadline, self._clock() + ACK_TIMEOUT_S)
         _send(pull, Release(session=_session_of(pull), through_block=through))
 
     def _confirm(self, pull: Pull) -> None:
-        transfer = pull.granted
-        for read in transfer.reads:
-            if read.end_block <= transfer.num_confirmed:
+        reservation = pull.granted
+        for read in reservation.reads:
+            if read.end_block <= reservation.num_confirmed:
                 read.advance(ReadEvent.CONFIRMED)
-        is_owed = transfer.num_confirmed < transfer.num_released
-        transfer.ack_deadline = self._clock() + ACK_TIMEOUT_S if is_owed else math.inf
+        is_owed = reservation.num_confirmed < reservation.num_released
+        reservation.ack_deadline = self._clock() + ACK_TIMEOUT_S if is_owed else math.inf
         num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         self.tell(BlocksConfirmed(pull.ticket, num_tokens))
 
@@ -234,22 +234,22 @@ class PullMachine:
         self.tell(BlocksLanded(pull.ticket, pull.granted.output_token_ids, self._clock()))
 
     def _accept(self, pull: Pull) -> None:
-        transfer = pull.granted
+        reservation = pull.granted
         pull.deadline = math.inf
-        stats = transfer.stats(self._clock())
+        stats = reservation.stats(self._clock())
         if stats.num_reads:
             self._metrics.transfer_duration.labels(pull.engine_id).observe(stats.transfer_s)
         self._metrics.transfer_exposed.labels(pull.engine_id).observe(stats.exposed_s)
         self._metrics.release_ack_duration.labels(pull.engine_id).observe(stats.release_ack_s)
-        self.tell(TransferFinished(pull.ticket, stats))
-        pull.transfer = None  # the blocks are the request's own from here on
+        self.tell(PullFinished(pull.ticket, stats))
+        pull.reservation = None  # the blocks are the request's own from here on
 
     def _give_back(self, pull: Pull) -> None:
-        if pull.transfer is None:
+        if pull.reservation is None:
             return
-        zombies = pull.transfer.drop_reads()
+        zombies = pull.reservation.drop_reads()
         pull.kept = frozenset(i for read in zombies for i in read.local_block_ids)
-        pull.transfer = None
+        pull.reservation = None
         self._num_zombies += len(zombies)
         self._metrics.zombie_reads.set(self._num_zombies)
         self._metrics.abandoned_reads.inc(len(zombies))
@@ -268,18 +268,18 @@ class PullMachine:
         self._metrics.transfer_failures.labels(pull.engine_id, pull.reason).inc()
         num_tokens = pull.num_confirmed_tokens(self._layout.block_size)
         lost = KVLost(num_confirmed_tokens=num_tokens, reason=pull.reason, message=pull.message)
-        self.tell(TransferLost(pull.ticket, lost))
+        self.tell(PullLost(pull.ticket, lost))
 
     def _fail_request(self, pull: Pull) -> None:
         cls = KVExpiredError if pull.reason in _EXPIRY_REASONS else KVTransferError
-        self.tell(TransferFailed(pull.ticket, cls(pull.message).to_engine_error()))
+        self.tell(RequestFailed(pull.ticket, cls(pull.message).to_engine_error()))
         text = "the router has not decided within %g s; what is held is free"
         _log(pull, logging.WARNING, text, HOLD_S)
 
     def _void_request(self, pull: Pull) -> None:
         """Nobody's fault: the router knows of it from P's own output."""
         pull.deadline = math.inf
-        self.tell(TransferFailed(pull.ticket, RequestAbortedError(pull.message).to_engine_error()))
+        self.tell(RequestFailed(pull.ticket, RequestAbortedError(pull.message).to_engine_error()))
 
     # ---- inside
 

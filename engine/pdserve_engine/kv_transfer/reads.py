@@ -19,9 +19,9 @@ from pdserve_engine.kv_transfer.nixl import (
 
 logger = logging.getLogger(__name__)
 
-# Over shared memory posting IS the copy: a larger piece would hold the thread up for too long.
+# Over shared memory posting IS the copy: a larger part would hold the thread up for too long.
 MAX_POSTED_BYTES = 32 << 20
-# After a REMOTE_DISCONNECT nothing lands any more (K5). UCX gets this long to fail the other pieces
+# After a REMOTE_DISCONNECT nothing lands any more (K5). UCX gets this long to fail the other parts
 # of the READ, which it does in the same breath, but not in the same call.
 SETTLE_S = 0.05
 # Stalled READs keep their blocks out of the pool. So many, or one for so long, and a new process
@@ -48,14 +48,16 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class NixlRead:
+    """A READ that a pull has asked for: waiting, posted in one or more parts, or stalled."""
+
     peer: "Peer"
     remote: BlockIds
     local: BlockIds
     timeout_s: float
     on_done: ReadDone
     on_stall: Callable[[], None]
-    # Pieces that have neither landed nor been dropped.
+    # Parts that have neither landed nor been dropped.
     num_left: int = 0
     started_at: float = 0.0
     progress_at: float = 0.0
@@ -64,8 +66,10 @@ class Read:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    read: Read
+class ReadPart:
+    """The blocks of a READ, from `start` to before `stop`, that NIXL is given at once."""
+
+    read: NixlRead
     start: int
     stop: int
     num_bytes: int
@@ -96,8 +100,8 @@ class Peer:
     # Of these, over when they were posted.
     num_synchronous: int = 0
     dlist: Any = None
-    waiting: deque[Piece] = field(default_factory=deque)
-    posted: list[Piece] = field(default_factory=list)
+    waiting: deque[ReadPart] = field(default_factory=deque)
+    posted: list[ReadPart] = field(default_factory=list)
     posted_bytes: int = 0
 
     @property
@@ -107,7 +111,7 @@ class Peer:
     def pause_clock(self, seconds: float) -> None:
         """Do not count this time: nobody has polled the peer meanwhile."""
         self.connect_by += seconds
-        for read in {piece.read for piece in self.posted}:
+        for read in {part.read for part in self.posted}:
             read.progress_at += seconds
 
 
@@ -134,28 +138,28 @@ class Reads:
         self._lose = lose
         self._fail = fail
         # Those that were given up but may still land, oldest first.
-        self._stalled: list[Read] = []
+        self._stalled: list[NixlRead] = []
 
-    def queue(self, read: Read) -> None:
-        """Cut a READ into pieces that wait for their turn."""
-        per_piece = max(1, MAX_POSTED_BYTES // self._block_bytes)
-        for start in range(0, len(read.local), per_piece):
-            stop = min(start + per_piece, len(read.local))
+    def queue(self, read: NixlRead) -> None:
+        """Cut a READ into parts that wait for their turn."""
+        per_part = max(1, MAX_POSTED_BYTES // self._block_bytes)
+        for start in range(0, len(read.local), per_part):
+            stop = min(start + per_part, len(read.local))
             num_bytes = (stop - start) * self._block_bytes
-            read.peer.waiting.append(Piece(read, start, stop, num_bytes))
+            read.peer.waiting.append(ReadPart(read, start, stop, num_bytes))
             read.num_left += 1
 
     def progress(self, peer: Peer, now: float) -> None:
         """Poll what is posted, then post what there is room for."""
-        for piece in list(peer.posted):
-            self._poll(peer, piece, now)
+        for part in list(peer.posted):
+            self._poll(peer, part, now)
         if peer.transport:
             self._post_waiting(peer)
 
     def drop_waiting(self, peer: Peer, error: str) -> None:
         """Fail what was not posted."""
         while peer.waiting:
-            self._end_piece(peer.waiting.popleft(), error)
+            self._end_part(peer.waiting.popleft(), error)
 
     def check_stalled(self, now: float) -> None:
         """Have the process restarted if too much stays stalled."""
@@ -169,69 +173,67 @@ class Reads:
 
     def _post_waiting(self, peer: Peer) -> None:
         while peer.waiting and not peer.is_lost and not peer.is_failing:
-            piece = peer.waiting[0]
-            if peer.posted and peer.posted_bytes + piece.num_bytes > MAX_POSTED_BYTES:
+            part = peer.waiting[0]
+            if peer.posted and peer.posted_bytes + part.num_bytes > MAX_POSTED_BYTES:
                 return
             peer.waiting.popleft()
-            peer.posted.append(piece)
-            peer.posted_bytes += piece.num_bytes
-            self._post(peer, piece)
+            peer.posted.append(part)
+            peer.posted_bytes += part.num_bytes
+            self._post(peer, part)
             self._on_progress()
-            self._poll(peer, piece, self._clock())
+            self._poll(peer, part, self._clock())
 
-    def _post(self, peer: Peer, piece: Piece) -> None:
-        read, now = piece.read, self._clock()
+    def _post(self, peer: Peer, part: ReadPart) -> None:
+        read, now = part.read, self._clock()
         if not read.started_at:
             read.started_at = read.progress_at = now
-        wanted = slice(piece.start, piece.stop)
+        wanted = slice(part.start, part.stop)
         try:
-            piece.handle = self._agent.make_read(
-                peer.dlist, read.remote[wanted], read.local[wanted]
-            )
-            self._agent.post(piece.handle)
+            part.handle = self._agent.make_read(peer.dlist, read.remote[wanted], read.local[wanted])
+            self._agent.post(part.handle)
         except RemoteDisconnectError as error:
-            self._settle(piece, str(error), now)
+            self._settle(part, str(error), now)
         except NIXL_ERRORS as error:
-            if piece.handle is None:  # it was never posted
-                self._settle(piece, str(error), now)
+            if part.handle is None:  # it was never posted
+                self._settle(part, str(error), now)
             else:
-                piece.is_unsure = True
+                part.is_unsure = True
                 self._fail_unsure(read, str(error), now)
 
     # ---- polling
 
-    def _poll(self, peer: Peer, piece: Piece, now: float) -> None:
-        if piece.is_unsure:
+    def _poll(self, peer: Peer, part: ReadPart, now: float) -> None:
+        if part.is_unsure:
             return
-        if piece.settled_at is None:
-            is_over, error = self._agent.poll(piece.handle)
+        if part.settled_at is None:
+            is_over, error = self._agent.poll(part.handle)
             if not is_over:
-                self._check_pending(piece.read, error, now)
+                self._check_pending(part.read, error, now)
                 return
             if not error:
-                piece.read.progress_at = now
-                self._land(peer, piece)
+                part.read.progress_at = now
+                self._land(peer, part)
                 return
-            self._settle(piece, error, now)
+            self._settle(part, error, now)
         self._agent.progress()
-        if piece.settled_at is not None and now >= piece.settled_at:
-            self._land(peer, piece)
-            self._lose(peer, f"READ failed: {piece.read.error}")
+        if part.settled_at is not None and now >= part.settled_at:
+            self._land(peer, part)
+            self._lose(peer, f"READ failed: {part.read.error}")
 
-    def _check_pending(self, read: Read, error: str, now: float) -> None:
+    def _check_pending(self, read: NixlRead, error: str, now: float) -> None:
         if error:
             self._fail_unsure(read, error, now)
         elif now - read.progress_at > read.timeout_s:
             self._give_up(read, f"no progress for {read.timeout_s:g} s", now)
 
-    def _fail_unsure(self, read: Read, error: str, now: float) -> None:
+    def _fail_unsure(self, read: NixlRead, error: str, now: float) -> None:
         """Nobody can say that this READ will not land: its blocks stay out of the pool for good
         (K5), and the process has to be restarted.
         """
         self._fail(f"a READ from {read.peer.key} may still land after an error: {error}")
         self._give_up(read, error, now)
 
-    def _give_up(self, read: Read, error: str, now: float) -> None:
+    def _give_up(self, read: NixlRead, error: str, now: float) -> None:
         if read.stalled_at is not None:
             return
         read.stalled_at = now
@@ -240,28 +242,28 @@ class Reads:
         read.on_stall()
         self._lose(read.peer, read.error)
 
-    def _settle(self, piece: Piece, error: str, now: float) -> None:
-        piece.read.error = piece.read.error or error
-        piece.read.peer.is_failing = True
-        piece.settled_at = now + SETTLE_S
+    def _settle(self, part: ReadPart, error: str, now: float) -> None:
+        part.read.error = part.read.error or error
+        part.read.peer.is_failing = True
+        part.settled_at = now + SETTLE_S
 
-    def _land(self, peer: Peer, piece: Piece) -> None:
-        peer.posted.remove(piece)
-        peer.posted_bytes -= piece.num_bytes
-        if piece.handle is not None:
-            self._agent.release(piece.handle)
+    def _land(self, peer: Peer, part: ReadPart) -> None:
+        peer.posted.remove(part)
+        peer.posted_bytes -= part.num_bytes
+        if part.handle is not None:
+            self._agent.release(part.handle)
         self._on_progress()
-        self._end_piece(piece, piece.read.error)
+        self._end_part(part, part.read.error)
 
-    def _end_piece(self, piece: Piece, error: str) -> None:
-        """A piece is over; so is its READ with the last one."""
-        read = piece.read
+    def _end_part(self, part: ReadPart, error: str) -> None:
+        """A part is over; so is its READ with the last one."""
+        read = part.read
         read.error = read.error or error
         read.num_left -= 1
         if read.num_left == 0:
             self._end(read)
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: NixlRead) -> None:
         if read.stalled_at is not None:
             self._stalled.remove(read)
         result = ReadResult(

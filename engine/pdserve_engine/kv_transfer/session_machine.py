@@ -30,10 +30,10 @@ from pdserve_engine.kv_transfer.machine import take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     KVEvent,
+    RequestFailed,
     StartAllowed,
     StartDeferred,
     StartForbidden,
-    TransferFailed,
 )
 from pdserve_engine.kv_transfer.protocol import (
     PRODUCER,
@@ -295,7 +295,7 @@ class SessionMachine:
     def _fail_request(self, session: Session) -> None:
         self._failed.add(session.request)
         error = KVTransferError(f"handing KV over to {session.engine_id} failed: {session.message}")
-        self._tell(TransferFailed(session.request, error.to_engine_error()))
+        self._tell(RequestFailed(session.request, error.to_engine_error()))
 
     # ---- helpers
 

@@ -93,7 +93,7 @@ class LiveRequest(ABC):
 
     @abstractmethod
     async def _next_output(self) -> RequestOutput:
-        """Wait for news and return all of it."""
+        """Wait for output and return all of it."""
 
     def _watch_deadline(self) -> None:
         """Fail at the deadline, if there is one, unless the timer is stopped before."""

@@ -62,8 +62,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What a request has brought: the completions with news. Exactly one output is `finished`, the
-    last; usage and metrics are on it.
+    """What a request has brought: the completions that have something new. Exactly one output is
+    `finished`, the last; usage and metrics are on it.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class RequestOutputCollector:
         "_text",
         "_token_ids",
         "_wake",
-        "has_news",
+        "has_output",
         "origin",
     )
 
@@ -144,7 +144,7 @@ class RequestOutputCollector:
         self._ending: Ending | None = None
         self._is_first = True
         self._wake = wake or asyncio.Event()
-        self.has_news = False
+        self.has_output = False
         # What is told of where the tokens come from.
         self.origin = ""
 
@@ -176,7 +176,7 @@ class RequestOutputCollector:
             self._notify()
 
     def finish(self, ending: Ending, *, is_known: bool = False) -> None:
-        """Take the end. One that the reader knows already is no news among other completions'."""
+        """Take the end. One that the reader knows already is no output among other completions'."""
         self._ending = ending
         if is_known and self._kind is RequestOutputKind.DELTA:
             self._wake.set()
@@ -184,14 +184,14 @@ class RequestOutputCollector:
             self._notify()
 
     async def get(self) -> RequestOutput:
-        """Wait for news and return all of it; the last one is `finished`."""
+        """Wait for output and return all of it; the last one is `finished`."""
         await self._wake.wait()
         self._wake.clear()
         return self.take()
 
     def take(self) -> RequestOutput:
         """Return all that is new; the last one is `finished`."""
-        self.has_news = False
+        self.has_output = False
         text = "".join(self._text)
         logprobs = LogprobsLists.join(self._logprobs) if self._logprobs else None
         completion = CompletionOutput(
@@ -221,7 +221,7 @@ class RequestOutputCollector:
         return output if self._ending is None else _finished(output, self._ending)
 
     def _notify(self) -> None:
-        self.has_news = True
+        self.has_output = True
         self._wake.set()
 
 

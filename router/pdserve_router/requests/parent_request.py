@@ -110,25 +110,25 @@ class ParentRequest(LiveRequest):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._ending is not None or (self._has_news and self._may_emit):
+            if self._ending is not None or (self._has_output and self._may_emit):
                 return self._take()
 
     @property
-    def _has_news(self) -> bool:
-        return any(child.state.collector.has_news for child in self._children)
+    def _has_output(self) -> bool:
+        return any(child.state.collector.has_output for child in self._children)
 
     @property
     def _may_emit(self) -> bool:
         """False while what is new has to wait for more."""
         if self._is_first and self._params.prompt_logprobs is not None:
             # The first output has them, and the first child brings them; a fork may be faster.
-            return not self._is_silent and self._children[0].state.collector.has_news
+            return not self._is_silent and self._children[0].state.collector.has_output
         return not self._is_silent
 
     def _take(self) -> RequestOutput:
         collectors = [child.state.collector for child in self._children]
-        news = [collector.take() for collector in collectors if collector.has_news]
-        completions = tuple(completion for output in news for completion in output.outputs)
+        new = [collector.take() for collector in collectors if collector.has_output]
+        completions = tuple(completion for output in new for completion in output.outputs)
         is_first, self._is_first = self._is_first, False
         ending = self._ending
         return RequestOutput(
@@ -136,7 +136,7 @@ class ParentRequest(LiveRequest):
             outputs=self._best(completions) if self._is_ranked else completions,
             seed=self._params.seed or 0,
             prompt_token_ids=self.core_request.prompt_token_ids if is_first else (),
-            prompt_logprobs=news[0].prompt_logprobs if news else None,
+            prompt_logprobs=new[0].prompt_logprobs if new else None,
             finished=ending is not None,
             usage=ending.usage if ending is not None else None,
             metrics=ending.metrics if ending is not None else None,

@@ -10,7 +10,7 @@ content that it would have found earlier: nothing worse can come of it. For the 
 that D gives back counts as another request's from then on. After a preemption P computes the
 request anew in the same two blocks, swapped: the worst reuse there is.
 
-A transfer that nothing interferes with (`Scope.is_harmless`) has to end in an accepted request.
+A pull that nothing interferes with (`Scope.is_harmless`) has to end in an accepted request.
 Deadlines and fences of P and of D are scopes of their own, so that one side's end is seen to
 reach the other one without them.
 

@@ -238,7 +238,7 @@ class Scope:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether nothing in it excuses the loss of the transfer."""
+        """Whether nothing in it explains the loss of the pull."""
         gives_up = self.p_gives_up or self.d_gives_up
         return not (self.restart or self.cuts or gives_up or self.scarcity)
 

@@ -168,7 +168,7 @@ class FaultyNixlAgent(NixlAgent):
         return is_over
 
     def on_read_posted(self) -> None:
-        """Do nothing: the stage mid_transfer is here."""
+        """Do nothing: the stage mid_read is here."""
 
     def _post(self, handle: Any, read: _FaultyRead | None) -> bool:
         if read is None or read.is_copying:

@@ -30,7 +30,7 @@ STAGES: Mapping[str, Point] = {
     # A READ is about to be made: of the first chunk, or of a later one.
     "chunk": Point("decode", *_READS, "make_read", "before"),
     # A READ is posted, its end is not seen.
-    "mid_transfer": Point("decode", *_READS, "on_read_posted", "before"),
+    "mid_read": Point("decode", *_READS, "on_read_posted", "before"),
     # A READ is over, nobody is told.
     "landed": Point("decode", *_CONSUMER, "_on_read_done", "before"),
     # The prompt is computed, D does not know of the last chunk.
