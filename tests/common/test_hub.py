@@ -5,14 +5,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve_common.model_folder import model_name
-
-if TYPE_CHECKING:
-    from conftest import FakeHub
+from support.hub import FakeHub
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 
 def find(
-    hub: "FakeHub", model: str = "", *, environment: dict[str, str] | None = None, **kwargs: object
+    hub: FakeHub, model: str = "", *, environment: dict[str, str] | None = None, **kwargs: object
 ) -> "subprocess.CompletedProcess[str]":
     """find_model in a process: the library reads its environment once."""
     return subprocess.run(
@@ -42,7 +39,7 @@ def find(
     )
 
 
-def found(hub: "FakeHub", **kwargs: object) -> Path:
+def found(hub: FakeHub, **kwargs: object) -> Path:
     result = find(hub, **kwargs)  # type: ignore[arg-type]
     assert result.returncode == 0, result.stderr
     return Path(result.stdout.strip())
@@ -54,7 +51,7 @@ def error(result: "subprocess.CompletedProcess[str]") -> str:
     return result.stderr.splitlines()[-1]
 
 
-def test_a_model_is_downloaded_once_without_what_is_not_served_from(hub: "FakeHub") -> None:
+def test_a_model_is_downloaded_once_without_what_is_not_served_from(hub: FakeHub) -> None:
     folder = found(hub)
     assert {path.name for path in folder.rglob("*")} == SERVED | {WEIGHTS}
     assert (folder / WEIGHTS).read_bytes() == (hub.files / WEIGHTS).read_bytes()
@@ -65,7 +62,7 @@ def test_a_model_is_downloaded_once_without_what_is_not_served_from(hub: "FakeHu
     assert hub.requests == []
 
 
-def test_routers_download_no_weights_and_workers_the_rest(hub: "FakeHub") -> None:
+def test_routers_download_no_weights_and_workers_the_rest(hub: FakeHub) -> None:
     folder = found(hub, weights=False)
     assert {path.name for path in folder.iterdir()} == SERVED
     assert found(hub, weights=False) == found(hub, revision=hub.COMMIT) == folder
@@ -73,7 +70,7 @@ def test_routers_download_no_weights_and_workers_the_rest(hub: "FakeHub") -> Non
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
-def test_what_is_not_complete_in_the_cache_is_downloaded(hub: "FakeHub", name: str) -> None:
+def test_what_is_not_complete_in_the_cache_is_downloaded(hub: FakeHub, name: str) -> None:
     folder = found(hub)
     shutil.rmtree(folder.parent.parent / "trees", ignore_errors=True)  # as others leave it
     (folder / name).unlink()
@@ -83,14 +80,14 @@ def test_what_is_not_complete_in_the_cache_is_downloaded(hub: "FakeHub", name: s
     assert (folder / name).is_file()
 
 
-def test_a_cache_that_lacks_what_nobody_needs_is_enough_without_a_hub(hub: "FakeHub") -> None:
+def test_a_cache_that_lacks_what_nobody_needs_is_enough_without_a_hub(hub: FakeHub) -> None:
     folder = found(hub)
     (folder / "generation_config.json").unlink()
     hub.close()
     assert found(hub) == folder
 
 
-def test_shards_that_an_index_names_are_needed(hub: "FakeHub") -> None:
+def test_shards_that_an_index_names_are_needed(hub: FakeHub) -> None:
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     (hub.files / WEIGHTS).rename(hub.files / shards[0])
     (hub.files / shards[1]).write_bytes(b"weights")
@@ -102,7 +99,7 @@ def test_shards_that_an_index_names_are_needed(hub: "FakeHub") -> None:
     assert (found(hub) / shards[1]).is_file()
 
 
-def test_without_a_hub_it_says_what_to_do(hub: "FakeHub") -> None:
+def test_without_a_hub_it_says_what_to_do(hub: FakeHub) -> None:
     hub.close()
     for environment, why in (({}, "refused"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
         text = error(find(hub, environment=environment))
@@ -113,7 +110,7 @@ def test_without_a_hub_it_says_what_to_do(hub: "FakeHub") -> None:
         assert text.endswith("or set HF_ENDPOINT to a mirror")
 
 
-def test_a_model_that_the_hub_does_not_have_is_said_to_be_wrong(hub: "FakeHub") -> None:
+def test_a_model_that_the_hub_does_not_have_is_said_to_be_wrong(hub: FakeHub) -> None:
     (hub.files / "config.json").unlink()
     assert error(find(hub)) == f"{hub.model} has no config.json on {hub.url}: it cannot be served"
     text = error(find(hub, revision="v2"))
@@ -126,7 +123,7 @@ def test_a_model_that_the_hub_does_not_have_is_said_to_be_wrong(hub: "FakeHub") 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_model_says_how_to_be_let_in(hub: "FakeHub", status: int) -> None:
+def test_a_gated_model_says_how_to_be_let_in(hub: FakeHub, status: int) -> None:
     hub.file_status, hub.file_error = status, "GatedRepo"
     text = error(find(hub, environment={"HF_TOKEN": "hf_some"} if status == 403 else None))
     assert text == (
@@ -135,6 +132,6 @@ def test_a_gated_model_says_how_to_be_let_in(hub: "FakeHub", status: int) -> Non
     )
 
 
-def test_a_hub_that_fails_in_a_download_is_named(hub: "FakeHub") -> None:
+def test_a_hub_that_fails_in_a_download_is_named(hub: FakeHub) -> None:
     hub.file_status = 410
     assert error(find(hub)).startswith(f"the download of {hub.model} from {hub.url} failed, what")

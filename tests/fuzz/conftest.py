@@ -7,31 +7,27 @@ from pathlib import Path
 
 import pytest
 
-# Test modules import system, messages, ... and the stack of the integration tests.
+# Test modules import system, messages, ...
 sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[2]))
 
 from in_services.sitecustomize import FOLDER as TASKS_FOLDER
 from system import MAX_MODEL_LEN, System
-from tests.integration.conftest import StartStack, start_stack  # noqa: F401, a fixture
+
+from support.stack import running_stack
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER.parents[1] / "models" / "pdserve-tiny"
 
 
 @pytest.fixture(scope="session")
-def watched_system(
-    start_stack: StartStack,  # noqa: F811
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[System]:
+def watched_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """A stack of one P and one D that all targets of a process share."""
     tasks_folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER / "in_services"), *_python_path()]))
         patch.setenv(TASKS_FOLDER, str(tasks_folder))
-        with start_stack(
-            model=MODEL, num_threads=1, max_model_len=MAX_MODEL_LEN, kv_cache_memory_mib=32
-        ) as stack:
+        fields = {"model": MODEL, "num_threads": 1, "max_model_len": MAX_MODEL_LEN}
+        with running_stack(tmp_path_factory.mktemp("logs"), **fields) as stack:
             yield System(stack, tasks_folder)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from tests.integration.conftest import RunningStack
+
+from support.stack import RunningStack
 
 # Of what has to happen, however busy the machine is.
 ANSWER_S = 60.0

@@ -12,7 +12,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -20,9 +19,7 @@ import pytest
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import Stack
 from pdserve_common.model_folder import is_hub_id
-
-if TYPE_CHECKING:
-    from conftest import FakeHub
+from support.hub import FakeHub
 
 pytestmark = pytest.mark.slow
 
@@ -151,7 +148,7 @@ def test_up_serves_until_it_is_asked_to_stop(up: Callable[..., Up]) -> None:
 
 
 def test_up_downloads_a_model_once_and_serves_it_under_the_hubs_name(
-    hub: "FakeHub", tmp_path: Path
+    hub: FakeHub, tmp_path: Path
 ) -> None:
     running = Up(hub.model, tmp_path, environment=hub.environment)
     try:
@@ -170,7 +167,7 @@ def test_up_downloads_a_model_once_and_serves_it_under_the_hubs_name(
         running.process.wait()
 
 
-def test_ctrl_c_ends_a_download_at_once(hub: "FakeHub", tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     hub.holds_files = True
     running = Up(hub.model, tmp_path, environment=hub.environment)
     try:
@@ -192,7 +189,7 @@ def test_up_serves_under_the_name_it_is_told(up: Callable[..., Up]) -> None:
 
 
 def test_a_model_of_the_hub_that_cannot_be_had_is_one_clear_line(
-    hub: "FakeHub", tmp_path: Path
+    hub: FakeHub, tmp_path: Path
 ) -> None:
     environment = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     commands = [("pdserve_client", command) for command in ("up", "run")]

@@ -130,7 +130,7 @@ async def test_a_killed_engine_process_ends_its_worker(name: str, stack: Any) ->
 async def test_a_stopped_engine_process_is_noticed_and_none_outlives_its_worker(stack: Any) -> None:
     stopped, left = (engine_process(stack, name) for name in ("decode-0", "prefill-0"))
     stopped.suspend()
-    stack.kill("prefill-0")
+    stack.kill_process("prefill-0")
     assert await asyncio.to_thread(stack.process("decode-0").wait, EXIT_TIMEOUT_S) == 2
     assert "has said nothing for" in stack.log("decode-0")
     _, alive = await asyncio.to_thread(psutil.wait_procs, [stopped, left], EXIT_TIMEOUT_S)

@@ -95,7 +95,7 @@ async def test_if_no_decode_worker_is_left_a_stream_ends_with_one_typed_error(
 ) -> None:
     stream = client.generate(PROMPT, LONG, timeout_s=60)
     await begin(stream, 5)
-    stack.kill("decode-0")
+    stack.kill_process("decode-0")
     lost_at = time.monotonic()
     rest = [output async for output in stream]
     assert REDRIVE_WAIT_S < time.monotonic() - lost_at < BOUND_S

@@ -143,7 +143,7 @@ def num_recovered(told: list[Told]) -> int:
 async def test_streams_go_on_when_their_decode_worker_is_killed(stack: Any, stub: Any) -> None:
     redrives = "pdserve_redrives_total"
     before = total(stack.metrics("router"), redrives)
-    told = await ask_during(stub, lambda: stack.kill("decode-1"))
+    told = await ask_during(stub, lambda: stack.kill_process("decode-1"))
     assert 0 < num_recovered(told) < len(told)
     assert total(stack.metrics("router"), redrives) == before + num_recovered(told)
     stack.assert_idle(without="decode-1")
@@ -198,7 +198,7 @@ async def test_a_prompt_is_computed_when_its_prefill_worker_is_killed_under_it(
 ) -> None:
     asked = asyncio.create_task(ask(stub, SHORT, LONG_PROMPT))
     name = await asyncio.to_thread(wait_for_running, stack, ("prefill-0", "prefill-1"))
-    stack.kill(name)
+    stack.kill_process(name)
     told = await asked
     assert told.metrics.num_redrives == 1
     stack.assert_idle(without=name)

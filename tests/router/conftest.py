@@ -3,29 +3,35 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and raw_http2
 
 from fake_model import make_model_dir
 
-from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.api.http_server import HttpServer
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.tokenizer import Tokenizer
-from pdserve_router.workers.attach_client import LinkTimings
 from support.crew import Crew
 from support.fake_worker import EOS, FakeWorker
-
-ANSWER_TEXT = "hello world, the quick fox"
-# A busy machine is no silent worker: tests of silence have a shorter time of their own.
-TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=20.0, min_backoff_s=0.02, max_backoff_s=0.1)
+from support.router_stack import (
+    ANSWER_TEXT,
+    TIMINGS,
+    NoHttpServer,
+    NoMetricsServer,
+    QuickHttpServer,
+    Stack,
+    StartStack,
+    counters,
+    sources,
+)
+from support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -56,132 +62,6 @@ def tokenizer(model_dir: Path) -> Iterator[Tokenizer]:
     assert tokenizer.backend.token_to_id("<|eos|>") == EOS
     yield tokenizer
     tokenizer.close()
-
-
-class Stack:
-    """A router and its workers."""
-
-    def __init__(self, server: RouterServer, prefills: list, decodes: list, channel) -> None:
-        self.server = server
-        self.prefills: list[FakeWorker] = prefills
-        self.decodes: list[FakeWorker] = decodes
-        self.channel = channel
-        self.stub = inference_grpc.InferenceServiceStub(channel)
-        self.url = f"http://127.0.0.1:{server.http_port}"
-
-    @property
-    def prefill(self) -> FakeWorker:
-        return self.prefills[0]
-
-    @property
-    def decode(self) -> FakeWorker:
-        return self.decodes[0]
-
-    @property
-    def workers(self) -> list[FakeWorker]:
-        return [*self.prefills, *self.decodes]
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.server.registry.get_sample_value(name, labels) or 0.0
-
-    async def assert_idle(self) -> None:
-        """No request is left anywhere."""
-        await until(lambda: self.server.router.num_in_flight == 0)
-        await until(lambda: all(worker.num_running == 0 for worker in self.workers))
-        assert self.metric("pdserve_requests_in_flight") == 0
-        assert self.server.router.num_queued == 0
-        clients = (*self.server.pool.prefill, *self.server.pool.decode)
-        await until(lambda: all(client.num_in_flight == 0 for client in clients))
-
-
-# Its labels are what clients make up.
-UNFORESEEN = "pdserve_http_unknown_fields_total"
-
-
-def counters(server: RouterServer) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
-    """All series that count, by name and labels."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items())))
-        for family in server.registry.collect()
-        if family.type == "counter"
-        for sample in family.samples
-        if sample.name.endswith("_total") and sample.name != UNFORESEEN
-    }
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for something that is about to become true, on a machine however busy."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "timed out"
-        await asyncio.sleep(0.005)
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Change a file as operators do: nobody reads half of it."""
-    new = path.with_suffix(".new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
-    new.replace(path)
-
-
-StartStack = Callable[..., "contextlib.AbstractAsyncContextManager[Stack]"]
-
-
-def _sources(wanted: int | Sequence[str], fakes: Sequence[FakeWorker]) -> tuple[str, ...]:
-    return tuple(fake.address for fake in fakes) if isinstance(wanted, int) else tuple(wanted)
-
-
-class NoMetricsServer:
-    """The real one takes half a second to close; test_server has it."""
-
-    port = 0
-
-    def __init__(
-        self, host: str, port: int, registry: object, *, probes: object, on_limit: object
-    ) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class QuickHttpServer(HttpServer):
-    """Closes without uvicorn's pauses, a fifth of a second together; tests of how it closes ask for
-    the real one.
-    """
-
-    async def close(self, *, grace_s: float) -> None:
-        assert self._server is not None
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        state = self._server.server_state
-        for server in self._server.servers:
-            server.close()
-        for connection in list(state.connections):
-            connection.shutdown()
-        await until(lambda: not state.connections and not state.tasks)
-
-
-class NoHttpServer:
-    """For tests without HTTP."""
-
-    port = 0
-
-    def __init__(self, host: str, port: int, context: object, connections: object) -> None:
-        pass
-
-    def start(self, app: object) -> None:
-        pass
-
-    def cut(self, scope: object) -> None:
-        pass
-
-    def stop_accepting(self) -> None:
-        pass
-
-    async def close(self, *, grace_s: float) -> None:
-        pass
 
 
 @pytest.fixture
@@ -232,8 +112,8 @@ def start_stack(
             server = RouterServer(
                 RouterConfig(
                     model=str(model_dir),
-                    prefill=_sources(prefill, prefills),
-                    decode=_sources(decode, decodes),
+                    prefill=sources(prefill, prefills),
+                    decode=sources(decode, decodes),
                     **{**defaults, **config},
                 ),
                 timings=TIMINGS,

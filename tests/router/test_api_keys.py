@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter
 
-from conftest import ANSWER_TEXT, replace_file
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_router.api.api_keys import ApiKeys
+from support.router_stack import ANSWER_TEXT, replace_file
 
 FIRST = "first-key-0123456789"
 SECOND = "second-key-0123456789"

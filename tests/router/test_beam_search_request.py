@@ -9,7 +9,6 @@ from functools import cache
 import grpc
 import pytest
 
-from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -21,6 +20,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_router.requests.beam_search import BeamSearch
 from support.fake_worker import EOS, PREFILL_STATS
+from support.waiting import until
 
 PROMPT = [40, 41, 42]
 MAX_TOKENS = 6

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT
 from pdserve_common.descriptors import share_descriptors
 from pdserve_common.engine_types import WorkerRole
 from support.fake_worker import FakeWorker
+from support.router_stack import ANSWER_TEXT
 
 NUM_DESCRIPTORS = 256
 PORTS = re.compile(r"HTTP on (?P<http>\d+), metrics on (?P<metrics>\d+)")

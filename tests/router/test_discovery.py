@@ -6,9 +6,10 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from conftest import replace_file, until
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.discovery import Discovery, DnsSource, FileSource, parse_sources
+from support.router_stack import replace_file
+from support.waiting import until
 
 
 class Lists:

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_router.workers.duplicates import Duplicates
 from support.crew import ANSWERS, A, D, P
+from support.waiting import until
 
 
 async def path_of(stack) -> str:

@@ -10,7 +10,6 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conftest import until
 from pdserve_common.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -21,6 +20,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_router.api import edge_processes
 from pdserve_router.api.edge_processes import NUM_PER_CLIENT, EdgeProcesses, EdgeSettings
 from pdserve_router.requests.input_processor import InputProcessor
+from support.waiting import until
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 60

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from conftest import until
 from pdserve_router.api.fair_slots import FairSlots
+from support.waiting import until
 
 
 async def test_one_client_leaves_a_slot_to_others() -> None:

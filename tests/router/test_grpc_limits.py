@@ -12,11 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raw_http2 import RawHttp2, half_a_message
 
-from conftest import until
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import receive_guard
 from pdserve_common.receive_places import ReceiveLimits
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
+from support.waiting import until
 
 KEY = "a-key-of-the-tests-0123"
 GENERATE = "/pdserve.v1.InferenceService/Generate"

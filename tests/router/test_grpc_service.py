@@ -7,11 +7,12 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from support.fake_worker import EOS, prefill
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 CHAT = pb2.ChatPrompt(messages=[pb2.ChatMessage(role="user", content="hello")])

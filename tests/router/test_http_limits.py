@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT, until
 from pdserve_router.api import http_connections
 from pdserve_router.api.http_connections import MAX_HEADER_BYTES, MAX_HEADERS
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
 LIMITED = "pdserve_connection_limits_total"

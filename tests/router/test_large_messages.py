@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.errors import InvalidRequestError
@@ -26,6 +25,7 @@ from pdserve_router.requests.request_limits import (
     check_json_counts,
     check_wire_counts,
 )
+from support.router_stack import ANSWER_TEXT
 
 SERVICE = "/pdserve.v1.InferenceService/"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -6,7 +6,6 @@ import logging
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT
 from pdserve_router.api.openai_fields import (
     MAX_NAMES,
     MESSAGE_WITHOUT_EFFECT,
@@ -18,6 +17,7 @@ from pdserve_router.api.openai_fields import (
 )
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.tokenizer import Tokenizer
+from support.router_stack import ANSWER_TEXT
 
 QUESTION = {"role": "user", "content": "hello"}
 CHAT = {"model": "tiny", "messages": [QUESTION]}

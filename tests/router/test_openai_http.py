@@ -8,7 +8,6 @@ import re
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
@@ -20,6 +19,8 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from support.fake_worker import EOS
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 MANY = 1000
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}

@@ -3,9 +3,10 @@
 import openai
 import pytest
 
-from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from support.fake_worker import EOS
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conftest import TIMINGS, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -38,6 +37,8 @@ from support.fake_worker import (
     engine_info,
     prefill,
 )
+from support.router_stack import TIMINGS
+from support.waiting import until
 
 VOCAB_SIZE = 300
 

@@ -7,12 +7,13 @@ import grpc
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from support.fake_worker import PREFILL_STATS, decode, prefill
+from support.router_stack import ANSWER_TEXT, Stack
+from support.waiting import until
 
 PARAMS = {"n": 3, "seed": 7}
 

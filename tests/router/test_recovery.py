@@ -10,7 +10,6 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -23,6 +22,8 @@ from pdserve_common.engine_types import (
 from pdserve_router.requests import single_completion
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, Running, decode, prefill
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 RETRYABLE = (
     ErrorCode.ENGINE_DEAD,

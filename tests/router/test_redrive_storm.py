@@ -3,10 +3,11 @@
 import asyncio
 import time
 
-from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from support.fake_worker import Running, decode, prefill
+from support.router_stack import ANSWER_TEXT, Stack
+from support.waiting import until
 
 NUM_STREAMS = 200
 TOKENS = pb2.TokenPrompt(token_ids=range(10, 30))

@@ -11,12 +11,13 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conftest import ANSWER_TEXT, until
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_common.logging import make_formatter
 from pdserve_router.requests import request_log
 from pdserve_router.requests.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 PROMPT = "the quick fox"
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 100}

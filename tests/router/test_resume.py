@@ -7,7 +7,6 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conftest import ANSWER_TEXT, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -25,6 +24,8 @@ from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, decode, logprobs_of
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 import grpc
 import httpx
 
-from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_client.client import AsyncClient
 from pdserve_router.api.http_server import HttpServer
 from support.cut_proxy import CutProxy, cut_proxies
 from support.fake_worker import Running
+from support.router_stack import ANSWER_TEXT, Stack
+from support.waiting import until
 
 BODY = {"model": "tiny", "prompt": "short", "max_tokens": 50}
 

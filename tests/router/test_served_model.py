@@ -2,9 +2,9 @@
 
 import pytest
 
-from conftest import until
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.workers.worker_client import WorkerState
+from support.waiting import until
 
 
 @pytest.mark.parametrize(

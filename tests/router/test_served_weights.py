@@ -9,7 +9,6 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
@@ -18,6 +17,7 @@ from pdserve_router.workers.served_weights import GONE_S, ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.crew import ANSWERS, A, B, numbers
 from support.fake_worker import MODEL, engine_info
+from support.waiting import until
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 READY = WorkerState.READY

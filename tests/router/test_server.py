@@ -15,7 +15,6 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conftest import ANSWER_TEXT, TIMINGS, replace_file, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import WorkerRole
@@ -23,6 +22,8 @@ from pdserve_router.api.grpc_service import SERVICE_NAME
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from support.fake_worker import FakeWorker
+from support.router_stack import ANSWER_TEXT, TIMINGS, replace_file
+from support.waiting import until
 
 
 async def read_all(call) -> list[pb2.RequestOutput]:

@@ -6,10 +6,10 @@ import grpc
 import httpx
 import pytest
 
-from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from support.fake_worker import decode, prefill
+from support.waiting import until
 
 KINDS = {
     "n": {"n": 3},

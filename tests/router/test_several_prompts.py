@@ -6,9 +6,10 @@ import json
 import httpx
 import pytest
 
-from conftest import ANSWER_TEXT, until
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from support.fake_worker import decode, prefill
+from support.router_stack import ANSWER_TEXT
+from support.waiting import until
 
 BODY = {"prompt": ["a", "bb", [5, 6, 7]], "max_tokens": 100}
 

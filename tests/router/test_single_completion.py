@@ -8,13 +8,14 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from conftest import ANSWER_TEXT, Stack, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
+from support.router_stack import ANSWER_TEXT, Stack
+from support.waiting import until
 
 
 def request(**fields) -> pb2.GenerateRequest:

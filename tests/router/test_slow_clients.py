@@ -11,11 +11,11 @@ import time
 import grpc
 import pytest
 
-from conftest import until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import FinishReason
 from pdserve_router.api.http_server import HttpServer
+from support.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from conftest import TIMINGS, until
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -19,6 +18,8 @@ from pdserve_common.errors import NoWorkerError
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.fake_worker import MODEL, FakeWorker
+from support.router_stack import TIMINGS
+from support.waiting import until
 
 # Of tests in which a worker says nothing any more.
 SHORT = dataclasses.replace(TIMINGS, dead_after_s=0.5)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from conftest import TIMINGS, replace_file, until
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
@@ -30,6 +29,8 @@ from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, engine_info
+from support.router_stack import TIMINGS, replace_file
+from support.waiting import until
 
 BLOCK = 16
 

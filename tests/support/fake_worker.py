@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -22,6 +23,7 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     LogprobsLists,
     PrefillStats,
+    SamplingParams,
     SchedulerStats,
     WorkerRole,
 )
@@ -67,7 +69,7 @@ def is_probe(request_id: str) -> bool:
     return request_id.startswith("probe-")
 
 
-def engine_info(role: WorkerRole, *, vocab_size: int, **changes: object) -> EngineInfo:
+def engine_info(role: WorkerRole, *, vocab_size: int, **changes: Any) -> EngineInfo:
     info = EngineInfo(
         engine_id=f"fake-{role.name.lower()}",
         epoch="0" * 32,
@@ -112,14 +114,14 @@ class Link:
         self.frames: list[pb2.AttachResponse] = []
         self.num_waiting_tokens = 0
         self._pending: list[EngineCoreOutput] = []
-        self._rest: dict[str, object] = {}
+        self._rest: dict[str, Any] = {}
         self._event = asyncio.Event()
 
     def emit(self, output: EngineCoreOutput) -> None:
         self._pending.append(output)
         self._event.set()
 
-    def say(self, **fields: object) -> None:
+    def say(self, **fields: Any) -> None:
         """Send what an engine says besides outputs."""
         self._rest.update(fields)
         self._event.set()
@@ -155,6 +157,12 @@ class Running:
         self._link = link
 
     @property
+    def params(self) -> SamplingParams:
+        params = self.request.sampling_params
+        assert params is not None
+        return params
+
+    @property
     def num_resumed(self) -> int:
         return len(self.request.resume_output_token_ids)
 
@@ -169,13 +177,13 @@ class Running:
         at: int,
         finish: FinishReason | None = None,
         num_repeated: int = 0,
-        **more,
+        **more: Any,
     ) -> None:
         """Send tokens, the first of which has index `at`. The first `num_repeated` have no
         logprobs.
         """
         more.setdefault("attempt", self.request.attempt)
-        num_top = self.request.sampling_params.logprobs
+        num_top = self.params.logprobs
         if num_top is not None and token_ids:
             more.setdefault("new_logprobs", logprobs_of(token_ids[num_repeated:], num_top))
         self._link.emit(
@@ -190,7 +198,7 @@ class Running:
 
     def emit_prompt_logprobs(self, *, chunk: int = 2) -> None:
         """Send them in slices, as a prompt computed in chunks brings them."""
-        num_top = self.request.sampling_params.prompt_logprobs
+        num_top = self.params.prompt_logprobs
         if num_top is None:
             return
         known = logprobs_of(self.request.prompt_token_ids[1:], num_top)
@@ -200,7 +208,8 @@ class Running:
     def answer(self) -> tuple[Sequence[int], FinishReason]:
         """The worker's scripted answer, cut at max_tokens."""
         answer = PROBE_ANSWER if is_probe(self.request.request_id) else self.worker.answer
-        limit = self.request.sampling_params.max_tokens
+        limit = self.params.max_tokens
+        assert limit is not None
         if len(answer) < limit:
             return [*answer, EOS], FinishReason.STOP
         return answer[:limit], FinishReason.LENGTH
@@ -267,7 +276,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     """One prefill or decode worker on a free port, which stays its own until it is closed."""
 
     def __init__(
-        self, role: WorkerRole, *, vocab_size: int, answer: Sequence[int] = (), **info: object
+        self, role: WorkerRole, *, vocab_size: int, answer: Sequence[int] = (), **info: Any
     ) -> None:
         self.info = engine_info(role, vocab_size=vocab_size, **info)
         self.answer = tuple(answer)

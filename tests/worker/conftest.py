@@ -1,6 +1,5 @@
 """Fixtures of the worker's suites."""
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -10,10 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
-
-sys.path.append(str(Path(__file__).parent))  # test modules import worker_driver
-
-from worker_driver import LONG, Worker, serve
+from support.worker import LONG, Worker, serve
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from worker_driver import LONG, TIMEOUT_S, Worker, add, beat, slowed, until, until_idle
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
@@ -16,6 +15,8 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pdserve_worker import attach_service as service_module
 from pdserve_worker import attachment as attachment_module
+from support.waiting import until
+from support.worker import LONG, TIMEOUT_S, Worker, add, beat, slowed_steps, until_idle
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +178,7 @@ async def test_a_router_goes_on_after_its_stream_broke(
     acknowledges: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with slowed(worker):
+    with slowed_steps():
         await router.add("a", 150)
         for _ in range(3):
             await router.read_tokens(5)
@@ -212,7 +213,7 @@ async def test_an_end_that_was_lost_on_the_way_comes_again(
 async def test_a_newer_stream_takes_over_from_one_that_seems_open(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    with slowed(worker):
+    with slowed_steps():
         await router.add("a", 60)
         await router.read_tokens(5)
         old = router.call
@@ -227,7 +228,7 @@ async def test_a_newer_stream_takes_over_from_one_that_seems_open(
 async def test_a_frozen_stream_is_taken_over_as_well(
     worker: Worker, network: Network, router: Router
 ) -> None:
-    with slowed(worker):
+    with slowed_steps():
         await router.add("a", 60)
         await router.read_tokens(5)
         network.freeze()

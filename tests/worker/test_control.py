@@ -9,7 +9,12 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from worker_driver import (
+
+from pdserve.v1 import control_service_pb2 as control_pb2
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve_engine.request.watchdog import StepWatch
+from support.waiting import until
+from support.worker import (
     LONG,
     TIMEOUT_S,
     Worker,
@@ -18,13 +23,8 @@ from worker_driver import (
     ends,
     has_started,
     read_until,
-    slowed,
-    until,
+    slowed_steps,
 )
-
-from pdserve.v1 import control_service_pb2 as control_pb2
-from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve_engine.request.watchdog import StepWatch
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ async def test_sleep_and_wake_up(worker: Worker) -> None:
 
 async def test_a_cancelled_pause_leaves_the_worker_serving(worker: Worker) -> None:
     async with worker.attach("one") as router:
-        with slowed(worker):
+        with slowed_steps():
             await router.write(add("long", 100))
             await read_until(router, has_started)
             call = worker.control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT))
@@ -141,7 +141,7 @@ async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
 
 async def test_an_id_of_another_router_is_refused_and_ones_own_is_ignored(worker: Worker) -> None:
     async with worker.attach("one") as one, worker.attach("two") as two:
-        with slowed(worker):
+        with slowed_steps():
             await one.write(add("same", 60))
             await read_until(one, has_started)
             await one.write(add("same", 1))
@@ -180,7 +180,7 @@ async def test_what_cannot_be_done_is_said_by_status(worker: Worker) -> None:
 
 async def test_a_drain_reports_until_nothing_is_left_and_is_shared(worker: Worker) -> None:
     async with worker.attach("one") as router:
-        with slowed(worker):
+        with slowed_steps():
             await router.write(add("long", 100))
             await read_until(router, has_started)
             drain = control_pb2.DrainRequest(timeout_ms=60_000)

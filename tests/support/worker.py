@@ -18,8 +18,11 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_engine.clients.inproc import InprocEngineClient
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner.rank import Rank
 from pdserve_worker import control_service, process
 from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
+from support.waiting import until
 
 # So many tokens take seconds.
 LONG = 8000
@@ -86,25 +89,17 @@ async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
 
 
 @contextlib.contextmanager
-def slowed(worker: Worker) -> Iterator[None]:
+def slowed_steps() -> Iterator[None]:
     """Dozens of tokens take far longer than anything else, also on a busy machine."""
-    rank: Any = worker.engine._core.executor.rank
-    execute = rank.execute_model
+    execute = Rank.execute_model
 
-    def execute_slowly(scheduled: Any) -> Any:
+    def execute_slowly(rank: Rank, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         time.sleep(0.02)
-        return execute(scheduled)
+        return execute(rank, scheduled)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "execute_model", execute_slowly)
+        patch.setattr(Rank, "execute_model", execute_slowly)
         yield
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.01)
 
 
 async def until_idle(worker: Worker) -> None:

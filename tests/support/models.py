@@ -1,0 +1,84 @@
+"""Small random models and what transformers generates with them."""
+
+from pathlib import Path
+from typing import Any
+
+SMALL_SHAPE = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Gemma2ForCausalLM": "Gemma2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "GPTNeoXForCausalLM": "GPTNeoXConfig",
+    "GptOssForCausalLM": "GptOssConfig",
+    "MixtralForCausalLM": "MixtralConfig",
+    "Olmo2ForCausalLM": "Olmo2Config",
+    "OPTForCausalLM": "OPTConfig",
+    "Phi3ForCausalLM": "Phi3Config",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+}
+# They have no such fields, and would keep what they are given.
+NO_GQA = ("GPTNeoXForCausalLM", "OPTForCausalLM")
+# Their norms multiply by 1 + weight.
+CENTERED_NORMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SERVED_VOCAB_SIZE = 300
+# Large enough that greedy text does not settle on one token.
+WEIGHT_STD = 0.35
+
+
+def build_model(architecture: str, overrides: dict[str, Any]) -> Any:
+    """Return a transformers model with random weights, biases and norms, the same each time."""
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, CONFIG_CLASSES[architecture])
+    fields: dict[str, Any] = SMALL_SHAPE | {"tie_word_embeddings": False} | overrides
+    if architecture == "MistralForCausalLM":
+        fields = {"sliding_window": None} | fields
+    if architecture in NO_GQA:
+        fields = {k: v for k, v in fields.items() if k not in ("num_key_value_heads", "head_dim")}
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config_class(**fields))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(std=WEIGHT_STD)
+            if name.endswith("norm.weight") and architecture not in CENTERED_NORMS:
+                weight.add_(1.0)
+    return model
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of which each byte is a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(ByteLevel.alphabet())
+    vocab = {"<bos>": 0, "<eos>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)  # type: ignore[no-untyped-call]
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)

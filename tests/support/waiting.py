@@ -1,0 +1,28 @@
+"""Waiting for what is about to be so, on a machine however busy."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str = "", *, timeout_s: float = TIMEOUT_S) -> T:
+    """Wait until a condition is true, and return its value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or condition}"
+        time.sleep(0.002)
+    return value
+
+
+async def until(condition: Callable[[], T], what: str = "", *, timeout_s: float = TIMEOUT_S) -> T:
+    """The same on an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or condition}"
+        await asyncio.sleep(0.002)
+    return value
