@@ -8,15 +8,11 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
-    PauseMode,
     SchedulerStats,
 )
+from pdserve_common.verbs import Call, ResultT
 
 OutputsCallback = Callable[[EngineCoreOutputs], None]
-
-# What sleeping gives up and wake_up takes back, in the order in which it is taken back.
-SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
-MAX_SLEEP_LEVEL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +32,6 @@ class EngineClient(Protocol):
     Requests are FIFO per client. Every accepted request gets exactly one terminal output, also
     when it is aborted, but for one that is superseded by a higher attempt of its own client, of
     which no output comes any more, and all that are left when the engine dies.
-
-    The control verbs (pause to profile) act between two steps and never hang. They raise
-    FailedPreconditionError when the engine's state does not allow them, which includes another
-    verb under way and a drain, DeadlineExceededError when they take too long, and EngineDeadError.
-    A verb that fails or is cancelled leaves the engine as it was, but for what it has aborted; one
-    that is being carried out when its caller gives up comes to its end: `state` tells.
     """
 
     @property
@@ -78,41 +68,16 @@ class EngineClient(Protocol):
         """Why the process has to be restarted (a dead engine, a broken transport), or None."""
 
     def state(self) -> EngineState:
-        """What the last control verb has left."""
+        """What the last verb has left."""
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Start nothing new; requests that come in wait.
+    async def call(self, verb: Call[ResultT]) -> ResultT:
+        """Carry out one of VERBS between two steps; never hangs.
 
-        ABORT ends all requests there are. WAIT returns when those that run are over; waiting ones
-        stay. KEEP freezes running ones where they are. `clear_cache` forgets cached prefixes, and
-        fails as reset_prefix_cache does.
-        """
-
-    async def resume(self) -> None:
-        """End a pause."""
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        """Pause and give memory back: at level 1 the KV pool's, and a GPU's weights to the host; at
-        level 2 the weights are dropped. Return the number of bytes the device got back.
-
-        Fails, with ABORT and WAIT after a while, if KV blocks are still held. Raises
-        InvalidRequestError for an unknown level.
-        """
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        """Take back what sleep gave up, or those of SLEEP_TAGS named; "scheduling" resumes.
-
-        Raises InvalidRequestError for an unknown tag.
-        """
-
-    async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes and return how many blocks held one. Fails while requests or
-        KV sessions hold blocks.
-        """
-
-    async def profile(self, start: bool) -> str:
-        """Start a profile of the next steps and return "", or stop it and return its file's path.
-        It ends by itself after some steps: taking it in holds everything up.
+        Raises FailedPreconditionError when the engine's state does not allow it, which includes
+        another verb under way and a drain, DeadlineExceededError when it takes too long, and
+        EngineDeadError. A verb that fails or is cancelled leaves the engine as it was, but for what
+        it has aborted; one that is being carried out when its caller gives up comes to its end:
+        `state` tells.
         """
 
     async def drain(self, timeout_s: float) -> int:

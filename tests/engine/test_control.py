@@ -33,6 +33,16 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.verbs import (
+    VERBS,
+    Call,
+    Pause,
+    Profile,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from pdserve_engine.clients import control as control_client
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
@@ -79,9 +89,9 @@ async def engine(shared: InprocEngineClient) -> AsyncIterator[InprocEngineClient
     """The shared engine, awake and empty before and after."""
     yield shared
     if shared.state().sleep_level is not None:
-        await shared.wake_up(())
+        await shared.call(WakeUp())
     elif shared.state().is_paused:
-        await shared.resume()
+        await shared.call(Resume())
     await until(lambda: shared.stats().num_free_blocks == shared.stats().num_total_blocks)
 
 
@@ -158,12 +168,12 @@ async def settle(engine: InprocEngineClient) -> None:
 
 async def test_abort_ends_everything_and_what_comes_later_waits(client: Client) -> None:
     await client.start("running")
-    await client.engine.pause(PauseMode.ABORT, clear_cache=False)
+    await client.engine.call(Pause(mode=PauseMode.ABORT))
     assert (await client.end_of("running")).finish_reason is FinishReason.ABORT
     client.add("later")
     await settle(client.engine)
     assert client.tokens("later") == []
-    await client.engine.resume()
+    await client.engine.call(Resume())
     assert (await client.end_of("later")).finish_reason is FinishReason.LENGTH
 
 
@@ -172,7 +182,7 @@ async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: 
         await client.start("a", 60)
         await client.start("b", 60)
         client.add("waits")
-        pause = asyncio.create_task(client.engine.pause(PauseMode.WAIT, clear_cache=False))
+        pause = asyncio.create_task(client.engine.call(Pause(mode=PauseMode.WAIT)))
         await until(lambda: client.engine.state().is_paused)
     await pause
     assert client.ends("a")
@@ -180,7 +190,7 @@ async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: 
     await settle(client.engine)
     assert client.tokens("waits") == []
     assert client.engine.stats().num_waiting_reqs == 1
-    await client.engine.resume()
+    await client.engine.call(Resume())
     assert (await client.end_of("waits")).finish_reason is FinishReason.LENGTH
 
 
@@ -188,19 +198,19 @@ async def test_keep_freezes_requests_which_go_on_with_the_same_tokens(client: Cl
     expected = await client.run("whole", 60)
     with slowed(client.engine):
         await client.start("frozen", 60)
-        await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+        await client.engine.call(Pause(mode=PauseMode.KEEP))
     await settle(client.engine)
     count = len(client.tokens("frozen"))
     assert 0 < count < 60
     await settle(client.engine)
     assert len(client.tokens("frozen")) == count
-    await client.engine.resume()
+    await client.engine.call(Resume())
     await client.end_of("frozen")
     assert client.tokens("frozen") == expected
 
 
 async def test_deadlines_expire_while_paused(client: Client) -> None:
-    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    await client.engine.call(Pause(mode=PauseMode.KEEP))
     client.add("late", deadline=time.monotonic() + 0.1)
     error = (await client.end_of("late")).error
     assert error is not None
@@ -209,30 +219,30 @@ async def test_deadlines_expire_while_paused(client: Client) -> None:
 
 async def test_requests_can_be_aborted_while_paused(client: Client) -> None:
     await client.start("frozen")
-    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
+    await client.engine.call(Pause(mode=PauseMode.KEEP))
     client.abort("frozen")
     assert (await client.end_of("frozen")).finish_reason is FinishReason.ABORT
 
 
 async def test_resume_without_a_pause_is_refused(engine: InprocEngineClient) -> None:
     with pytest.raises(FailedPreconditionError, match="not paused"):
-        await engine.resume()
+        await engine.call(Resume())
 
 
 async def test_a_pause_may_change_its_mode(client: Client) -> None:
     await client.start("a")
-    await client.engine.pause(PauseMode.KEEP, clear_cache=False)
-    await client.engine.pause(PauseMode.ABORT, clear_cache=False)
+    await client.engine.call(Pause(mode=PauseMode.KEEP))
+    await client.engine.call(Pause(mode=PauseMode.ABORT))
     assert (await client.end_of("a")).finish_reason is FinishReason.ABORT
 
 
 async def test_one_verb_at_a_time_and_a_cancelled_one_is_undone(client: Client) -> None:
     engine = client.engine
     await client.start("a")
-    pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+    pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
     await until(lambda: engine.state().is_paused)
     with pytest.raises(FailedPreconditionError, match="cannot resume: pause is under way"):
-        await engine.resume()
+        await engine.call(Resume())
     pause.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await pause
@@ -247,7 +257,7 @@ async def test_a_pause_that_takes_too_long_is_undone(
     monkeypatch.setattr(control_client, "CONTROL_TIMEOUT_S", 0.1)
     await client.start("a")
     with pytest.raises(DeadlineExceededError, match=r"pause was not done within 0.1 s"):
-        await client.engine.pause(PauseMode.WAIT, clear_cache=False)
+        await client.engine.call(Pause(mode=PauseMode.WAIT))
     monkeypatch.undo()
     await until(lambda: client.engine.state() == EngineState())
     client.abort("a")
@@ -272,22 +282,22 @@ def slowed(engine: InprocEngineClient) -> Iterator[None]:
 
 
 async def test_reset_forgets_cached_blocks_and_counts_them(client: Client) -> None:
-    await client.engine.reset_prefix_cache()
+    await client.engine.call(ResetPrefixCache())
     await client.run("a", 4)
     await until(lambda: client.engine.stats().num_cached_blocks)
-    assert await client.engine.reset_prefix_cache() == len(PROMPT) // 16
-    assert await client.engine.reset_prefix_cache() == 0
+    assert await client.engine.call(ResetPrefixCache()) == len(PROMPT) // 16
+    assert await client.engine.call(ResetPrefixCache()) == 0
 
 
 async def test_reset_is_refused_with_numbers_while_blocks_are_held(client: Client) -> None:
     await client.start("a")
     refusal = r"cannot reset the prefix cache: \d+ KV blocks are held, 1 requests are running, 0 KV"
     with pytest.raises(FailedPreconditionError, match=refusal):
-        await client.engine.reset_prefix_cache()
+        await client.engine.call(ResetPrefixCache())
     with pytest.raises(FailedPreconditionError, match=refusal):
-        await client.engine.pause(PauseMode.KEEP, clear_cache=True)
+        await client.engine.call(Pause(mode=PauseMode.KEEP, clear_cache=True))
     assert client.engine.state() == EngineState(), "a pause that fails is undone"
-    await client.engine.pause(PauseMode.ABORT, clear_cache=True)
+    await client.engine.call(Pause(mode=PauseMode.ABORT, clear_cache=True))
     assert client.engine.state() == EngineState(is_paused=True)
 
 
@@ -298,13 +308,13 @@ async def test_reset_is_refused_with_numbers_while_blocks_are_held(client: Clien
 async def test_an_engine_that_slept_computes_what_it_did_before(client: Client, level: int) -> None:
     engine = client.engine
     expected = await client.run("before")
-    freed = await engine.sleep(level, PauseMode.WAIT)
+    freed = await engine.call(Sleep(level=level, mode=PauseMode.WAIT))
     assert engine.state() == EngineState(is_paused=True, sleep_level=level)
     assert freed >= (0.9 * (KV_MIB << 20) if level else 0)
     client.add("asleep", 8)
     await settle(client.engine)
     assert client.tokens("asleep") == []
-    await engine.wake_up(())
+    await engine.call(WakeUp())
     assert engine.state() == EngineState()
     await client.end_of("asleep")
     assert client.tokens("asleep") == expected
@@ -312,41 +322,42 @@ async def test_an_engine_that_slept_computes_what_it_did_before(client: Client, 
 
 async def test_memory_wakes_before_scheduling_and_each_tag_on_its_own(client: Client) -> None:
     engine = client.engine
-    await engine.sleep(2, PauseMode.ABORT)
+    await engine.call(Sleep(level=2, mode=PauseMode.ABORT))
     with pytest.raises(FailedPreconditionError, match="scheduling needs kv_cache and weights"):
-        await engine.wake_up(("scheduling",))
-    await engine.wake_up(("weights",))
-    await engine.wake_up(("weights",))
+        await engine.call(WakeUp(tags=("scheduling",)))
+    await engine.call(WakeUp(tags=("weights",)))
+    await engine.call(WakeUp(tags=("weights",)))
     with pytest.raises(FailedPreconditionError, match="scheduling needs kv_cache"):
-        await engine.wake_up(("scheduling",))
-    await engine.wake_up(("kv_cache",))
+        await engine.call(WakeUp(tags=("scheduling",)))
+    await engine.call(WakeUp(tags=("kv_cache",)))
     assert engine.state().sleep_level == 2
-    await engine.wake_up(("scheduling",))
+    await engine.call(WakeUp(tags=("scheduling",)))
     assert await client.run("a")
 
 
 async def test_what_the_state_does_not_allow_is_refused(engine: InprocEngineClient) -> None:
     with pytest.raises(FailedPreconditionError, match="not asleep"):
-        await engine.wake_up(())
+        await engine.call(WakeUp())
     with pytest.raises(InvalidRequestError, match="tags has 'wings', known tags are weights"):
-        await engine.wake_up(("wings",))
+        await engine.call(WakeUp(tags=("wings",)))
     with pytest.raises(InvalidRequestError, match="level is 3, must be 0 to 2"):
-        await engine.sleep(3, PauseMode.WAIT)
-    await engine.sleep(1, PauseMode.WAIT)
-    for verb in (
-        lambda: engine.sleep(1, PauseMode.WAIT),
-        lambda: engine.pause(PauseMode.WAIT, clear_cache=False),
-        engine.resume,
-    ):
+        await engine.call(Sleep(level=3, mode=PauseMode.WAIT))
+    await engine.call(Sleep(level=1, mode=PauseMode.WAIT))
+    verbs: list[Call[Any]] = [
+        Sleep(level=1, mode=PauseMode.WAIT),
+        Pause(mode=PauseMode.WAIT),
+        Resume(),
+    ]
+    for verb in verbs:
         with pytest.raises(FailedPreconditionError, match="asleep at level 1"):
-            await verb()
+            await engine.call(verb)
     assert engine.state().sleep_level == 1
 
 
 async def test_requests_that_hold_blocks_are_not_slept_over(client: Client) -> None:
     await client.start("a")
     with pytest.raises(FailedPreconditionError, match=r"cannot sleep: .* 1 requests are running"):
-        await client.engine.sleep(1, PauseMode.KEEP)
+        await client.engine.call(Sleep(level=1, mode=PauseMode.KEEP))
     assert client.engine.state() == EngineState()
     count = len(client.tokens("a"))
     await until(lambda: len(client.tokens("a")) > count)
@@ -359,7 +370,7 @@ async def test_a_wake_up_without_memory_can_be_repeated(
     engine = client.engine
     rank: Any = engine._core.executor.rank
     expected = await client.run("before")
-    await engine.sleep(2, PauseMode.WAIT)
+    await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
 
     def fail() -> None:
         raise torch.OutOfMemoryError("2 GiB wanted\nMore")
@@ -371,14 +382,14 @@ async def test_a_wake_up_without_memory_can_be_repeated(
         patch.setattr(model_source, "load_model", fail_on_cpu)
         refusal = "no memory for weights: .*DefaultCPUAllocator.*; free some and wake it up again"
         with pytest.raises(FailedPreconditionError, match=refusal):
-            await engine.wake_up(())
+            await engine.call(WakeUp())
     with monkeypatch.context() as patch:
         patch.setattr(rank.kv_cache, "restore", fail)
         with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted;"):
-            await engine.wake_up(())
+            await engine.call(WakeUp())
     assert engine.state().sleep_level == 2
     assert engine.problem() is None
-    await engine.wake_up(())
+    await engine.call(WakeUp())
     assert await client.run("after") == expected
 
 
@@ -389,15 +400,15 @@ async def test_weights_that_changed_on_disk_do_not_wake_up(model: Path, tmp_path
     try:
         client = Client(engine)
         expected = await client.run("before")
-        await engine.sleep(2, PauseMode.WAIT)
+        await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
         config = (copy / "config.json").read_text()
         (copy / "config.json").write_text(config + " ")
         with pytest.raises(FailedPreconditionError, match="has changed since the start"):
-            await engine.wake_up(())
+            await engine.call(WakeUp())
         assert engine.state().sleep_level == 2
         assert engine.problem() is None
         (copy / "config.json").write_text(config)
-        await engine.wake_up(())
+        await engine.call(WakeUp())
         assert await client.run("after") == expected
     finally:
         await engine.close()
@@ -410,12 +421,12 @@ async def test_a_profile_shows_the_models_operations(model: Path, tmp_path: Path
     engine = await load(model, profile_dir=str(tmp_path / "new"))
     try:
         with pytest.raises(FailedPreconditionError, match="no profile is running"):
-            await engine.profile(start=False)
-        assert await engine.profile(start=True) == ""
+            await engine.call(Profile(start=False))
+        assert await engine.call(Profile(start=True)) == ""
         with pytest.raises(FailedPreconditionError, match="a profile is running already"):
-            await engine.profile(start=True)
+            await engine.call(Profile(start=True))
         await Client(engine).run("a")
-        path = Path(await engine.profile(start=False))
+        path = Path(await engine.call(Profile(start=False)))
         assert path.parent == tmp_path / "new"
         with gzip.open(path) as file:
             names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
@@ -430,22 +441,22 @@ async def test_a_profile_ends_after_some_steps_and_is_kept_until_it_is_asked_for
     engine = client.engine
     monkeypatch.setattr(control, "MAX_PROFILE_STEPS", 3)
     with caplog.at_level(logging.INFO, logger=control.__name__):
-        await engine.profile(start=True)
+        await engine.call(Profile(start=True))
         await client.run("a", 10)
         await until(lambda: "profiled 3 steps" in caplog.text)
-    path = Path(await engine.profile(start=False))
+    path = Path(await engine.call(Profile(start=False)))
     with gzip.open(path) as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert 3 <= names.count("aten::embedding") <= 5
     with pytest.raises(FailedPreconditionError, match="no profile is running"):
-        await engine.profile(start=False)
+        await engine.call(Profile(start=False))
 
 
 async def test_a_profile_that_cannot_be_written_is_not_started(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     engine = await load(model, profile_dir=str(tmp_path / "file" / "below"))
     with pytest.raises(FailedPreconditionError, match=r"cannot start a profile: .*Not a directory"):
-        await engine.profile(start=True)
+        await engine.call(Profile(start=True))
     assert await Client(engine).run("a")
     await engine.close()
 
@@ -466,14 +477,14 @@ async def test_a_drain_ends_a_pause_and_refuses_verbs(model: Path) -> None:
     client = Client(engine)
     with slowed(engine):
         await client.start("frozen", 60)
-        await engine.pause(PauseMode.KEEP, clear_cache=False)
+        await engine.call(Pause(mode=PauseMode.KEEP))
     client.add("waits")
     handed_back = await asyncio.gather(engine.drain(60.0), engine.drain(60.0))
     assert handed_back == [0, 0]
     for request_id in ("frozen", "waits"):
         assert (await client.end_of(request_id)).finish_reason is FinishReason.LENGTH
     with pytest.raises(FailedPreconditionError, match="the worker is draining"):
-        await engine.pause(PauseMode.WAIT, clear_cache=False)
+        await engine.call(Pause(mode=PauseMode.WAIT))
     await engine.close()
 
 
@@ -483,7 +494,7 @@ async def test_a_drain_overtakes_a_pause_that_waits(model: Path) -> None:
     with slowed(engine):
         await client.start("a", 60)
         client.add("b")
-        pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+        pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
         await until(lambda: engine.state().is_paused)
         drain = asyncio.create_task(engine.drain(60.0))
         with pytest.raises(FailedPreconditionError, match="the worker is draining"):
@@ -496,7 +507,7 @@ async def test_a_drain_overtakes_a_pause_that_waits(model: Path) -> None:
 async def test_a_drain_hands_back_what_waits_for_a_sleeping_engine(model: Path) -> None:
     engine = await load(model)
     client = Client(engine)
-    await engine.sleep(2, PauseMode.WAIT)
+    await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
     client.add("waits")
     started = time.monotonic()
     assert await engine.drain(1000.0) == 1
@@ -517,13 +528,13 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
     engine = await load(model)
     client = Client(engine)
     await client.start("a")
-    pause = asyncio.create_task(engine.pause(PauseMode.WAIT, clear_cache=False))
+    pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
     await until(lambda: engine.state().is_paused)
     monkeypatch.setattr(engine._core, "step", fail)
     with pytest.raises(EngineDeadError, match="no more"):
         await pause
     with pytest.raises(EngineDeadError, match="no more"):
-        await engine.resume()
+        await engine.call(Resume())
     await engine.close()
 
 
@@ -536,3 +547,19 @@ async def test_steps_are_logged_on_request(model: Path, caplog: pytest.LogCaptur
     assert len(steps) == 3
     assert f"{len(PROMPT)} tokens in " in steps[0]
     assert "KV usage" in steps[0]
+
+
+async def test_a_wait_with_a_timeout_ends_also_while_the_engine_is_idle(
+    engine: InprocEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handler(_: control.EngineControl, verb: Profile) -> str:
+        await control.Wait(lambda: False, timeout_s=0.1)
+        await control.Wait(lambda: True)
+        return "over"
+
+    monkeypatch.setitem(control.HANDLERS, Profile, handler)  # type: ignore[arg-type]
+    assert await asyncio.wait_for(engine.call(Profile(start=True)), 30.0) == "over"
+
+
+async def test_every_verb_has_a_handler() -> None:
+    assert set(control.HANDLERS) == set(VERBS)

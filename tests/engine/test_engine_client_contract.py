@@ -32,6 +32,7 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_common.verbs import Pause, Profile, ResetPrefixCache, Resume, Sleep, WakeUp
 from pdserve_engine.clients import metrics
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
@@ -447,12 +448,12 @@ async def test_metrics_are_those_of_the_engine(
 async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client: Client) -> None:
     client.add("frozen", max_tokens=LONG)
     await until(lambda: client.tokens("frozen"))
-    await engine.pause(PauseMode.KEEP, clear_cache=False)
+    await engine.call(Pause(mode=PauseMode.KEEP))
     assert engine.state() == EngineState(is_paused=True)
     num_tokens = len(client.tokens("frozen"))
     await asyncio.sleep(0.1)
     assert len(client.tokens("frozen")) == num_tokens
-    await engine.resume()
+    await engine.call(Resume())
     assert engine.state() == EngineState()
     await until(lambda: len(client.tokens("frozen")) > num_tokens)
     engine.abort_requests(client.index, ["frozen"])
@@ -461,13 +462,13 @@ async def test_a_pause_holds_requests_until_resume(engine: WorkerEngine, client:
 
 async def test_a_verb_that_does_not_suit_the_state_is_a_typed_error(engine: WorkerEngine) -> None:
     with pytest.raises(FailedPreconditionError):
-        await engine.resume()
+        await engine.call(Resume())
     with pytest.raises(FailedPreconditionError):
-        await engine.wake_up([])
+        await engine.call(WakeUp())
     with pytest.raises(FailedPreconditionError):
-        await engine.profile(False)
+        await engine.call(Profile(start=False))
     with pytest.raises(InvalidRequestError):
-        await engine.sleep(9, PauseMode.WAIT)
+        await engine.call(Sleep(level=9, mode=PauseMode.WAIT))
     assert engine.state() == EngineState()
 
 
@@ -475,7 +476,7 @@ async def test_a_verb_whose_caller_gives_up_is_undone(engine: WorkerEngine, clie
     client.add("long", max_tokens=LONG)
     await until(lambda: client.tokens("long"))  # a pause does not wait for requests that wait
     with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(engine.pause(PauseMode.WAIT, clear_cache=False), 0.2)
+        await asyncio.wait_for(engine.call(Pause(mode=PauseMode.WAIT)), 0.2)
     await until(lambda: engine.state() == EngineState())
     engine.abort_requests(client.index, ["long"])
     assert await client.finish_reason("long") == FinishReason.ABORT
@@ -488,10 +489,10 @@ async def test_sleep_gives_memory_back_and_wake_up_serves_again(
 ) -> None:
     client.add("before", max_tokens=8)
     await client.end_of("before")
-    assert await engine.sleep(1, PauseMode.WAIT) > 0
+    assert await engine.call(Sleep(level=1, mode=PauseMode.WAIT)) > 0
     assert engine.state() == EngineState(is_paused=True, sleep_level=1)
     client.add("asleep", max_tokens=8)
-    await engine.wake_up([])
+    await engine.call(WakeUp())
     assert engine.state() == EngineState()
     assert await client.finish_reason("asleep") == FinishReason.LENGTH
     assert client.tokens("asleep") == client.tokens("before")
@@ -501,8 +502,8 @@ async def test_the_prefix_cache_can_be_forgotten(engine: WorkerEngine, client: C
     prompt = tuple(range(3, 43))
     client.add("cached", prompt=prompt)
     await client.end_of("cached")
-    assert await engine.reset_prefix_cache() >= 2
-    assert await engine.reset_prefix_cache() == 0
+    assert await engine.call(ResetPrefixCache()) >= 2
+    assert await engine.call(ResetPrefixCache()) == 0
     client.add("anew", prompt=prompt)
     await client.end_of("anew")
     assert client.tokens("anew") == client.tokens("cached")
@@ -569,7 +570,7 @@ async def test_a_dead_engine_tells_every_front_end_and_takes_nothing_more(
         with pytest.raises(EngineDeadError):
             one.add("b")
         with pytest.raises(EngineDeadError):
-            await engine.resume()
+            await engine.call(Resume())
         assert await engine.drain(60.0) == 0
 
 

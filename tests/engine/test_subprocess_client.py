@@ -36,6 +36,7 @@ from pdserve_common.engine_types import (
     StructuredOutputsParams,
 )
 from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
+from pdserve_common.verbs import Call, Pause, Profile, Resume, Sleep
 from pdserve_engine.clients import channel as channel_module
 from pdserve_engine.clients import child as child_module
 from pdserve_engine.clients import subprocess as client_module
@@ -43,10 +44,12 @@ from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.messages import (
     MESSAGES,
     Answer,
+    Drain,
     FrameReader,
+    GetMetrics,
     LoadEngine,
     Message,
-    Pause,
+    MetricsSnapshot,
     ProtocolError,
     Refusal,
     StartFailed,
@@ -103,11 +106,10 @@ SAMPLES: list[Message] = [
         reason=SessionEndReason.FENCED,
         message="fenced: sleep",
     ),
-    Pause(PauseMode.WAIT, True),
-    Answer(None),
-    Answer(False),
-    Answer(2**40),
-    Answer("path"),
+    Pause(mode=PauseMode.WAIT, clear_cache=True),
+    GetMetrics(),
+    Answer.of(None),
+    Answer.of("path"),
     Refusal(ERROR),
     StartFailed(kind="os", error=ERROR),
 ]
@@ -145,16 +147,34 @@ def test_garbage_is_a_protocol_error_or_an_incomplete_frame(data: bytes) -> None
 
 
 def test_a_field_of_another_type_is_refused_by_name() -> None:
-    with pytest.raises(ProtocolError, match=r"Answer: Expected .* got `float` - at `\$.value`"):
+    with pytest.raises(ProtocolError, match=r"Answer: Expected .* got `float` - at `\$.result`"):
         list(FrameReader().feed(encode(Answer(1.5))))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "other"),
+    [
+        (Resume(), None, 0),
+        (Sleep(level=1), 2**40, "much"),
+        (Profile(start=False), "path", None),
+        (Drain(1.0), 3, 1.5),
+        (GetMetrics(), MetricsSnapshot(()), 3),
+    ],
+)
+def test_the_answer_to_a_call_has_the_type_of_its_results(
+    call: Call[Any], result: object, other: object
+) -> None:
+    assert Answer.of(result).result_of(call) == result
+    with pytest.raises(ProtocolError, match=f"answer to {type(call).__name__}: Expected"):
+        Answer.of(other).result_of(call)
 
 
 def test_the_size_of_a_frame_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[encode.__module__]
-    frame = encode(Answer("x" * 200))
+    frame = encode(Answer.of("x" * 200))
     monkeypatch.setattr(module, "MAX_FRAME_BYTES", 100)
     with pytest.raises(ProtocolError, match="Answer has"):
-        encode(Answer("x" * 200))
+        encode(Answer.of("x" * 200))
     with pytest.raises(ProtocolError, match="a frame of type"):
         list(FrameReader().feed(frame))
 
@@ -197,22 +217,22 @@ async def test_messages_of_several_threads_arrive_in_the_order_of_each(
 
     def send(thread: int) -> None:
         for number in range(500):
-            left.channel.send(Answer(number), thread)
+            left.channel.send(Answer.of(number), thread)
 
     await asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(4)))
     await until(lambda: len(right.messages) == 2000)
     for thread in range(4):
         mine = [message for message, ref in right.messages if ref == thread]
-        assert mine == [Answer(number) for number in range(500)]
+        assert mine == [Answer.of(number) for number in range(500)]
 
 
 async def test_what_was_sent_before_close_arrives(ends: tuple[End, End]) -> None:
     left, right = ends
-    left.channel.send(Answer("x" * 4_000_000))
+    left.channel.send(Answer.of("x" * 4_000_000))
     left.channel.close()
-    left.channel.send(Answer("late"))
+    left.channel.send(Answer.of("late"))
     await until(lambda: right.lost)
-    assert right.messages == [(Answer("x" * 4_000_000), 0)]
+    assert right.messages == [(Answer.of("x" * 4_000_000), 0)]
     assert len(left.lost) == len(right.lost) == 1
 
 
@@ -222,7 +242,7 @@ async def test_an_end_that_does_not_read_is_given_up(
     monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 0.2)
     left, right = ends
     right.channel._transport.pause_reading()  # type: ignore[attr-defined]
-    left.channel.send(Answer("x" * 4_000_000))
+    left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.lost)
     assert "has read nothing for 0.2 s" in left.lost[0]
 
@@ -233,7 +253,7 @@ async def test_a_slow_end_that_reads_on_is_not(
     monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 30.0)
     left, right = ends
     right.channel._transport.pause_reading()  # type: ignore[attr-defined]
-    left.channel.send(Answer("x" * 4_000_000))
+    left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.channel._stall)
     right.channel._transport.resume_reading()  # type: ignore[attr-defined]
     await until(lambda: right.messages)
@@ -248,7 +268,7 @@ async def test_what_waits_for_an_end_that_does_not_read_is_bounded(
     monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 1_000_000)
     left, right = ends
     right.channel._transport.pause_reading()  # type: ignore[attr-defined]
-    left.channel.send(Answer("x" * 4_000_000))
+    left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.lost)
     assert "bytes behind" in left.lost[0]
 

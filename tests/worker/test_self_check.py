@@ -21,6 +21,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.verbs import Call, ResetPrefixCache
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_worker.self_check import SelfCheckError, check_engine
@@ -82,8 +83,8 @@ class ScriptedEngine:
         assert self._on_outputs is not None
         self._on_outputs(EngineCoreOutputs(outputs=(output,)))
 
-    async def reset_prefix_cache(self) -> int:
-        self.is_cache_reset = True
+    async def call(self, verb: Call[Any]) -> int:
+        self.is_cache_reset = verb == ResetPrefixCache()
         return 0
 
 
@@ -155,6 +156,6 @@ async def test_a_real_engine_passes_and_is_as_before(
     try:
         await check(engine)
         assert engine.stats().num_free_blocks == engine.stats().num_total_blocks
-        assert await engine.reset_prefix_cache() == 0, "nothing is cached"
+        assert await engine.call(ResetPrefixCache()) == 0, "nothing is cached"
     finally:
         await engine.close()

@@ -3,18 +3,19 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
 from pdserve_common.engine_client import EngineClient
-from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import EngineDeadError, InvalidRequestError
 from pdserve_common.rpc import RpcServer, rpc_errors
-from pdserve_common.wire import enum_from_proto, to_proto
+from pdserve_common.verbs import VERBS, Call
+from pdserve_common.wire import from_proto, to_proto, verb_result_to_proto
 from pdserve_worker.attach_service import EngineCoreServicer
 
 logger = logging.getLogger(__name__)
@@ -85,37 +86,14 @@ class ControlServicer(control_grpc.ControlServiceServicer):
         self._engine = engine
         self._readiness = readiness
         self._drain_timeout_s = drain_timeout_s
+        # The base class has the RPCs: the verbs' names here, never one that a caller sent.
+        for verb in VERBS:
+            setattr(self, verb.__name__, partial(self._call, verb))
+        for name in ("AddLora", "RemoveLora", "ListLoras", "PinLora"):
+            setattr(self, name, _refuse_lora)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         control_grpc.add_ControlServiceServicer_to_server(self, server)
-
-    async def Pause(
-        self, request: control_pb2.PauseRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.PauseResponse:
-        async with self._changing(context):
-            await self._engine.pause(_mode(request.mode), clear_cache=request.clear_cache)
-        return control_pb2.PauseResponse()
-
-    async def Resume(
-        self, request: control_pb2.ResumeRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.ResumeResponse:
-        async with self._changing(context):
-            await self._engine.resume()
-        return control_pb2.ResumeResponse()
-
-    async def Sleep(
-        self, request: control_pb2.SleepRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.SleepResponse:
-        async with self._changing(context):
-            freed_bytes = await self._engine.sleep(request.level, _mode(request.mode))
-        return control_pb2.SleepResponse(freed_bytes=freed_bytes)
-
-    async def WakeUp(
-        self, request: control_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.WakeUpResponse:
-        async with self._changing(context):
-            await self._engine.wake_up(tuple(request.tags))
-        return control_pb2.WakeUpResponse()
 
     async def Drain(
         self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -130,40 +108,6 @@ class ControlServicer(control_grpc.ControlServiceServicer):
                 raise EngineDeadError(problem)
             yield self._progress(drained=True, num_handed_back=num_handed_back)
 
-    async def ResetPrefixCache(
-        self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.ResetPrefixCacheResponse:
-        async with rpc_errors(context):
-            num_blocks = await self._engine.reset_prefix_cache()
-        return control_pb2.ResetPrefixCacheResponse(num_blocks=num_blocks)
-
-    async def Profile(
-        self, request: control_pb2.ProfileRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.ProfileResponse:
-        async with rpc_errors(context):
-            path = await self._engine.profile(request.start)
-        return control_pb2.ProfileResponse(path=path)
-
-    async def AddLora(
-        self, request: control_pb2.AddLoraRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.AddLoraResponse:
-        return await _refuse_lora(context)
-
-    async def RemoveLora(
-        self, request: control_pb2.RemoveLoraRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.RemoveLoraResponse:
-        return await _refuse_lora(context)
-
-    async def ListLoras(
-        self, request: control_pb2.ListLorasRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.ListLorasResponse:
-        return await _refuse_lora(context)
-
-    async def PinLora(
-        self, request: control_pb2.PinLoraRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.PinLoraResponse:
-        return await _refuse_lora(context)
-
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.GetLoadResponse:
@@ -175,14 +119,15 @@ class ControlServicer(control_grpc.ControlServiceServicer):
             draining=self._readiness.is_draining,
         )
 
-    @asynccontextmanager
-    async def _changing(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Around a verb after which the worker may be seen otherwise."""
+    async def _call(
+        self, verb: type[Call[Any]], request: Message, context: grpc.aio.ServicerContext
+    ) -> Message:
         async with rpc_errors(context):
             try:
-                yield
+                result = await self._engine.call(from_proto(verb, request))
             finally:
                 await self._readiness.tell()
+            return verb_result_to_proto(verb, result)
 
     def _timeout_s(self, request: control_pb2.DrainRequest) -> float:
         if not request.HasField("timeout_ms"):
@@ -206,12 +151,6 @@ class ControlServicer(control_grpc.ControlServiceServicer):
         )
 
 
-def _mode(value: int) -> PauseMode:
-    if value == control_pb2.PAUSE_MODE_UNSPECIFIED:
-        return PauseMode.ABORT
-    return enum_from_proto(PauseMode, value, "mode")
-
-
-async def _refuse_lora(context: grpc.aio.ServicerContext) -> NoReturn:
+async def _refuse_lora(request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoRA adapters are not served yet")
     raise AssertionError("abort raises")

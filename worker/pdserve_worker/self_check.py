@@ -16,6 +16,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.verbs import ResetPrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def _check(engine: EngineClient) -> None:
         raise SelfCheckError(
             "the same prompt was not found in the prefix cache: use --no-enable-prefix-caching"
         )
-    await engine.reset_prefix_cache()
+    await engine.call(ResetPrefixCache())
 
 
 def _request(info: EngineInfo, client_index: int) -> EngineCoreRequest:

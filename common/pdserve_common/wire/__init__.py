@@ -5,7 +5,7 @@ A peer's messages are checked for shape here (a oneof that must be set, an enum 
 known): these raise InvalidRequestError naming the field. Values are checked in `validation.py`.
 """
 
-from pdserve_common.wire.codec import from_proto, to_proto
+from pdserve_common.wire.codec import from_proto, to_proto, verb_result_to_proto
 from pdserve_common.wire.convert import enum_from_proto
 from pdserve_common.wire.kv_link import (
     kv_link_request_from_proto,
@@ -36,4 +36,5 @@ __all__ = [
     "logprobs_from_proto",
     "logprobs_to_proto",
     "to_proto",
+    "verb_result_to_proto",
 ]

@@ -1,9 +1,9 @@
 """Dataclasses to protobuf messages and back, by their type hints and the messages' descriptors.
 
-A dataclass crosses as the message of its name (`KVLayout` as `KvLayout`), its field as the field of
-its name; seconds (`queue_s`) are nanoseconds there (`queue_ns`). None is unset. What is unset, or
-an enum of 0 that has no member 0, takes the dataclass's default. `_DIFFERENT` has the fields that
-differ in more than that.
+A dataclass crosses as the message of its name (`KVLayout` as `KvLayout`, the verb `Pause` as
+`PauseRequest`), its field as the field of its name; seconds (`queue_s`) are nanoseconds there
+(`queue_ns`). None is unset. What is unset, or an enum of 0 that has no member 0, takes the
+dataclass's default. `_DIFFERENT` has the fields that differ in more than that.
 """
 
 import time
@@ -17,11 +17,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types, kv_types
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_common.wire.convert import enum_from_proto, ns_to_seconds, seconds_to_ns
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ _NOT_HERE = (
 )
 _MESSAGES = {
     name.lower(): GetMessageClass(descriptor)
-    for module in (core_pb2, service_pb2, kv_pb2)
+    for module in (core_pb2, service_pb2, kv_pb2, control_pb2)
     for name, descriptor in module.DESCRIPTOR.message_types_by_name.items()
 }
 # Where an enum stands, for the error that names it.
@@ -122,6 +124,16 @@ def from_proto(cls: type[T], message: Message) -> T:
     """
     value: T = _CODECS[cls].from_proto(message)
     return value
+
+
+def verb_result_to_proto(verb: type[Call[ResultT]], result: ResultT) -> Message:
+    """Return the response to a verb, with its result in the only field; without one for None."""
+    message_class = _MESSAGES[f"{verb.__name__}Response".lower()]
+    if result is None:
+        return message_class()
+    (name,) = message_class.DESCRIPTOR.fields_by_name
+    encode, _ = _converters(verb.result_type(), name)
+    return message_class(**{name: result if encode is None else encode(result)})
 
 
 class Codec:
@@ -240,3 +252,5 @@ _CODECS: dict[type, Codec] = {}
 for _cls in (*vars(engine_types).values(), *vars(kv_types).values()):
     if isinstance(_cls, type) and is_dataclass(_cls) and _cls not in _NOT_HERE:
         _CODECS[_cls] = Codec(_cls, _MESSAGES[_cls.__name__.lower()])
+for _verb in VERBS:
+    _CODECS[_verb] = Codec(_verb, _MESSAGES[f"{_verb.__name__}Request".lower()])

@@ -23,35 +23,11 @@ from pdserve_common.errors import PdserveError
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
 from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.verbs import Call
+from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost
-from pdserve_engine.clients.messages import (
-    AbortRequests,
-    Answer,
-    Call,
-    CallAnswer,
-    CancelCall,
-    Close,
-    Drain,
-    EngineReady,
-    EngineStatus,
-    GetMetrics,
-    LinkMessage,
-    LoadEngine,
-    Message,
-    Pause,
-    Profile,
-    ProtocolError,
-    Refusal,
-    RegisterClient,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    StartFailed,
-    UnregisterClient,
-    WakeUp,
-)
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
 from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
@@ -90,7 +66,7 @@ class _EngineProcess:
         # Beside those of the worker's process, which have the same names without "engine_".
         ProcessCollector(namespace="engine", registry=self._registry)
         self._record = EngineStatsRecorder(EngineMetrics(self._registry))
-        self._load_message: asyncio.Future[LoadEngine] = asyncio.Future()
+        self._load_message: asyncio.Future[messages.LoadEngine] = asyncio.Future()
         self._close_asked = asyncio.Event()
         self._is_closing = False
         self._lost = asyncio.Event()
@@ -121,7 +97,7 @@ class _EngineProcess:
         await asyncio.wait_for(self._lost.wait(), FLUSH_TIMEOUT_S)
         return 0 if self._engine is not None else EXIT_NOT_LOADED
 
-    async def _load(self, message: LoadEngine) -> EngineClient:
+    async def _load(self, message: messages.LoadEngine) -> EngineClient:
         engine = await InprocEngineClient.load(
             message.config,
             role=message.role,
@@ -138,11 +114,11 @@ class _EngineProcess:
             self._links = LinkHost(connector, self.channel.send)
             identity = connector.identity
         self._send_status()
-        self.channel.send(EngineReady(info=engine.info, kv_identity=identity))
+        self.channel.send(messages.EngineReady(info=engine.info, kv_identity=identity))
         return engine
 
     def _fail_to_start(self, kind: Literal["value", "os", "pdserve"], error: EngineError) -> None:
-        self.channel.send(StartFailed(kind=kind, error=error))
+        self.channel.send(messages.StartFailed(kind=kind, error=error))
 
     # ---- what the engine says
 
@@ -155,11 +131,11 @@ class _EngineProcess:
     def _send_status(self, finished_requests: tuple[tuple[str, int], ...] = ()) -> None:
         engine = self._engine
         if engine is None:
-            status = EngineStatus(
+            status = messages.EngineStatus(
                 step_seq=0, stats=SchedulerStats(), state=EngineState(), is_alive=True, problem=None
             )
         else:
-            status = EngineStatus(
+            status = messages.EngineStatus(
                 step_seq=engine.step_seq(),
                 stats=engine.stats(),
                 state=engine.state(),
@@ -182,36 +158,36 @@ class _EngineProcess:
             logger.error("no connection to the worker any more: %s", reason)
             os._exit(EXIT_LOST)
 
-    def _on_message(self, message: Message, ref: int) -> None:
-        if isinstance(message, LoadEngine):
+    def _on_message(self, message: messages.Message, ref: int) -> None:
+        if isinstance(message, messages.LoadEngine):
             self._load_message.set_result(message)
-        elif isinstance(message, Close):
+        elif isinstance(message, messages.Close):
             self._close_asked.set()
         elif self._engine is None:
-            raise ProtocolError(f"{type(message).__name__} before the engine is loaded")
+            raise messages.ProtocolError(f"{type(message).__name__} before the engine is loaded")
         else:
             self._on_request(self._engine, message, ref)
 
-    def _on_request(self, engine: EngineClient, message: Message, ref: int) -> None:
+    def _on_request(self, engine: EngineClient, message: messages.Message, ref: int) -> None:
         if isinstance(message, EngineCoreRequest):
             self._add(engine, message)
-        elif isinstance(message, LinkMessage) and self._links is not None:
+        elif isinstance(message, messages.LinkMessage) and self._links is not None:
             self._links.handle(message, ref)
-        elif isinstance(message, AbortRequests):
+        elif isinstance(message, messages.AbortRequests):
             engine.abort_requests(self._client_indexes.get(ref, NO_CLIENT), message.request_ids)
-        elif isinstance(message, RegisterClient):
+        elif isinstance(message, messages.RegisterClient):
             self._client_indexes[ref] = engine.register_client(
                 lambda outputs: self.channel.send(outputs, ref)
             )
-        elif isinstance(message, UnregisterClient):
+        elif isinstance(message, messages.UnregisterClient):
             engine.unregister_client(self._client_indexes.pop(ref))
-        elif isinstance(message, CancelCall):
+        elif isinstance(message, messages.CancelCall):
             if ref in self._calls:
                 self._calls[ref].cancel()
         elif isinstance(message, Call):
             self._calls[ref] = asyncio.create_task(self._answer(engine, message, ref))
         else:
-            raise ProtocolError(f"unexpected {type(message).__name__}")
+            raise messages.ProtocolError(f"unexpected {type(message).__name__}")
 
     def _add(self, engine: EngineClient, request: EngineCoreRequest) -> None:
         index = self._client_indexes.get(request.client_index, NO_CLIENT)
@@ -230,36 +206,23 @@ class _EngineProcess:
 
     # ---- calls
 
-    async def _answer(self, engine: EngineClient, call: Call, call_id: int) -> None:
-        answer: CallAnswer
+    async def _answer(self, engine: EngineClient, call: Call[Any], call_id: int) -> None:
+        answer: messages.CallAnswer
         try:
-            answer = await self._perform(engine, call)
+            answer = messages.Answer.of(await self._perform(engine, call))
         except PdserveError as error:
-            answer = Refusal(error.to_engine_error())
+            answer = messages.Refusal(error.to_engine_error())
         finally:
             del self._calls[call_id]
         self._send_status()
         self.channel.send(answer, call_id)
 
-    async def _perform(self, engine: EngineClient, call: Call) -> CallAnswer:
-        match call:
-            case Pause(mode, clear_cache):
-                await engine.pause(mode, clear_cache=clear_cache)
-            case Resume():
-                await engine.resume()
-            case Sleep(level, mode):
-                return Answer(await engine.sleep(level, mode))
-            case WakeUp(tags):
-                await engine.wake_up(tags)
-            case ResetPrefixCache():
-                return Answer(await engine.reset_prefix_cache())
-            case Profile(start):
-                return Answer(await engine.profile(start))
-            case Drain(timeout_s):
-                return Answer(await engine.drain(timeout_s))
-            case GetMetrics():
-                return take_snapshot(self._registry)
-        return Answer(None)
+    async def _perform(self, engine: EngineClient, call: Call[Any]) -> object:
+        if isinstance(call, messages.Drain):
+            return await engine.drain(call.timeout_s)
+        if isinstance(call, messages.GetMetrics):
+            return take_snapshot(self._registry)
+        return await engine.call(call)
 
 
 def _plain_error(error: Exception) -> EngineError:

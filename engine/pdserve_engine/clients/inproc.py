@@ -23,11 +23,11 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
-    PauseMode,
     SchedulerStats,
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients.control import ControlClient
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.clients.owners import RequestOwners
@@ -149,7 +149,9 @@ class InprocEngineClient:
         if on_step is not None:
             on_step(self._stats, (), False)
         self._loop = asyncio.get_running_loop()
-        self._control = ControlClient(loaded.control, post=self._post, call_soon=self._call_soon)
+        self._control = ControlClient(
+            loaded.control, post=self._post, call_soon=self._call_soon, clock=self._clock
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -212,24 +214,9 @@ class InprocEngineClient:
     def state(self) -> EngineState:
         return self._loaded.control.state
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await self._control.pause(mode, clear_cache=clear_cache)
-
-    async def resume(self) -> None:
-        await self._control.resume()
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        return await self._control.sleep(level, mode)
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        self._loaded.step_watch.forget()
-        await self._control.wake_up(tags)
-
-    async def reset_prefix_cache(self) -> int:
-        return await self._control.reset_prefix_cache()
-
-    async def profile(self, start: bool) -> str:
-        return await self._control.profile(start)
+    async def call(self, verb: Call[ResultT]) -> ResultT:
+        self._loaded.step_watch.forget()  # the next step may be the first after a sleep
+        return await self._control.call(verb)
 
     def _post(self, function: Callable[[], object]) -> None:
         self._inputs.put(_Call(function))

@@ -8,7 +8,7 @@ machine: types are numbered by their place in MESSAGES, and time.monotonic() mea
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -18,7 +18,6 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     EngineInfo,
-    PauseMode,
     SchedulerStats,
 )
 from pdserve_common.kv_types import (
@@ -36,6 +35,7 @@ from pdserve_common.kv_types import (
     Revoke,
     SessionEnded,
 )
+from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.kv_transfer.base import KVIdentity
 
@@ -43,6 +43,7 @@ from pdserve_engine.kv_transfer.base import KVIdentity
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
 _HEADER = struct.Struct("!IHQ")
+_encode_body = msgspec.msgpack.Encoder().encode
 
 
 class ProtocolError(Exception):
@@ -84,54 +85,9 @@ class Close:
     """Stop the engine and exit."""
 
 
-# Calls: they refer to a call id, and are answered under it.
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    mode: PauseMode
-    clear_cache: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Sleep:
-    level: int
-    mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True)
-class WakeUp:
-    tags: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    start: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class GetMetrics:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """Nobody waits for the call's answer any more."""
+    """Nobody waits for the answer to a call, which it refers to, any more."""
 
 
 # ---- from the engine process
@@ -168,9 +124,21 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A call's result."""
+    """A call's result, in msgpack."""
 
-    value: int | str | bool | None
+    result: bytes
+
+    @classmethod
+    def of(cls, result: object) -> "Answer":
+        return cls(_encode_body(result))
+
+    def result_of(self, call: Call[ResultT]) -> ResultT:
+        """Raises ProtocolError if it is not of the type of the call's results."""
+        try:
+            result: ResultT = msgspec.msgpack.decode(self.result, type=call.result_type())
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"answer to {type(call).__name__}: {error}") from error
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +165,22 @@ class MetricFamily:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """The answer to GetMetrics."""
-
     families: tuple[MetricFamily, ...]
+
+
+# ---- calls, the operator's VERBS among them; they refer to a call id, and are answered under it
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Call[int]):
+    """As EngineClient.drain."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GetMetrics(Call[MetricsSnapshot]):
+    """What the process's registry holds."""
 
 
 # ---- KvLinks, both ways; refers to the number the service's side gave the link
@@ -249,25 +230,24 @@ class LinkClosed:
     reason: str
 
 
-Call = Pause | Resume | Sleep | WakeUp | ResetPrefixCache | Profile | Drain | GetMetrics
-CallAnswer = Answer | Refusal | MetricsSnapshot
+CallAnswer = Answer | Refusal
 LinkMessage = (
     KVLinkHello | Granted | Later | Revoke | CancelRequest | Release | KVLinkHeartbeat
     | KVLinkWelcome | GrantRequest | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
     | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
 )  # fmt: skip
-Message = (
+_OneWay = (
     LoadEngine | RegisterClient | UnregisterClient | EngineCoreRequest | AbortRequests | Close
-    | Call | CancelCall
+    | CancelCall
     | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer
     | LinkMessage
 )  # fmt: skip
+Message = _OneWay | Call[Any]
 
-MESSAGES: tuple[type, ...] = get_args(Message)
+MESSAGES: tuple[type, ...] = (*get_args(_OneWay), Drain, GetMetrics, *VERBS)
 
 _TYPE_IDS = {cls: number for number, cls in enumerate(MESSAGES)}
 _DECODERS = [msgspec.msgpack.Decoder[Message](cls) for cls in MESSAGES]
-_encode_body = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message, ref: int = 0) -> bytes:

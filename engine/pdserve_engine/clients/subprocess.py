@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import NoneType
-from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
@@ -19,7 +17,6 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
-    PauseMode,
     SchedulerStats,
 )
 from pdserve_common.errors import (
@@ -29,35 +26,10 @@ from pdserve_common.errors import (
     error_from_engine,
 )
 from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
+from pdserve_common.verbs import Call, ResultT
+from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
-from pdserve_engine.clients.messages import (
-    AbortRequests,
-    Answer,
-    Call,
-    CallAnswer,
-    CancelCall,
-    Close,
-    Drain,
-    EngineReady,
-    EngineStatus,
-    GetMetrics,
-    LinkMessage,
-    LoadEngine,
-    Message,
-    MetricsSnapshot,
-    Pause,
-    Profile,
-    ProtocolError,
-    Refusal,
-    RegisterClient,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    StartFailed,
-    UnregisterClient,
-    WakeUp,
-)
 from pdserve_engine.clients.metrics import EngineProcessCollector
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
@@ -75,8 +47,6 @@ CLOSE_TIMEOUT_S = 40.0
 # A process whose socket has closed is on its way out.
 EXIT_TIMEOUT_S = 5.0
 
-T = TypeVar("T")
-
 
 class SubprocessEngineClient:
     """Owns the engine process from `load` to `close`. Used on the event loop's thread."""
@@ -86,15 +56,17 @@ class SubprocessEngineClient:
     connector: ProducerProxy | ConsumerProxy | None = None
     _process: "subprocess.Popen[bytes]"
     _channel: Channel
-    _status: EngineStatus
+    _status: messages.EngineStatus
 
     def __init__(self) -> None:
-        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[messages.EngineReady] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._lost = asyncio.Event()
         self._clients: dict[int, OutputsCallback] = {}
         self._owners = RequestOwners()
         self._client_indexes = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[CallAnswer]] = {}
+        self._calls: dict[int, asyncio.Future[messages.CallAnswer]] = {}
         self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._awake = AwakeClock(HEARTBEAT_S)
@@ -120,7 +92,7 @@ class SubprocessEngineClient:
         """
         # Without the settings of the worker around it.
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
-        load = LoadEngine(
+        load = messages.LoadEngine(
             config=EngineConfig(**fields), role=role, engine_id=engine_id, log_level=log_level
         )
         client = cls()
@@ -128,13 +100,15 @@ class SubprocessEngineClient:
         try:
             client._channel.send(load)
             await client._become_ready(role)
-            snapshot = await client._call(GetMetrics(), MetricsSnapshot)
+            snapshot = await client.call(messages.GetMetrics())
         except BaseException:  # a cancelled start leaves no process behind either
             client._is_closing = True
             client._process.kill()
             await client._end()
             raise
-        registry.register(EngineProcessCollector(snapshot, client._get_metrics))
+        registry.register(
+            EngineProcessCollector(snapshot, lambda: client.call(messages.GetMetrics()))
+        )
         return client
 
     async def _start_process(self) -> None:
@@ -157,12 +131,12 @@ class SubprocessEngineClient:
     def register_client(self, on_outputs: OutputsCallback) -> int:
         index = next(self._client_indexes)
         self._clients[index] = on_outputs
-        self._channel.send(RegisterClient(), index)
+        self._channel.send(messages.RegisterClient(), index)
         return index
 
     def unregister_client(self, client_index: int) -> None:
         if self._clients.pop(client_index, None) is not None:
-            self._channel.send(UnregisterClient(), client_index)
+            self._channel.send(messages.UnregisterClient(), client_index)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self._error is not None:
@@ -174,7 +148,7 @@ class SubprocessEngineClient:
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
         # The process knows best which are whose.
-        self._channel.send(AbortRequests(tuple(request_ids)), client_index)
+        self._channel.send(messages.AbortRequests(tuple(request_ids)), client_index)
 
     def stats(self) -> SchedulerStats:
         return self._status.stats
@@ -195,37 +169,20 @@ class SubprocessEngineClient:
             return f"the engine process has said nothing for {self._silence_s:.0f} s"
         return self._status.problem
 
-    # ---- control
+    # ---- calls
 
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        await self._call(Pause(mode, clear_cache), NoneType)
+    async def call(self, verb: Call[ResultT]) -> ResultT:
+        return await self._call(verb, CALL_TIMEOUT_S)
 
-    async def resume(self) -> None:
-        await self._call(Resume(), NoneType)
-
-    async def sleep(self, level: int, mode: PauseMode) -> int:
-        return await self._call(Sleep(level, mode), int)
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        await self._call(WakeUp(tuple(tags)), NoneType)
-
-    async def reset_prefix_cache(self) -> int:
-        return await self._call(ResetPrefixCache(), int)
-
-    async def profile(self, start: bool) -> str:
-        return await self._call(Profile(start), str)
-
-    async def _get_metrics(self) -> MetricsSnapshot:
-        return await self._call(GetMetrics(), MetricsSnapshot)
-
-    async def _call(self, call: Call, answer_type: type[T], timeout_s: float = CALL_TIMEOUT_S) -> T:
-        """Return the answer. Raises the PdserveError it is, EngineDeadError or
+    async def _call(self, call: Call[ResultT], timeout_s: float) -> ResultT:
+        """Return the result. Raises the PdserveError it is, EngineDeadError or
         DeadlineExceededError.
         """
         if not self.is_alive():
             raise EngineDeadError(self._error or "the engine is closed")
         call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[messages.CallAnswer] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
         self._channel.send(call, call_id)
         try:
             answer = await asyncio.wait_for(future, timeout_s)
@@ -235,15 +192,17 @@ class SubprocessEngineClient:
         finally:
             del self._calls[call_id]
             if future.cancelled():
-                self._channel.send(CancelCall(), call_id)
-        return _value(answer, answer_type)
+                self._channel.send(messages.CancelCall(), call_id)
+        if isinstance(answer, messages.Refusal):
+            raise error_from_engine(answer.error)
+        return answer.result_of(call)
 
     # ---- the end
 
     async def drain(self, timeout_s: float) -> int:
         self._is_draining = True
         try:
-            return await self._call(Drain(timeout_s), int, timeout_s + ANSWER_MARGIN_S)
+            return await self._call(messages.Drain(timeout_s), timeout_s + ANSWER_MARGIN_S)
         except EngineDeadError:
             return 0  # nothing is left; `problem` tells
         except DeadlineExceededError:
@@ -252,7 +211,7 @@ class SubprocessEngineClient:
     async def close(self) -> None:
         """Stop the engine, wait for its process to end and kill it if it does not."""
         self._is_draining = self._is_closing = True
-        self._channel.send(Close())
+        self._channel.send(messages.Close())
         try:
             await asyncio.wait_for(self._lost.wait(), CLOSE_TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -278,29 +237,29 @@ class SubprocessEngineClient:
 
     # ---- what the process says
 
-    def _on_message(self, message: Message, ref: int) -> None:
+    def _on_message(self, message: messages.Message, ref: int) -> None:
         self._last_heard = self._awake()
         if self._error is not None:
             return
-        if isinstance(message, EngineStatus):
+        if isinstance(message, messages.EngineStatus):
             self._on_status(message)
         elif isinstance(message, EngineCoreOutputs):
             self._on_outputs(message, ref)
-        elif isinstance(message, LinkMessage) and self.connector is not None:
+        elif isinstance(message, messages.LinkMessage) and self.connector is not None:
             self.connector.deliver(message, ref)
-        elif isinstance(message, CallAnswer):
+        elif isinstance(message, messages.CallAnswer):
             future = self._calls.get(ref)
             if future is not None and not future.done():
                 future.set_result(message)
-        elif isinstance(message, EngineReady | StartFailed):
+        elif isinstance(message, messages.EngineReady | messages.StartFailed):
             self._on_started(message)
         else:
-            raise ProtocolError(f"unexpected {type(message).__name__}")
+            raise messages.ProtocolError(f"unexpected {type(message).__name__}")
 
-    def _on_started(self, message: EngineReady | StartFailed) -> None:
+    def _on_started(self, message: messages.EngineReady | messages.StartFailed) -> None:
         if self._ready.done():
             return
-        if isinstance(message, EngineReady):
+        if isinstance(message, messages.EngineReady):
             self._ready.set_result(message)
         else:
             self._is_closing = True
@@ -312,7 +271,7 @@ class SubprocessEngineClient:
         if callback is not None:
             callback(dataclasses.replace(message, outputs=outputs))
 
-    def _on_status(self, status: EngineStatus) -> None:
+    def _on_status(self, status: messages.EngineStatus) -> None:
         self._status = status
         for request_id, attempt in status.finished_requests:
             self._owners.release(request_id, attempt)
@@ -374,16 +333,7 @@ def _spawn() -> "tuple[subprocess.Popen[bytes], socket.socket]":
     return process, ours
 
 
-def _value(answer: CallAnswer, answer_type: type[T]) -> T:
-    if isinstance(answer, Refusal):
-        raise error_from_engine(answer.error)
-    value = answer.value if isinstance(answer, Answer) else answer
-    if not isinstance(value, answer_type):
-        raise ProtocolError(f"the answer is {value!r}, not of type {answer_type.__name__}")
-    return value
-
-
-def _start_error(failed: StartFailed) -> Exception:
+def _start_error(failed: messages.StartFailed) -> Exception:
     if failed.kind == "pdserve":
         return error_from_engine(failed.error)
     kinds = {"value": ValueError, "os": OSError}

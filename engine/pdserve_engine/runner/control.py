@@ -1,28 +1,57 @@
-"""Pauses an engine, puts it to sleep and wakes it up, between two steps. Owned by the engine
-thread.
-"""
+"""The verbs of an operator, on the engine thread, between two steps."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from pdserve_common.engine_client import MAX_SLEEP_LEVEL, SLEEP_TAGS, EngineState
+from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import PauseMode
-from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
+from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.verbs import (
+    SLEEP_TAGS,
+    Call,
+    Handler,
+    Pause,
+    Profile,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
 
 logger = logging.getLogger(__name__)
 
+# After the last request, how long KV sessions may take to end before sleep and reset refuse.
+SETTLE_TIMEOUT_S = 10.0
 # To take a profile in holds up all threads of the process, by some 10 ms for each of its steps:
 # heartbeats still come in time.
 MAX_PROFILE_STEPS = 50
 
 
-class EngineControl:
-    """The verbs of an operator, each done at once or refused with a typed error.
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a verb awaits, while steps go on: a condition, looked at after each of them. It goes on
+    after `timeout_s` as well; the caller bounds the verb as a whole.
+    """
 
-    What a verb has to wait for (`is_quiet`, `is_empty`) its caller waits for, while steps go on.
+    condition: Callable[[], bool]
+    timeout_s: float = math.inf
+
+    def __await__(self) -> Generator["Wait", None, None]:
+        yield self
+
+
+class EngineControl:
+    """Handles each verb, as HANDLERS says, or refuses it with a typed error.
+
+    Handlers are coroutines of the engine thread: between two steps it runs them up to the next
+    Wait. One at a time; it is closed if its caller gives up.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -40,86 +69,40 @@ class EngineControl:
         """May be read on any thread."""
         return EngineState(is_paused=self._is_paused, sleep_level=self._sleep_level)
 
-    # ---- what verbs wait for
-
-    def is_quiet(self) -> bool:
-        """Is no step and no pull under way, and no request half done?"""
-        return not self._core.scheduler.has_admitted_requests()
-
-    def is_empty(self) -> bool:
-        """Is it quiet, and does nobody hold a KV block: no request, no KV session, no READ?"""
-        return self.is_quiet() and not self._num_held_blocks
-
-    def check_empty(self, verb: str) -> None:
-        """Raise FailedPreconditionError, with numbers, unless is_empty."""
-        if self.is_empty():
-            return
-        scheduler = self._core.scheduler
-        raise FailedPreconditionError(
-            f"cannot {verb}: {self._num_held_blocks} KV blocks are held, "
-            f"{len(scheduler.running) + len(scheduler.kv_ready)} requests are running, "
-            f"{scheduler.num_open_sessions} KV sessions are open"
-        )
-
     # ---- the verbs
 
-    def pause(self, mode: PauseMode) -> PauseState:
-        """Start nothing new and return what to `undo_pause` to. Raises FailedPreconditionError
-        while asleep.
-        """
-        if self._sleep_level is not None:
-            raise FailedPreconditionError(f"asleep at level {self._sleep_level}: wake it up first")
-        scheduler = self._core.scheduler
-        before = scheduler.pause_state
-        if mode is PauseMode.ABORT:
-            self._core.abort_requests(list(scheduler.requests))
-        is_keep = mode is PauseMode.KEEP
-        scheduler.pause_state = PauseState.PAUSED_ALL if is_keep else PauseState.PAUSED_NEW
-        return before
+    async def pause(self, verb: Pause) -> None:
+        with self._undone_on_failure():
+            await self._pause(verb.mode)
+            if verb.clear_cache:
+                await self._settle(verb.mode)
+                self._reset_prefix_cache()
 
-    def undo_pause(self, before: PauseState) -> None:
-        """A verb has failed after `pause`: go on as before. An engine that sleeps stays so, and a
-        drain has ended all pauses.
-        """
-        if self._sleep_level is None and not self._is_draining:
-            self._core.scheduler.pause_state = before
-
-    def resume(self) -> None:
+    async def resume(self, verb: Resume) -> None:
         """Raises FailedPreconditionError unless paused and awake."""
-        if self._sleep_level is not None:
-            raise FailedPreconditionError(f"asleep at level {self._sleep_level}: wake it up")
+        self._check_awake()
         if not self._is_paused:
             raise FailedPreconditionError("not paused")
         self._core.scheduler.pause_state = PauseState.UNPAUSED
 
-    def end_sessions(self) -> None:
-        """End all KV sessions, so that their blocks come back (rule K3)."""
-        self._core.scheduler.fence_all("sleep")
+    async def sleep(self, verb: Sleep) -> int:
+        """Raises FailedPreconditionError while KV blocks are held."""
+        with self._undone_on_failure():
+            await self._pause(verb.mode)
+            if verb.level == 0:
+                self._asleep = {"scheduling"}
+                self._sleep_level = 0
+                return 0
+            if verb.mode is PauseMode.ABORT:
+                self.end_sessions()
+            await self._settle(verb.mode)
+            return self._give_memory_back(verb.level)
 
-    def sleep(self, level: int) -> int:
-        """Give memory back and return how many bytes; the engine is paused. Raises
-        FailedPreconditionError while KV blocks are held.
+    async def wake_up(self, verb: WakeUp) -> None:
+        """Raises FailedPreconditionError if awake, if "scheduling" would come before memory, or,
+        for a later try, if the weights cannot be read or memory has been taken meanwhile.
         """
-        if level == 0:
-            self._asleep = {"scheduling"}
-            self._sleep_level = level
-            return 0
-        self._core.finish_steps()
-        self.check_empty("sleep")
-        # Early announcements of peers end too: their blocks would be others' after a wake-up.
-        self.end_sessions()
-        self._core.scheduler.kv.block_pool.reset_prefix_cache()
-        self._core.scheduler.pause_state = PauseState.PAUSED_ALL
-        self._asleep = set(SLEEP_TAGS)
-        self._sleep_level = level
-        return self._core.executor.sleep(level)
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        """Wake those of SLEEP_TAGS named, or all. Raises InvalidRequestError for an unknown tag
-        and FailedPreconditionError if awake, if "scheduling" would come before memory, or, for a
-        later try, if the weights cannot be read or memory has been taken meanwhile.
-        """
-        wanted = check_tags(tags)
+        wanted = set(verb.tags or SLEEP_TAGS)
         if self._sleep_level is None:
             raise FailedPreconditionError("not asleep")
         missing = self._asleep - wanted - {"scheduling"}
@@ -132,39 +115,29 @@ class EngineControl:
                 self._wake(tag)
                 self._asleep.remove(tag)
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all prefixes; how many blocks held one. Raises FailedPreconditionError while
-        blocks are held.
-        """
-        self._core.finish_steps()
-        pool = self._core.scheduler.kv.block_pool
-        num_cached = pool.num_cached_blocks
-        self.check_empty("reset the prefix cache")
-        pool.reset_prefix_cache()
-        return num_cached
+    async def reset_prefix_cache(self, verb: ResetPrefixCache) -> int:
+        """Raises FailedPreconditionError while blocks are held."""
+        return self._reset_prefix_cache()
 
-    def start_profile(self) -> None:
+    async def profile(self, verb: Profile) -> str:
         """Record up to MAX_PROFILE_STEPS steps. Raises FailedPreconditionError if a profile is
-        running or its folder cannot be had.
+        running or its folder cannot be had; at the stop, if there is none or it cannot be written.
         """
+        if not verb.start:
+            return self._stop_profile()
         self._core.wait_for(self._core.executor.start_profile())
         self._profile_end = self._core.step_seq + MAX_PROFILE_STEPS
         self._profile_path = None
+        return ""
 
-    def stop_profile(self) -> str:
-        """Return the path of the trace, also of one that ended by itself. Raises
-        FailedPreconditionError if there is none or it cannot be written.
-        """
-        self._profile_end = None
-        path, self._profile_path = self._profile_path, None
-        return path or self._core.wait_for(self._core.executor.stop_profile())
+    # ---- between verbs
 
     def end_full_profile(self) -> None:
         """End a profile that has its steps; call it after every step."""
         if self._profile_end is None or self._core.step_seq < self._profile_end:
             return
         try:
-            self._profile_path = self.stop_profile()
+            self._profile_path = self._stop_profile()
         except FailedPreconditionError as error:
             logger.warning("%s", error)
         else:
@@ -179,6 +152,92 @@ class EngineControl:
         self._asleep.clear()
         self._sleep_level = None
         self._core.scheduler.pause_state = PauseState.UNPAUSED
+
+    # ---- pausing
+
+    async def _pause(self, mode: PauseMode) -> None:
+        """Start nothing new and wait for what `mode` waits for."""
+        self._check_awake()
+        scheduler = self._core.scheduler
+        if mode is PauseMode.ABORT:
+            self._core.abort_requests(list(scheduler.requests))
+        is_keep = mode is PauseMode.KEEP
+        scheduler.pause_state = PauseState.PAUSED_ALL if is_keep else PauseState.PAUSED_NEW
+        if not is_keep:
+            await Wait(self._is_quiet)
+
+    async def _settle(self, mode: PauseMode) -> None:
+        """Leave sessions and READs the time to end. What needs them to be over says itself if they
+        are not.
+        """
+        if mode is not PauseMode.KEEP:
+            await Wait(self._is_empty, SETTLE_TIMEOUT_S)
+
+    @contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Go on as before if the verb fails or is given up. An engine that sleeps stays so, and a
+        drain ends all pauses.
+        """
+        before = self._core.scheduler.pause_state
+        try:
+            yield
+        except BaseException:  # GeneratorExit of one that is given up, too
+            if self._sleep_level is None and not self._is_draining:
+                self._core.scheduler.pause_state = before
+            raise
+
+    def _check_awake(self) -> None:
+        if self._sleep_level is not None:
+            raise FailedPreconditionError(f"asleep at level {self._sleep_level}: wake it up first")
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._core.scheduler.pause_state is not PauseState.UNPAUSED
+
+    # ---- blocks and memory
+
+    def _is_quiet(self) -> bool:
+        """Is no step and no pull under way, and no request half done?"""
+        return not self._core.scheduler.has_admitted_requests()
+
+    def _is_empty(self) -> bool:
+        """Is it quiet, and does nobody hold a KV block: no request, no KV session, no READ?"""
+        return self._is_quiet() and not self._num_held_blocks
+
+    def _check_empty(self, verb: str) -> None:
+        """Raise FailedPreconditionError, with numbers, unless _is_empty."""
+        if self._is_empty():
+            return
+        scheduler = self._core.scheduler
+        raise FailedPreconditionError(
+            f"cannot {verb}: {self._num_held_blocks} KV blocks are held, "
+            f"{len(scheduler.running) + len(scheduler.kv_ready)} requests are running, "
+            f"{scheduler.num_open_sessions} KV sessions are open"
+        )
+
+    def end_sessions(self) -> None:
+        """End all KV sessions, so that their blocks come back (rule K3)."""
+        self._core.scheduler.fence_all("sleep")
+
+    def _give_memory_back(self, level: int) -> int:
+        """Fall asleep; the engine is paused. Return the number of bytes."""
+        self._core.finish_steps()
+        self._check_empty("sleep")
+        # Early announcements of peers end too: their blocks would be others' after a wake-up.
+        self.end_sessions()
+        self._core.scheduler.kv.block_pool.reset_prefix_cache()
+        self._core.scheduler.pause_state = PauseState.PAUSED_ALL
+        self._asleep = set(SLEEP_TAGS)
+        self._sleep_level = level
+        return self._core.executor.sleep(level)
+
+    def _reset_prefix_cache(self) -> int:
+        self._core.finish_steps()
+        pool = self._core.scheduler.kv.block_pool
+        num_cached = pool.num_cached_blocks
+        self._check_empty("reset the prefix cache")
+        pool.reset_prefix_cache()
+        return num_cached
 
     def _wake(self, tag: str) -> None:
         try:
@@ -199,28 +258,24 @@ class EngineControl:
             raise FailedPreconditionError(f"cannot read the weights: {error}") from error
 
     @property
-    def _is_paused(self) -> bool:
-        return self._core.scheduler.pause_state is not PauseState.UNPAUSED
-
-    @property
     def _num_held_blocks(self) -> int:
         pool = self._core.scheduler.kv.block_pool
         return pool.num_blocks - pool.num_free_blocks
 
-
-def check_level(level: int) -> None:
-    """Raise InvalidRequestError for a sleep level that there is not."""
-    if not 0 <= level <= MAX_SLEEP_LEVEL:
-        raise InvalidRequestError(
-            f"level is {level}, must be 0 to {MAX_SLEEP_LEVEL}", field="level"
-        )
+    def _stop_profile(self) -> str:
+        """Return the path of the trace, also of one that ended by itself."""
+        self._profile_end = None
+        path, self._profile_path = self._profile_path, None
+        return path or self._core.wait_for(self._core.executor.stop_profile())
 
 
-def check_tags(tags: Sequence[str]) -> set[str]:
-    """Return what to wake up. Raises InvalidRequestError for an unknown tag."""
-    for tag in tags:
-        if tag not in SLEEP_TAGS:
-            raise InvalidRequestError(
-                f"tags has {tag[:32]!r}, known tags are {', '.join(SLEEP_TAGS)}", field="tags"
-            )
-    return set(tags or SLEEP_TAGS)
+HANDLERS: Mapping[type[Call[Any]], Handler[EngineControl, Any, Any]] = dict(
+    [
+        Pause.handled_by(EngineControl.pause),
+        Resume.handled_by(EngineControl.resume),
+        Sleep.handled_by(EngineControl.sleep),
+        WakeUp.handled_by(EngineControl.wake_up),
+        ResetPrefixCache.handled_by(EngineControl.reset_prefix_cache),
+        Profile.handled_by(EngineControl.profile),
+    ]
+)

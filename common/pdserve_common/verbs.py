@@ -1,0 +1,120 @@
+"""What an operator can have an engine do: one class for each verb, in one table, VERBS.
+
+A verb is a dataclass of its arguments, with the type of its result. It is validated when it is
+made. ControlService has an RPC of the same name for each: the request's fields are its arguments,
+the response's only field is its result.
+"""
+
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
+
+from pdserve_common.engine_types import PauseMode
+from pdserve_common.errors import InvalidRequestError
+
+# What sleeping gives up and waking up takes back, in the order in which it is taken back.
+SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
+MAX_SLEEP_LEVEL = 2
+
+ResultT = TypeVar("ResultT")
+CallT = TypeVar("CallT", bound="Call[Any]")
+HandlerT = TypeVar("HandlerT")
+# How an object of HandlerT carries a call out.
+Handler = Callable[[HandlerT, CallT], Coroutine[Any, Any, ResultT]]
+
+
+class Call(Generic[ResultT]):
+    """What an engine is asked for, to be answered with a ResultT."""
+
+    __slots__ = ()
+
+    @classmethod
+    def title(cls) -> str:
+        """Its name in words, for messages."""
+        return re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__).lower()
+
+    @classmethod
+    def result_type(cls) -> Any:
+        """What ResultT is."""
+        (base,) = vars(cls)["__orig_bases__"]
+        return get_args(base)[0]
+
+    @classmethod
+    def handled_by(
+        cls: type[CallT], handler: Handler[HandlerT, CallT, ResultT]
+    ) -> tuple[type[CallT], Handler[HandlerT, CallT, ResultT]]:
+        """Return an entry for a table of handlers; the type checker compares the two."""
+        return cls, handler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Call[None]):
+    """Start nothing new; requests that come in wait.
+
+    ABORT ends all requests there are. WAIT returns when those that run are over; waiting ones stay.
+    KEEP freezes running ones where they are. `clear_cache` forgets cached prefixes, and fails as
+    ResetPrefixCache does.
+    """
+
+    mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Call[None]):
+    """End a pause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep(Call[int]):
+    """Pause and give memory back: at level 1 the KV pool's, and a GPU's weights to the host; at
+    level 2 the weights are dropped. Return the number of bytes the device got back.
+
+    Fails, with ABORT and WAIT after a while, if KV blocks are still held. Raises
+    InvalidRequestError for an unknown level.
+    """
+
+    level: int
+    mode: PauseMode = PauseMode.ABORT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.level <= MAX_SLEEP_LEVEL:
+            raise InvalidRequestError(
+                f"level is {self.level}, must be 0 to {MAX_SLEEP_LEVEL}", field="level"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeUp(Call[None]):
+    """Take back what sleep gave up: those of SLEEP_TAGS named, or all if none is; "scheduling"
+    resumes. Raises InvalidRequestError for an unknown tag.
+    """
+
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for tag in self.tags:
+            if tag not in SLEEP_TAGS:
+                raise InvalidRequestError(
+                    f"tags has {tag[:32]!r}, known tags are {', '.join(SLEEP_TAGS)}", field="tags"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache(Call[int]):
+    """Forget all cached prefixes and return how many blocks held one. Fails while requests or KV
+    sessions hold blocks.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Call[str]):
+    """Start a profile of the next steps and return "", or stop it and return its file's path. It
+    ends by itself after some steps: taking it in holds everything up.
+    """
+
+    start: bool
+
+
+VERBS: tuple[type[Call[Any]], ...] = (Pause, Resume, Sleep, WakeUp, ResetPrefixCache, Profile)
