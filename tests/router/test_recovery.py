@@ -20,6 +20,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_router.requests import single_completion
+from pdserve_router.workers import attach_client
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, Running, decode, prefill
 from support.router_stack import ANSWER_TEXT
@@ -41,7 +42,11 @@ def request(**fields) -> pb2.GenerateRequest:
 
 
 async def generate(stack, timeout=30, **fields) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(request(**fields), timeout=timeout)
+    return await collect(stack, request(**fields), timeout=timeout)
+
+
+async def collect(stack, asked: pb2.GenerateRequest, timeout=30) -> list[pb2.RequestOutput]:
+    call = stack.stub.Generate(asked, timeout=timeout)
     outputs = [response.output async for response in call]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     return outputs
@@ -179,6 +184,29 @@ async def test_a_decode_worker_that_fails_is_replaced_at_any_token(
     known = list(last.resume_output_token_ids)
     assert known == tokens_of(outputs)[: len(known)]
     assert len(known) >= num_tokens
+
+
+async def test_what_a_worker_does_not_read_goes_to_another(
+    start_stack, tokenizer, monkeypatch
+) -> None:
+    monkeypatch.setattr(attach_client, "MAX_UNSENT_BYTES", 100_000)
+    async with start_stack(prefill=0, decode=2) as stack:
+        deaf, client = stack.decodes[0], stack.server.pool.decode[0]
+        deaf.reads.clear()
+        prompt = pb2.TokenPrompt(token_ids=[299] * 4000)
+        params = core.SamplingParams(seed=7)
+        calls = [
+            asyncio.ensure_future(
+                collect(stack, pb2.GenerateRequest(tokens=prompt, sampling_params=params))
+            )
+            for _ in range(100)
+        ]
+        await until(lambda: client.state is WorkerState.DOWN)
+        deaf.reads.set()
+        for outputs in await asyncio.gather(*calls):
+            assert text_of(outputs) == ANSWER_TEXT
+        assert stack.metric("pdserve_recovered_requests_total", outcome="stop") > 10
+        await stack.assert_idle()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve_common.engine_types import (
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.fake_worker import MODEL, FakeWorker
@@ -64,10 +66,17 @@ class Link:
     async def ready(self) -> None:
         await until(lambda: self.client.is_ready)
 
-    def add(self, request_id: str, *, attempt: int = 0, max_tokens: int = 3) -> None:
+    def add(
+        self,
+        request_id: str,
+        *,
+        attempt: int = 0,
+        max_tokens: int = 3,
+        prompt: tuple[int, ...] = (5,),
+    ) -> None:
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=(5,),
+            prompt_token_ids=prompt,
             sampling_params=SamplingParams(max_tokens=max_tokens),
             attempt=attempt,
         )
@@ -566,6 +575,37 @@ async def test_heartbeats_acknowledge_frames(link) -> None:
     await until(lambda: link.ends("a"))
     num_frames = len(link.worker.links[0].frames)
     await until(lambda: link.worker.acked_frame_seq == num_frames + 1)
+
+
+# Workers that do not read
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [
+        ("MAX_UNSENT_BYTES", 500_000, r"too slow: \d+ behind, at most 500000"),
+        ("WRITE_TIMEOUT_S", 0.3, r"it has read nothing for 0.3 s"),
+    ],
+)
+async def test_a_worker_that_lives_and_does_not_read_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: float, reason: str
+) -> None:
+    monkeypatch.setattr(attach_client, limit, value)
+    link = Link()
+    link.worker.reads.clear()
+    async with link:
+        await link.ready()
+        names = [str(number) for number in range(40)]
+        for name in names:
+            link.add(name, prompt=(299,) * 50_000)
+        await until(lambda: WorkerState.DOWN in link.states)
+        for name in names:
+            assert re.search(reason, link.error(name).message)
+            assert link.error(name).code is ErrorCode.ENGINE_DEAD
+        link.worker.reads.set()
+        await link.ready()
+        link.add("a")
+        await until(lambda: link.ends("a"))
 
 
 # Attempts

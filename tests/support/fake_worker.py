@@ -292,6 +292,9 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         # What it says of every prompt and of every pull.
         self.prefill_stats = PREFILL_STATS
         self.kv_stats = KV_STATS
+        # Cleared: it takes no message of its routers, and still says that it lives.
+        self.reads = asyncio.Event()
+        self.reads.set()
         # Whether requests live on when the stream is cut.
         self.adopts = True
         self.requests: list[EngineCoreRequest] = []
@@ -402,6 +405,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
 
     async def _read(self, requests: AsyncIterator[pb2.AttachRequest], link: Link) -> None:
         async for message in requests:
+            await self.reads.wait()
             kind = message.WhichOneof("message")
             if kind == "add_request":
                 request = wire.from_proto(EngineCoreRequest, message.add_request)

@@ -178,16 +178,34 @@ async def test_what_is_kept_for_a_router_is_bounded(
     assert not attachment.can_resume(resume(oldest - 1))
 
 
-async def test_a_router_that_lets_too_much_pile_up_cannot_resume(
+async def test_large_answers_for_a_slow_router_do_not_end_the_others(
     engine: ScriptedEngine, routers: Attachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 1000)
+    monkeypatch.setattr(outbox_module, "MAX_PENDING_BYTES", 10_000)
     attachment, _ = attach(routers)
+    large = [f"large-{number}" for number in range(10)]
+    for request_id in ("small", "running", *large):
+        add(attachment, request_id)
+    engine.emit("small", 0, 5)
+    engine.emit("running", 0, *range(600))
+    for request_id in large:
+        engine.emit(request_id, 0, *range(500), is_last=True)
     routers.keep(attachment)
-    for index in range(20):
-        engine.emit(str(index), 0, *range(20))
-    new, _ = routers.attach(ROUTER, resume(1))
-    assert new is not attachment
+    engine.emit("small", 1, 6)
+    again, adopted = routers.attach(ROUTER, resume(1, ("small", 0), ("running", 0)))
+    assert again is attachment
+    assert set(adopted) == {("small", 0), ("running", 0)}
+    outputs = {
+        output.request_id: output
+        for frame in await frames(attachment, attachment.open_stream())
+        for output in frame.outputs.outputs
+    }
+    assert outputs["small"].new_token_ids == (5, 6)
+    assert outputs["running"].error is not None
+    assert engine.aborted == ["running"], "the others have ended by themselves"
+    reasons = [outputs[request_id].finish_reason for request_id in large]
+    assert reasons.count(FinishReason.LENGTH) >= 2
+    assert set(reasons) == {FinishReason.LENGTH, FinishReason.ERROR}
 
 
 async def test_a_router_that_stays_away_loses_its_requests(

@@ -1,4 +1,5 @@
 import asyncio
+import random
 
 import pytest
 
@@ -27,9 +28,13 @@ def tokens(request_id: str, first: int, *token_ids: int, **fields: object) -> En
     )
 
 
+def no_abort(request_id: str) -> None:
+    raise AssertionError(f"{request_id} is cut off")
+
+
 async def test_what_waits_is_returned_at_once_also_without_any_time_to_wait() -> None:
     """The last look before a stream ends must not lose what came during the last write."""
-    box = Outbox()
+    box = Outbox(no_abort)
     box.put(outputs(tokens("a", 0, 5)))
     (frame,) = await box.get(0.0)
     assert frame.outputs == (tokens("a", 0, 5),)
@@ -37,7 +42,7 @@ async def test_what_waits_is_returned_at_once_also_without_any_time_to_wait() ->
 
 
 async def test_a_slow_routers_outputs_are_merged_by_request() -> None:
-    box = Outbox()
+    box = Outbox(no_abort)
     box.put(outputs(tokens("a", 0, 5), tokens("b", 3, 9)))
     box.put(outputs(tokens("a", 1, 6, 7, finish_reason=FinishReason.LENGTH)))
     (frame,) = await box.get(1.0)
@@ -47,7 +52,7 @@ async def test_a_slow_routers_outputs_are_merged_by_request() -> None:
 
 
 async def test_large_steps_leave_in_frames_that_lose_nothing() -> None:
-    box = Outbox()
+    box = Outbox(no_abort)
     sent = [tokens(str(i), 0, *range(1000)) for i in range(500)]
     box.put(outputs(*sent))
     frames = await box.get(1.0)
@@ -56,7 +61,7 @@ async def test_large_steps_leave_in_frames_that_lose_nothing() -> None:
 
 
 async def test_the_death_of_the_engine_is_not_overwritten_by_a_later_message() -> None:
-    box = Outbox()
+    box = Outbox(no_abort)
     error = EngineError(code=ErrorCode.ENGINE_DEAD, message="gone")
     box.put(outputs(engine_dead=error))
     box.put(outputs(tokens("a", 0, 5)))
@@ -64,19 +69,97 @@ async def test_the_death_of_the_engine_is_not_overwritten_by_a_later_message() -
     assert frame.engine_dead == error
 
 
-async def test_a_router_that_lets_too_much_pile_up_is_cut_off(
+async def test_ends_alone_that_pile_up_are_too_much_for_any_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_PENDING_BYTES", 1000)
-    box = Outbox()
+    box = Outbox(no_abort)
     for index in range(20):
-        box.put(outputs(tokens(str(index), 0, *range(20))))
+        box.put(outputs(tokens(str(index), 0, finish_reason=FinishReason.ABORT)))
     with pytest.raises(OverloadedError, match="bytes behind, at most 1000"):
         await box.get(1.0)
 
 
+async def test_only_the_largest_is_cut_off_if_too_much_piles_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING_BYTES", 2000)
+    aborted: list[str] = []
+    box = Outbox(aborted.append)
+    box.put(outputs(tokens("small", 0, 5), tokens("large", 0, *range(150))))
+    box.put(outputs(tokens("larger", 0, *range(200)), tokens("done", 0, 1)))
+    box.put(outputs(tokens("large", 150, *range(10)), tokens("larger", 200, 7)))
+    assert aborted == ["larger"]
+    box.put(outputs(tokens("larger", 201, finish_reason=FinishReason.ABORT), tokens("small", 1, 6)))
+    (frame,) = await box.get(0.0)
+    found = {output.request_id: output for output in frame.outputs}
+    assert found["small"] == tokens("small", 0, 5, 6)
+    assert found["large"] == tokens("large", 0, *range(150), *range(10))
+    assert found["larger"].finish_reason is FinishReason.ERROR
+    assert found["larger"].error is not None
+    assert found["larger"].error.code is ErrorCode.OVERLOADED
+    assert "bytes behind" in found["larger"].error.message
+    box.put(outputs(tokens("larger", 0, 9)))
+    (frame,) = await box.get(0.0)
+    assert frame.outputs == (tokens("larger", 0, 9),), "the id may be used again"
+
+
+async def test_what_waits_of_one_request_fits_into_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_OUTPUT_BYTES", 1000)
+    aborted: list[str] = []
+    box = Outbox(aborted.append)
+    box.put(outputs(tokens("a", 0, *range(100)), tokens("b", 0, *range(100))))
+    assert not aborted
+    box.put(outputs(tokens("a", 100, *range(100))))
+    assert aborted == ["a"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_each_request_comes_whole_or_is_cut_off_once_whatever_piles_up(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING_BYTES", 3000)
+    chance = random.Random(seed)
+    running = {str(index): 0 for index in range(10)}
+    ending: list[str] = []
+    cut: set[str] = set()
+    got: dict[str, int] = dict.fromkeys(running, 0)
+    ended: dict[str, FinishReason] = {}
+
+    def abort(request_id: str) -> None:
+        assert request_id not in cut
+        cut.add(request_id)
+        ending.append(request_id)
+
+    box = Outbox(abort)
+    for _ in range(300):
+        for name in chance.sample(sorted(running), min(3, len(running))):
+            count = chance.choice((1, 1, 1, 200))
+            is_last = chance.random() < 0.02 or name in ending
+            reason = FinishReason.LENGTH if is_last else None
+            box.put(outputs(tokens(name, running[name], *range(count), finish_reason=reason)))
+            running[name] += count
+            if is_last:
+                running.pop(name)
+            assert not box.is_overfull
+        if chance.random() < 0.2:
+            for frame in await box.get(0.0):
+                for output in frame.outputs:
+                    name = output.request_id
+                    assert name not in ended
+                    if output.error is None:
+                        assert output.first_token_index == got[name]
+                        got[name] += len(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        ended[name] = output.finish_reason
+                        assert (name in cut) <= (output.error is not None)
+    assert cut
+
+
 async def test_waking_an_empty_box_returns_nothing() -> None:
-    box = Outbox()
+    box = Outbox(no_abort)
     waiting = asyncio.create_task(box.get(120.0))
     await asyncio.sleep(0)
     box.wake()

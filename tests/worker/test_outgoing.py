@@ -43,7 +43,7 @@ async def test_a_peer_that_reads_too_slowly_is_gone(monkeypatch: pytest.MonkeyPa
     outgoing: Outgoing[int] = Outgoing()
     for message in range(3):
         outgoing.send(message)
-    assert await asyncio.wait_for(outgoing.wait_closed(), 10) == "too slow"
+    assert await asyncio.wait_for(outgoing.wait_closed(), 10) == "too slow: 2 behind, at most 2"
     assert await outgoing.get() is None
 
 

@@ -53,7 +53,7 @@ class Attachment:
 
     def __init__(self, engine: EngineClient, router_id: str) -> None:
         self.router_id = router_id
-        self.outbox = Outbox()
+        self.outbox = Outbox(lambda request_id: self.abort_requests([request_id]))
         self.client_index = engine.register_client(self._on_outputs)
         self._engine = engine
         # Attempts of requests that have not ended.

@@ -1,15 +1,23 @@
-"""What waits to be written to one attached router: merged while the router is slow, bounded in
-bytes.
+"""What waits to be written to one attached router: merged while the router is slow, and bounded in
+bytes. When they do not fit the largest request is cut off, so that others' go on.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs, LogprobsLists
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    LogprobsLists,
+)
 from pdserve_common.errors import OverloadedError
 
 MAX_PENDING_BYTES = 16 * 1024 * 1024
+# Of one request: it has to fit into one message, by this rough measure.
+MAX_OUTPUT_BYTES = 8 * 1024 * 1024
 # A frame stays well below gRPC's message limit and does not hold up the frames behind it.
 MAX_FRAME_BYTES = 1024 * 1024
 # Rough size of an output without its tokens, of a token and of a logprob, on the wire.
@@ -20,24 +28,35 @@ LOGPROB_BYTES = 9
 EMPTY = EngineCoreOutputs()
 
 
+class _Waiting(NamedTuple):
+    output: EngineCoreOutput
+    num_bytes: int
+
+
 class Outbox:
     """Outputs not written yet. Used on the event loop's thread only."""
 
-    def __init__(self) -> None:
-        self._pending: dict[str, EngineCoreOutput] = {}
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        """`abort` has the engine end a request that is cut off."""
+        self._abort = abort
+        self._pending: dict[str, _Waiting] = {}
+        # Attempts that have got their end here, and are still to get it from the engine.
+        self._cut_off: dict[str, int] = {}
         self._rest = EMPTY
         self._num_bytes = 0
         self._event = asyncio.Event()
 
     @property
     def is_overfull(self) -> bool:
-        """Has the router let too much pile up?"""
+        """Has the router let too much pile up, though no request has much of it?"""
         return self._num_bytes > MAX_PENDING_BYTES
 
     def put(self, outputs: EngineCoreOutputs) -> None:
         """Add a step's outputs; those of a request that is still waiting here are merged."""
         for output in outputs.outputs:
             self._put(output)
+        while self.is_overfull and self._cut_off_largest():
+            pass
         self._rest = dataclasses.replace(
             outputs, outputs=(), engine_dead=outputs.engine_dead or self._rest.engine_dead
         )
@@ -45,7 +64,8 @@ class Outbox:
 
     def ended(self) -> set[tuple[str, int]]:
         """Return the requests, with their attempts, whose end is waiting here."""
-        return {(o.request_id, o.attempt) for o in self._pending.values() if o.finished}
+        outputs = [waiting.output for waiting in self._pending.values()]
+        return {(o.request_id, o.attempt) for o in outputs if o.finished}
 
     def wake(self) -> None:
         """Let a waiting `get` return, with nothing if there is nothing."""
@@ -77,18 +97,51 @@ class Outbox:
 
     def _put(self, output: EngineCoreOutput) -> None:
         """Of two attempts of a request only the higher one is wanted any more (rule K7)."""
-        waiting = self._pending.pop(output.request_id, None)
-        if waiting is not None and waiting.attempt < output.attempt:
-            self._num_bytes -= size_of(waiting)
-            waiting = None
-        if waiting is None:
-            self._pending[output.request_id] = output
-        elif waiting.attempt == output.attempt:
-            self._pending[output.request_id] = merge(waiting, output)
-        else:
-            self._pending[output.request_id] = waiting
+        request_id, num_bytes = output.request_id, size_of(output)
+        if self._cut_off.get(request_id) == output.attempt:
+            if output.finished:
+                del self._cut_off[request_id]
             return
-        self._num_bytes += size_of(output)
+        before = self._pending.get(request_id)
+        if before is not None and before.output.attempt > output.attempt:
+            return
+        if before is not None and before.output.attempt == output.attempt:
+            output = merge(before.output, output)
+            num_bytes += before.num_bytes
+        self._replace(output, num_bytes)
+        if num_bytes > MAX_OUTPUT_BYTES:
+            self._cut(request_id)
+
+    def _replace(self, output: EngineCoreOutput, num_bytes: int) -> None:
+        """Have this, and nothing else, wait of its request; behind the others."""
+        before = self._pending.pop(output.request_id, None)
+        self._num_bytes += num_bytes - (before.num_bytes if before is not None else 0)
+        self._pending[output.request_id] = _Waiting(output, num_bytes)
+
+    def _cut_off_largest(self) -> bool:
+        """Cut off the request of which most waits; False if it has nothing but its end."""
+        request_id = max(self._pending, key=lambda name: self._pending[name].num_bytes)
+        is_large = self._pending[request_id].num_bytes > OUTPUT_BYTES
+        if is_large:
+            self._cut(request_id)
+        return is_large
+
+    def _cut(self, request_id: str) -> None:
+        """Have a request end with an OverloadedError instead of what waits of it."""
+        output, num_bytes = self._pending[request_id]
+        error = OverloadedError(
+            f"the router is {self._num_bytes} bytes behind, {num_bytes} of them are this request's"
+        )
+        end = EngineCoreOutput(
+            request_id=request_id,
+            attempt=output.attempt,
+            finish_reason=FinishReason.ERROR,
+            error=error.to_engine_error(),
+        )
+        self._replace(end, OUTPUT_BYTES)
+        if not output.finished:
+            self._cut_off[request_id] = output.attempt
+            self._abort(request_id)
 
 
 def _join(first: LogprobsLists | None, second: LogprobsLists | None) -> LogprobsLists | None:
@@ -124,11 +177,10 @@ def size_of(output: EngineCoreOutput) -> int:
     return OUTPUT_BYTES + TOKEN_BYTES * len(output.new_token_ids) + LOGPROB_BYTES * num_logprobs
 
 
-def _frames(outputs: Iterable[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+def _frames(pending: Iterable[_Waiting]) -> Iterator[list[EngineCoreOutput]]:
     frame: list[EngineCoreOutput] = []
     num_bytes = 0
-    for output in outputs:
-        size = size_of(output)
+    for output, size in pending:
         if frame and num_bytes + size > MAX_FRAME_BYTES:
             yield frame
             frame, num_bytes = [], 0

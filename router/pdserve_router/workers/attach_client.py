@@ -11,7 +11,12 @@ import grpc
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock, every
+from pdserve_common.send_queue import SendQueue
 
+# Of requests that wait to be sent to a worker. Their tokens take more than that elsewhere here.
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+# How long one write may take, as for a worker's.
+WRITE_TIMEOUT_S = 10.0
 # How long a worker may take to end a stream that we have closed.
 _CLOSE_S = 0.5
 
@@ -51,8 +56,11 @@ class AttachStream:
         self._awake = AwakeClock(timings.heartbeat_s, clock=clock)
         self._on_response = on_response
         self._next_frame_seq = next_frame_seq
-        # None ends our half of the stream.
-        self._outbox: asyncio.Queue[service_pb2.AttachRequest | None] = asyncio.Queue()
+        self._unsent: SendQueue[service_pb2.AttachRequest] = SendQueue(
+            MAX_UNSENT_BYTES, service_pb2.AttachRequest.ByteSize
+        )
+        # When the write under way began.
+        self._write_began: float | None = None
         self._is_heartbeat_queued = False
         self._last_heard = self._awake()
 
@@ -62,15 +70,18 @@ class AttachStream:
         return self._awake() - self._last_heard
 
     def send(self, message: service_pb2.AttachRequest) -> None:
-        """Queue a message. It is lost if the stream breaks before it has left."""
-        self._outbox.put_nowait(message)
+        """Queue a message. It is lost if the stream breaks before it has left, which it does if too
+        much waits.
+        """
+        self._unsent.put(message)
 
     async def serve(
         self, stub: service_grpc.EngineCoreServiceStub, hello: service_pb2.AttachHello
     ) -> None:
         """Attach and serve the stream until it ends, always with an exception: LinkLostError of a
-        silent worker, StreamBrokenError or AioRpcError of a stream, what `on_response` raises. If
-        cancelled it ends the stream in order, which tells the worker that nobody comes back.
+        worker that is silent or reads too slowly, StreamBrokenError or AioRpcError of a stream,
+        what `on_response` raises. If cancelled it ends the stream in order, which tells the worker
+        that nobody comes back.
         """
         self._last_heard = self._awake()
         call = stub.Attach()
@@ -88,7 +99,7 @@ class AttachStream:
             for task in sorted(done, key=tasks.index):
                 task.result()
         except asyncio.CancelledError:
-            self._outbox.put_nowait(None)
+            self._unsent.finish()
             await asyncio.wait(tasks[:1], timeout=_CLOSE_S)
             raise
         finally:
@@ -98,8 +109,10 @@ class AttachStream:
     async def _write(self, call: Any, hello: service_pb2.AttachHello) -> None:
         try:
             await call.write(service_pb2.AttachRequest(hello=hello))
-            while (message := await self._outbox.get()) is not None:
+            while (message := await self._unsent.get()) is not None:
+                self._write_began = self._awake()
                 await call.write(self._stamped(message))
+                self._write_began = None
             await call.done_writing()
             await asyncio.Event().wait()  # The reader sees the end.
         except asyncio.InvalidStateError:
@@ -122,10 +135,14 @@ class AttachStream:
             self._on_response(response)
 
     def _tick(self) -> None:
-        """Send a heartbeat and notice silence."""
+        """Send a heartbeat; notice silence, and a worker that does not read."""
         self._awake.tick()
         if self.silence_s > self._timings.dead_after_s:
             raise LinkLostError(f"nothing heard for {self.silence_s:.1f} s")
+        if self._write_began is not None and self._awake() - self._write_began > WRITE_TIMEOUT_S:
+            raise LinkLostError(f"it has read nothing for {WRITE_TIMEOUT_S:g} s")
+        if self._unsent.closed_because:
+            raise LinkLostError(self._unsent.closed_because)
         if not self._is_heartbeat_queued:
             self._is_heartbeat_queued = True
             self.send(service_pb2.AttachRequest(heartbeat=service_pb2.Heartbeat()))
