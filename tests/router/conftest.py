@@ -14,7 +14,6 @@ sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and
 from fake_model import make_model_dir
 
 from pdserve_common.engine_types import WorkerRole
-from pdserve_router.api.http_server import HttpServer
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from support.router_stack import (
     QuickHttpServer,
     Stack,
     StartStack,
+    WatchedHttpServer,
     counters,
     sources,
 )
@@ -80,14 +80,20 @@ def start_stack(
         decode: int | Sequence[str] = 1,
         answer: str | Sequence[int] = ANSWER_TEXT,
         wait: bool = True,
-        http: bool | type[HttpServer] = False,
+        http: bool | type[WatchedHttpServer] = False,
         info: dict[str, object] | None = None,
         channel_options: Sequence[tuple[str, object]] = (),
         **config: object,
     ) -> AsyncIterator[Stack]:
         if isinstance(http, bool):
             http = QuickHttpServer if http else NoHttpServer
-        monkeypatch.setattr("pdserve_router.server.HttpServer", http)
+        servers = []
+
+        def make_server(*args: object) -> object:
+            servers.append(http(*args))
+            return servers[-1]
+
+        monkeypatch.setattr("pdserve_router.server.HttpServer", make_server)
         tokens = tokenizer.backend.encode(answer).ids if isinstance(answer, str) else answer
 
         def worker(role: WorkerRole, number: int) -> FakeWorker:
@@ -131,7 +137,7 @@ def start_stack(
                 unproven = ("pdserve_worker_pairs", {"state": "unproven"})
                 await until(lambda: server.registry.get_sample_value(*unproven) == 0)
             begun = counters(server)
-            yield Stack(server, prefills, decodes, channel)
+            yield Stack(server, prefills, decodes, channel, *servers)
             born = counters(server) - begun
             assert not born, f"rates miss the first sample of {born}: `begin` them"
 

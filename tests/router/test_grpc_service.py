@@ -1,5 +1,7 @@
 """The public gRPC API: what it refuses, what it answers, what its trailers say."""
 
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -234,11 +236,7 @@ async def test_an_oversized_message_is_refused_by_grpc(stack) -> None:
 
 async def test_too_many_waiting_requests_are_refused_with_a_time_to_wait(start_stack) -> None:
     async with start_stack(max_num_queued_requests=1) as stack:
-
-        async def hang(running) -> None:
-            await stack.server.router._is_idle.wait()
-
-        stack.prefill.behave = stack.decode.behave = hang
+        stack.prefill.behave = stack.decode.behave = lambda running: asyncio.Event().wait()
         waiting = stack.stub.Generate(pb2.GenerateRequest(text="hello"))
         await until(lambda: stack.server.router.num_in_flight == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -620,10 +620,9 @@ async def test_a_client_that_disconnects_aborts_both_legs(stack, stream) -> None
 async def test_a_client_that_disconnects_in_its_body_is_no_error(stack, caplog) -> None:
     _, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
-    state = stack.server._http._server.server_state
-    await until(lambda: state.tasks)
+    await until(lambda: stack.http.tasks)
     writer.close()
-    await until(lambda: not state.tasks and not state.connections)
+    await until(lambda: not stack.http.tasks and not stack.http.connections)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

@@ -1,5 +1,7 @@
 """Rule K7, text and the collector."""
 
+import asyncio
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -198,9 +200,11 @@ async def test_final_only_is_silent_until_the_end(make) -> None:
     harness = make(output_kind=RequestOutputKind.FINAL_ONLY)
     harness.accept(10, at=0)
     harness.accept(11, at=1)
-    assert not harness.state.collector._wake.is_set()
+    getting = asyncio.create_task(harness.state.collector.get())
+    await asyncio.sleep(0)
+    assert not getting.done()
     harness.finish()
-    output = await harness.state.collector.get()
+    output = await getting
     assert output.outputs[0].token_ids == (10, 11)
 
 

@@ -272,7 +272,7 @@ async def test_no_worker_is_left_with_a_probe_that_got_no_answer(start, monkeypa
     monkeypatch.setattr("pdserve_router.workers.circuit_breaker.MIN_BACKOFF_S", 600)
     async with start(change=slow) as stage:
         await until(lambda: stage.count("failed") == 1)
-        await until(lambda: not stage.decode[0]._running)
+        await until(lambda: not stage.decode[0].num_probes_running)
         assert stage.pool.decode[0].num_in_flight == 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import time
 from typing import TypeVar
@@ -25,7 +26,9 @@ from pdserve_router.requests.redrive import TOKENS_PER_REDRIVE, Recovery, Redriv
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerState
+from support.clock import Clock
 from support.fake_worker import engine_info
+from support.waiting import until
 
 
 class NobodyPool:
@@ -274,27 +277,35 @@ def test_requests_that_are_lost_together_all_get_their_turn() -> None:
 
 
 class SecondsPool(NobodyPool):
-    """Nobody is ready; how long ago somebody was."""
+    """Nobody is ready, and somebody was at a time."""
 
-    ago_s = 0.0
+    served_at = 0.0
+    num_asked = 0
 
     def last_served_at(self, origins: object) -> float:
-        return time.monotonic() - self.ago_s
+        self.num_asked += 1
+        return self.served_at
 
 
 @pytest.mark.parametrize(("ago_s", "is_given_up"), [(0.0, False), (5.0, False), (70.0, True)])
 async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
     ago_s: float, is_given_up: bool
 ) -> None:
-    pool = SecondsPool()
-    pool.ago_s = ago_s
-    metrics = RouterMetrics(CollectorRegistry())
-    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=60)  # type: ignore[arg-type]
+    pool, clock = SecondsPool(), Clock()
+    queue = RedriveQueue(
+        pool,  # type: ignore[arg-type]
+        metrics=RouterMetrics(CollectorRegistry()),
+        max_redrives=3,
+        wait_s=60,
+        clock=clock,
+    )
     request = lost_request("a")
+    request.core_request = dataclasses.replace(request.core_request, deadline=clock() + 1000)
     queue.add(request)
-    # As if it had waited for long.
-    queue._waiting[request].no_worker_since = time.monotonic() - 100
-    await asyncio.sleep(0.2)
+    await until(lambda: pool.num_asked > 0)
+    clock.now_s += 100
+    pool.served_at = clock() - ago_s
+    await until(lambda: pool.num_asked > 3 or request.given_up.is_set())
     assert request.given_up.is_set() is is_given_up
     queue.discard(request)
 
@@ -323,6 +334,12 @@ def test_progress_gives_redrives_back_and_drains_take_none() -> None:
     assert recovery.num_spent == 1, "progress is not saved up"
 
 
+def wait_of(recovery: Recovery, worker: object) -> float:
+    """For how long the worker is not asked again, in steps of 0.5 s."""
+    waits = (step / 2 for step in itertools.count(1))
+    return next(s for s in waits if worker not in recovery.not_yet(recovery.lost_at + s))
+
+
 def test_a_worker_that_is_no_use_again_and_again_is_asked_less_and_less() -> None:
     recovery = Recovery()
     waits = []
@@ -330,14 +347,12 @@ def test_a_worker_that_is_no_use_again_and_again_is_asked_less_and_less() -> Non
     for _ in range(7):
         error = EngineError(code=ErrorCode.DRAINING, message="gone", is_retryable=True)
         recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
-        (at,) = recovery._retry_at.values()
-        waits.append(at - recovery.lost_at)
+        waits.append(wait_of(recovery, worker))
         recovery.begin_attempt()
-    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 8, 8])
+    assert waits == [0.5, 1, 2, 4, 8, 8, 8]
     recovery.note_tokens(1)
     recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
-    (at,) = recovery._retry_at.values()
-    assert at - recovery.lost_at == pytest.approx(0.5), "a token came"
+    assert wait_of(recovery, worker) == 0.5, "a token came"
 
 
 async def test_what_only_drains_ends_with_the_last_attempt_of_the_wire() -> None:

@@ -11,10 +11,9 @@ import httpx
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_client.client import AsyncClient
-from pdserve_router.api.http_server import HttpServer
 from support.cut_proxy import CutProxy, cut_proxies
 from support.fake_worker import Running
-from support.router_stack import ANSWER_TEXT, Stack
+from support.router_stack import ANSWER_TEXT, Stack, WatchedHttpServer
 from support.waiting import until
 
 BODY = {"model": "tiny", "prompt": "short", "max_tokens": 50}
@@ -102,8 +101,8 @@ async def test_our_client_loses_no_call_at_the_moment_of_the_change(start_stack)
 
 async def test_an_http_connection_goes_on_at_another_router(start_stack) -> None:
     async with (
-        start_stack(http=HttpServer) as old,
-        start_stack(http=HttpServer) as new,
+        start_stack(http=WatchedHttpServer) as old,
+        start_stack(http=WatchedHttpServer) as new,
         cut_proxies(old.server.http_port, 2) as (busy, idle),
         httpx.AsyncClient(base_url=f"http://{busy.address}", timeout=60) as long,
         httpx.AsyncClient(base_url=f"http://{idle.address}", timeout=60) as short,
@@ -154,6 +153,6 @@ async def test_idle_http_connections_can_outlast_those_of_load_balancers(start_s
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
         assert (await http.get("/health")).status_code == 200
-        (connection,) = stack.server._http._server.server_state.connections
+        (connection,) = stack.http.connections
         closes_at = connection.timeout_keep_alive_task.when()
         assert closes_at - asyncio.get_running_loop().time() > 600

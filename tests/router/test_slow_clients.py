@@ -14,7 +14,7 @@ import pytest
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import FinishReason
-from pdserve_router.api.http_server import HttpServer
+from support.router_stack import WatchedHttpServer
 from support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def endless(worker):
 async def slow_stack(start_stack):
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=0.5,
         channel_options=SMALL_WINDOWS,
         info=LONG,
@@ -62,7 +62,7 @@ async def patient_stack(start_stack):
     """One that leaves a client that reads now and then its time."""
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=2.5,
         channel_options=SMALL_WINDOWS,
         info=LONG,
@@ -147,11 +147,6 @@ def open_tls(port: int, ca_file: str, data: bytes) -> ssl.SSLSocket:
     return connection
 
 
-def shrink_send_buffers(stack) -> None:
-    """The kernel would take megabytes before a writer notices anything."""
-    stack.server._http._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-
-
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack, n) -> None:
     endless(slow_stack.decode)
@@ -167,7 +162,7 @@ async def test_a_grpc_client_that_stops_reading_is_cut(slow_stack, n) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_an_sse_client_that_stops_reading_is_cut(slow_stack, n) -> None:
-    shrink_send_buffers(slow_stack)
+    slow_stack.http.shrink_send_buffers()
     endless(slow_stack.decode)
     sock = await open_http(slow_stack, sse_request(n))
     await until(lambda: len(slow_stack.decode.aborted) == n)
@@ -186,18 +181,17 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut(start_stack) ->
     num_tokens = 3000
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=0.5,
         info=LONG,
         answer=[5] * num_tokens,
     ) as stack:
         stack.decode.step_s = 0.0
-        shrink_send_buffers(stack)
+        stack.http.shrink_send_buffers()
         sock = await open_http(stack, large_request(num_tokens))
         length = {"model": "tiny", "outcome": "length"}
         await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
-        connections = stack.server._http._server.server_state.connections
-        await until(lambda: not connections)
+        await until(lambda: not stack.http.connections)
         sock.close()
 
 
@@ -211,13 +205,13 @@ async def test_a_client_that_reads_slowly_gets_a_large_answer(start_stack, strea
 
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=0.5,
         info=LONG,
         answer=[5] * num_tokens,
     ) as stack:
         stack.decode.behave = at_once
-        shrink_send_buffers(stack)
+        stack.http.shrink_send_buffers()
         sock = await open_http(stack, large_request(num_tokens, stream=stream), buffer_bytes=65536)
         received = await read_slowly(sock)
         sock.close()
@@ -232,9 +226,11 @@ async def test_a_router_that_stops_goes_on_sending_until_the_drain_timeout(
 ) -> None:
     monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 1.0)
     num_tokens = 3000
-    async with start_stack(prefill=0, http=HttpServer, info=LONG, answer=[5] * num_tokens) as stack:
+    async with start_stack(
+        prefill=0, http=WatchedHttpServer, info=LONG, answer=[5] * num_tokens
+    ) as stack:
         stack.decode.step_s = 0.0
-        shrink_send_buffers(stack)
+        stack.http.shrink_send_buffers()
         sock = await open_http(stack, large_request(num_tokens), buffer_bytes=65536)
         length = {"model": "tiny", "outcome": "length"}
         await until(lambda: stack.metric("pdserve_requests_total", **length) == 1)
@@ -278,13 +274,13 @@ async def test_a_client_over_tls_that_stops_reading_is_cut(
     cert, key = authority.issue("router", "IP:127.0.0.1")
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=0.5,
         info=LONG,
         tls_cert_file=cert,
         tls_key_file=key,
     ) as stack:
-        shrink_send_buffers(stack)
+        stack.http.shrink_send_buffers()
         endless(stack.decode)
         port = stack.server.http_port
         connection = await asyncio.to_thread(open_tls, port, authority.ca_file, sse_request(n))
@@ -297,7 +293,7 @@ async def test_a_client_over_tls_that_stops_reading_is_cut(
 async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=5.0,
         channel_options=SMALL_WINDOWS,
         info=LONG,
@@ -321,7 +317,7 @@ async def test_a_client_that_only_pauses_loses_nothing(start_stack) -> None:
 async def test_a_client_that_does_not_read_stalls_nobody_else(patient_stack, api) -> None:
     stack = patient_stack
     endless(stack.decode)
-    shrink_send_buffers(stack)
+    stack.http.shrink_send_buffers()
     if api == "grpc":
         stalled = stack.stub.Generate(grpc_request())
         await stalled.read()
@@ -344,12 +340,12 @@ async def test_a_client_that_does_not_read_stalls_nobody_else(patient_stack, api
 async def test_a_stalled_client_does_not_hold_up_the_shutdown(start_stack) -> None:
     async with start_stack(
         prefill=0,
-        http=HttpServer,
+        http=WatchedHttpServer,
         client_stall_timeout_s=60.0,
         channel_options=SMALL_WINDOWS,
         info=LONG,
     ) as stack:
-        shrink_send_buffers(stack)
+        stack.http.shrink_send_buffers()
         endless(stack.decode)
         call = stack.stub.Generate(grpc_request())
         await call.read()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve_common import wire
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -307,13 +308,13 @@ async def test_a_defect_in_taking_a_message_costs_the_stream_and_not_the_worker(
     answer, link.worker.behave = link.worker.behave, hang
     link.add("a")
     await until(lambda: link.worker.num_running == 1)
-    take = link.client._on_outputs
+    take = wire.engine_core_outputs_from_proto
 
-    def fail(outputs, *args) -> None:
-        monkeypatch.setattr(link.client, "_on_outputs", take)
+    def fail(outputs) -> None:
+        monkeypatch.setattr(wire, "engine_core_outputs_from_proto", take)
         raise RuntimeError("a defect of the router")
 
-    monkeypatch.setattr(link.client, "_on_outputs", fail)
+    monkeypatch.setattr(wire, "engine_core_outputs_from_proto", fail)
     link.worker.behave = answer
     link.add("b")
     await until(lambda: link.ends("a") and link.ends("b"))
@@ -362,13 +363,7 @@ async def cut_while_running(link: Link, *names: str) -> asyncio.Event:
         link.add(name)
     await until(lambda: link.worker.num_running == len(names))
     may_answer = asyncio.Event()
-    answer = link.worker._link_for
-
-    async def answer_late(hello):
-        await may_answer.wait()
-        return await answer(hello)
-
-    link.worker._link_for = answer_late
+    link.worker.before_welcome = may_answer.wait
     link.worker.cut()
     await until(lambda: len(link.worker.hellos) == 2)
     return may_answer
@@ -426,12 +421,7 @@ async def test_frames_that_have_come_are_dropped(link) -> None:
     await link.ready()
     link.add("a", max_tokens=6)
     await until(lambda: len(link.tokens("a")) == 2)
-    resume = link.worker._write
-
-    async def write_all(context, lock, the_link, next_seq) -> None:
-        await resume(context, lock, the_link, 1)
-
-    link.worker._write = write_all
+    link.worker.repeats_frames = True
     link.worker.cut()
     await until(lambda: len(link.worker.hellos) == 2)
     for _ in range(4):
@@ -465,7 +455,7 @@ async def test_nothing_new_is_taken_while_the_stream_is_broken(link) -> None:
 
 async def test_requests_that_the_worker_lacks_get_their_error_and_the_others_go_on(link) -> None:
     may_answer = await cut_while_running(link, "a", "b")
-    link.worker._abort("a")
+    link.worker.abort("a")
     may_answer.set()
     await until(lambda: link.ends("a"))
     await link.ready()
@@ -491,16 +481,15 @@ async def test_the_stream_after_a_lost_one_takes_frames_from_the_start(link) -> 
     assert link.tokens("c") == [5, 6, 7]
 
 
-async def test_a_worker_that_is_gone_is_not_waited_for(link) -> None:
-    slow = dataclasses.replace(TIMINGS, dead_after_s=60.0)
-    link.client._timings = slow
-    await link.ready()
-    link.worker.behave = hang
-    link.add("a")
-    await until(lambda: link.worker.num_running == 1)
-    await link.worker.stop()
-    await until(lambda: link.ends("a"))
-    assert link.client.state is WorkerState.DOWN
+async def test_a_worker_that_is_gone_is_not_waited_for() -> None:
+    async with Link(timings=dataclasses.replace(TIMINGS, dead_after_s=600.0)) as link:
+        await link.ready()
+        link.worker.behave = hang
+        link.add("a")
+        await until(lambda: link.worker.num_running == 1)
+        await link.worker.stop()
+        await until(lambda: link.ends("a"))
+        assert link.client.state is WorkerState.DOWN
 
 
 async def test_another_process_at_the_address_adopts_nothing(link) -> None:

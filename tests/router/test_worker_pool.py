@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,11 +25,10 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers import circuit_breaker
-from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.route_chooser import Route, RoutingRules
+from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
-from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, engine_info
+from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running
 from support.router_stack import TIMINGS, replace_file
 from support.waiting import until
 
@@ -282,21 +282,13 @@ async def test_readiness_waits_for_prefill_workers_that_are_being_dialed(make) -
 
 
 async def test_choosing_among_many_pairs_looks_at_none_of_them() -> None:
-    addresses = [[f"{role}:{i}" for i in range(1, 21)] for role in "pd"]
     stage = Stage([], [])
-    stage.make(*addresses)
-    for client in (*stage.pool.prefill, *stage.pool.decode):
-        client.info = engine_info(client.role, vocab_size=300, engine_id=client.address)
-        client.origin = Origin.of(client.info)
-        client.state = WorkerState.READY
-    stage.pool._pairs._is_closed = True  # there is nobody to prove anything
-    stage.pool._on_change()
-    for pair in stage.pool._pairs._pairs.values():
-        pair.is_proven = True
-    stage.pool._on_change()
+    stage.make(*([f"{role}:{i}" for i in range(1, 21)] for role in "pd"))
+    prefill, decode = stage.pool.prefill, stage.pool.decode
     # All 400 for every request would take 2 ms: what can be used is found beforehand.
-    stage.pool._pairs._pairs.clear()
-    routes = [stage.route() for _ in range(40)]
+    usable = dict.fromkeys(prefill, decode)
+    chooser = RouteChooser(RoutingRules(), SimpleNamespace(usable=lambda: usable))
+    routes = [chooser.choose(request(), prefill=prefill, decode=decode) for _ in range(40)]
     assert len({route.prefill for route in routes}) == len({r.decode for r in routes}) == 20
 
 
@@ -456,8 +448,6 @@ async def test_the_estimate_is_bounded_and_ends_with_the_process(start) -> None:
         for i in range(num_blocks // 4 + 1):
             stage.serve(4 * BLOCK, cache_salt=str(i))
         assert stage.route(4 * BLOCK).path == "disaggregated"
-        (computed,) = stage.pool._chooser._estimate._computed.values()
-        assert len(computed) == num_blocks
         assert stage.serve(4 * BLOCK).reason == ""
         assert stage.route(4 * BLOCK).reason == "cached_prompt"
         stage.decode[0].info = replace(stage.decode[0].info, epoch="1" * 32)
@@ -513,11 +503,11 @@ async def test_excluded_workers_are_never_taken(start) -> None:
 
 @pytest.fixture
 def fast_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve_router.workers.circuit_breaker.MAX_BACKOFF_S", 0.02)
+    for name in ("MIN_BACKOFF_S", "MAX_BACKOFF_S"):
+        monkeypatch.setattr(circuit_breaker, name, 0.02)
 
 
 def fail(stage: Stage, client: WorkerClient, times: int = 3) -> None:
-    client.breaker._backoff_s = min(client.breaker._backoff_s, circuit_breaker.MAX_BACKOFF_S)
     for _ in range(times):
         stage.pool.report_failure(client)
 
@@ -565,7 +555,7 @@ async def test_a_trial_needs_all_its_tokens_in_time(
         await until(lambda: len(stage.decode[0].probes) > 2)
         assert stage.pool.decode[0].breaker.is_open
         if behave is hang:
-            await until(lambda: len(stage.decode[0]._running) <= 1)
+            await until(lambda: stage.decode[0].num_probes_running <= 1)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

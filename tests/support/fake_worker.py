@@ -272,6 +272,10 @@ async def at_once(running: Running, num_tokens: int) -> None:
     """Keep no token back."""
 
 
+async def no_wait() -> None:
+    """Keep nobody waiting."""
+
+
 class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     """One prefill or decode worker on a free port, which stays its own until it is closed."""
 
@@ -295,6 +299,10 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         # Cleared: it takes no message of its routers, and still says that it lives.
         self.reads = asyncio.Event()
         self.reads.set()
+        # Awaited before a router is welcomed.
+        self.before_welcome: Callable[[], Awaitable[object]] = no_wait
+        # Whether it sends all frames again, instead of those that a router asks for.
+        self.repeats_frames = False
         # Whether requests live on when the stream is cut.
         self.adopts = True
         self.requests: list[EngineCoreRequest] = []
@@ -320,6 +328,10 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     @property
     def num_running(self) -> int:
         return sum(not is_probe(request_id) for request_id in self._running)
+
+    @property
+    def num_probes_running(self) -> int:
+        return len(self._running) - self.num_running
 
     async def start(self) -> None:
         if self._reservation is None:
@@ -355,6 +367,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         cut = self._cut
         hello = (await requests.__anext__()).hello
         self.hellos.append(hello)
+        await self.before_welcome()
         link, adopted = await self._link_for(hello)
         # gRPC takes one write at a time.
         lock = asyncio.Lock()
@@ -393,7 +406,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         running = {(name, attempt) for name, (attempt, _) in self._running.items()}
         wanted = [(wish.request_id, wish.attempt) for wish in hello.resume.requests]
         for request_id in self._running.keys() - {name for name, _ in wanted}:
-            self._abort(request_id)
+            self.abort(request_id)
         kept = [wish for wish in wanted if wish in ended | running] if self.adopts else []
         return link, [pb2.RequestAttempt(request_id=name, attempt=n) for name, n in kept]
 
@@ -413,7 +426,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
                 self._run(Running(self, link, request))
             elif kind == "abort_requests":
                 for request_id in message.abort_requests.request_ids:
-                    attempt = self._abort(request_id)
+                    attempt = self.abort(request_id)
                     if attempt is not None:
                         # The engine's contract: one terminal output, also of an abort.
                         end = EngineCoreOutput(
@@ -426,8 +439,8 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
                 self.num_heartbeats += 1
                 self.acked_frame_seq = message.heartbeat.next_frame_seq
 
-    def _abort(self, request_id: str) -> int | None:
-        """Return the attempt that was aborted, if one ran."""
+    def abort(self, request_id: str) -> int | None:
+        """End a request; return the attempt that was aborted, if one ran."""
         if not is_probe(request_id):
             self.aborted.append(request_id)
         attempt, task = self._running.pop(request_id, (None, None))
@@ -453,7 +466,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
     async def _write(
         self, context: grpc.aio.ServicerContext, lock: asyncio.Lock, link: Link, next_seq: int
     ) -> None:
-        for frame in link.frames[max(next_seq, 1) - 1 :]:
+        for frame in link.frames[0 if self.repeats_frames else max(next_seq, 1) - 1 :]:
             async with lock:
                 await context.write(frame)
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,78 @@ ANSWER_TEXT = "hello world, the quick fox"
 TIMINGS = LinkTimings(heartbeat_s=0.1, dead_after_s=20.0, min_backoff_s=0.02, max_backoff_s=0.1)
 
 
+class NoMetricsServer:
+    """The real one takes half a second to close; test_server has it."""
+
+    port = 0
+
+    def __init__(
+        self, host: str, port: int, registry: object, *, probes: object, on_limit: object
+    ) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WatchedHttpServer(HttpServer):
+    """The real one, and what it is at."""
+
+    @property
+    def connections(self) -> set[Any]:
+        """Uvicorn's protocols of open connections."""
+        assert self._server is not None
+        return self._server.server_state.connections
+
+    @property
+    def tasks(self) -> set[Any]:
+        """Of requests that are answered."""
+        assert self._server is not None
+        return self._server.server_state.tasks
+
+    def shrink_send_buffers(self) -> None:
+        """The kernel would take megabytes before a writer notices anything."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+class QuickHttpServer(WatchedHttpServer):
+    """Closes without uvicorn's pauses, a fifth of a second together; tests of how it closes ask for
+    the real one.
+    """
+
+    async def close(self, *, grace_s: float) -> None:
+        assert self._server is not None
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.shutdown()
+        await until(lambda: not self.connections and not self.tasks)
+
+
+class NoHttpServer:
+    """For tests without HTTP."""
+
+    port = 0
+
+    def __init__(self, host: str, port: int, context: object, connections: object) -> None:
+        pass
+
+    def start(self, app: object) -> None:
+        pass
+
+    def cut(self, scope: object) -> None:
+        pass
+
+    def stop_accepting(self) -> None:
+        pass
+
+    async def close(self, *, grace_s: float) -> None:
+        pass
+
+
 class Stack:
     """A router and its workers."""
 
@@ -29,8 +102,10 @@ class Stack:
         prefills: list[FakeWorker],
         decodes: list[FakeWorker],
         channel: grpc.aio.Channel,
+        http: Any,
     ) -> None:
         self.server = server
+        self.http = http
         self.prefills = prefills
         self.decodes = decodes
         self.channel = channel
@@ -89,56 +164,3 @@ StartStack = Callable[..., "contextlib.AbstractAsyncContextManager[Stack]"]
 
 def sources(wanted: int | Sequence[str], fakes: Sequence[FakeWorker]) -> tuple[str, ...]:
     return tuple(fake.address for fake in fakes) if isinstance(wanted, int) else tuple(wanted)
-
-
-class NoMetricsServer:
-    """The real one takes half a second to close; test_server has it."""
-
-    port = 0
-
-    def __init__(
-        self, host: str, port: int, registry: object, *, probes: object, on_limit: object
-    ) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class QuickHttpServer(HttpServer):
-    """Closes without uvicorn's pauses, a fifth of a second together; tests of how it closes ask for
-    the real one.
-    """
-
-    async def close(self, *, grace_s: float) -> None:
-        assert self._server is not None
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        state = self._server.server_state
-        for server in self._server.servers:
-            server.close()
-        for connection in list(state.connections):
-            connection.shutdown()
-        await until(lambda: not state.connections and not state.tasks)
-
-
-class NoHttpServer:
-    """For tests without HTTP."""
-
-    port = 0
-
-    def __init__(self, host: str, port: int, context: object, connections: object) -> None:
-        pass
-
-    def start(self, app: object) -> None:
-        pass
-
-    def cut(self, scope: object) -> None:
-        pass
-
-    def stop_accepting(self) -> None:
-        pass
-
-    async def close(self, *, grace_s: float) -> None:
-        pass
