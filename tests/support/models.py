@@ -24,6 +24,7 @@ CONFIG_CLASSES = {
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "GPTNeoXForCausalLM": "GPTNeoXConfig",
     "GptOssForCausalLM": "GptOssConfig",
+    "GraniteForCausalLM": "GraniteConfig",
     "MixtralForCausalLM": "MixtralConfig",
     "Olmo2ForCausalLM": "Olmo2Config",
     "OPTForCausalLM": "OPTConfig",

@@ -42,6 +42,7 @@ CHECKED_ARCHITECTURES = frozenset(
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "GPTNeoXForCausalLM",
+        "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",

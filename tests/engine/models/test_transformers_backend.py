@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 2.0}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
 }
