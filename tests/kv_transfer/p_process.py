@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client import CollectorRegistry
 
-import conftest as kit
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
@@ -24,18 +23,19 @@ from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_prefill.kv_link_service import SERVICE_NAME, KvTransferServicer
+from support.handoff import BLOCK_SIZE, Blocks, fill, make_identity, make_pool
 
-CHUNK = 4 * kit.BLOCK_SIZE
+CHUNK = 4 * BLOCK_SIZE
 
 
 class Prefills:
     """What P's engine does, on the event loop."""
 
     def __init__(self, engine_id: str, compatibility_hash: str, require_transport: str) -> None:
-        identity = kit.make_identity(engine_id, compatibility_hash=compatibility_hash)
+        identity = make_identity(engine_id, compatibility_hash=compatibility_hash)
         self._loop = asyncio.get_running_loop()
         transport = make_transport(identity, require_transport=require_transport)
-        pool = kit.make_pool(1)
+        pool = make_pool(1)
         transport.register(pool)
         transport.self_check()
         self.connector = ProducerConnector(
@@ -45,8 +45,8 @@ class Prefills:
             wakeup=self._wake,
             step_seq=lambda: 0,
         )
-        kit.fill(pool, 1)
-        self.blocks = kit.Blocks()
+        fill(pool, 1)
+        self.blocks = Blocks()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -78,7 +78,7 @@ class Prefills:
     def prefill(self, request: Request) -> None:
         if not self.connector.on_started(request):
             return
-        tables = (self.blocks.take(-(-request.num_tokens // kit.BLOCK_SIZE)),)
+        tables = (self.blocks.take(-(-request.num_tokens // BLOCK_SIZE)),)
         for num_tokens in range(CHUNK, request.num_tokens, CHUNK):
             self.connector.on_blocks_computed(request, num_tokens, tables)
         request.append_output_token_ids((77,))

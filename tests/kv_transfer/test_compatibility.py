@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +19,7 @@ from pdserve_engine.kv_transfer.compatibility import (
 from pdserve_engine.kv_transfer.links import find_mismatch, make_hello
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.quantization import Quantization
+from support.handoff import make_identity
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -144,19 +144,17 @@ def test_what_may_differ_does_not_change_it(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_a_layout_that_differs_is_refused_by_name(kit: SimpleNamespace, name: str) -> None:
-    p = kit.make_identity("p0", layout=LAYOUT)
-    d = kit.make_identity("d0", layout=replace(LAYOUT, **{name: OTHER_LAYOUTS[name]}))
+def test_a_layout_that_differs_is_refused_by_name(name: str) -> None:
+    p = make_identity("p0", layout=LAYOUT)
+    d = make_identity("d0", layout=replace(LAYOUT, **{name: OTHER_LAYOUTS[name]}))
     assert find_mismatch(p, "local", make_hello(p, "local")) is None
     mismatch = find_mismatch(p, "local", make_hello(d, "local"))
     assert mismatch is not None
     assert mismatch.startswith(f"layout.{name} differs: ")
 
 
-def test_workers_that_say_differently_why_sessions_end_are_refused_for_their_version(
-    kit: SimpleNamespace,
-) -> None:
-    identity = kit.make_identity("p0", layout=LAYOUT)
+def test_workers_that_say_differently_why_sessions_end_are_refused_for_their_version() -> None:
+    identity = make_identity("p0", layout=LAYOUT)
     hello = make_hello(identity, "local")
     older = replace(hello, min_protocol_version=2, max_protocol_version=2)
     mismatch = find_mismatch(identity, "local", older)

@@ -29,6 +29,7 @@ from pdserve_engine.kv_transfer.ports import (
     StartForbidden,
 )
 from pdserve_engine.request.request import Request, RequestStatus
+from support.metrics import value
 
 
 def handoff(pair: Any, request_id: str = "r0", **fields: Any) -> tuple[Request, Request]:
@@ -156,7 +157,7 @@ def test_a_grant_that_is_taken_back_is_given_again(pair: Any) -> None:
     prefill = pair.ask()
     pair.wait_for(StartAllowed)
     assert pair.d.reclaim() is request
-    pair._give_d(request, frozenset())
+    pair.give_d(request, frozenset())
     pair.wait_for(StartForbidden)
     assert pair.reserve(request)
     pair.wait_for(StartAllowed)
@@ -175,7 +176,7 @@ def test_a_grant_that_is_taken_back_while_p_starts_is_a_loss(
     pair.connect()
     request, prefill = handoff(pair)
     assert pair.d.reclaim() is request  # P has started, D does not know
-    pair._give_d(request, frozenset())
+    pair.give_d(request, frozenset())
     if is_announced:
         pair.compute(prefill, 32)
     if is_granted_again:
@@ -411,7 +412,7 @@ def test_silence_ends_a_link_but_heartbeats_keep_it(pair: Any) -> None:
         pair.p.on_tick()
         pair.d.on_tick()
         pair.pump()
-    assert pair.p_metrics.links._value.get() == pair.d_metrics.links._value.get() == 1
+    assert value(pair.p_metrics.links) == value(pair.d_metrics.links) == 1
     request, prefill = handoff(pair)
     for _ in range(7):
         pair.now += 1
@@ -482,7 +483,7 @@ def test_fencing_d_loses_every_open_pull(pair: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["local"])
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "other", "says"),
     [
         ("compatibility_hash", "else", "compatibility_hash differs: same on P, else on D"),
         ("min_protocol_version", PROTOCOL_VERSION + 1, "protocol versions differ"),
@@ -490,16 +491,16 @@ def test_fencing_d_loses_every_open_pull(pair: Any) -> None:
     ],
 )
 def test_p_refuses_a_d_that_differs_and_says_how(
-    pair: Any, field: str, value: Any, says: str
+    pair: Any, field: str, other: Any, says: str
 ) -> None:
-    hello = replace(pair.d.hello(), **{field: value})
+    hello = replace(pair.d.hello(), **{field: other})
     with pytest.raises(KVTransferError, match=says):
         pair.p.accept_link(hello, pair.to_d)
     layout = replace(hello.layout, block_size=32)
     hello = replace(pair.d.hello(), layout=layout)
     with pytest.raises(KVTransferError, match=r"layout.block_size differs: 16 on P, 32 on D"):
         pair.p.accept_link(hello, pair.to_d)
-    assert pair.p_metrics.links._value.get() == 0
+    assert value(pair.p_metrics.links) == 0
 
 
 @pytest.mark.parametrize("kind", ["local"])

@@ -4,7 +4,6 @@ accepts, that it checks what P says, and how a pull is lost.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -48,6 +47,8 @@ from pdserve_engine.kv_transfer.protocol import (
 from pdserve_engine.kv_transfer.pull import LossReason
 from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
 from pdserve_engine.request.request import Request
+from support.handoff import Pair, Wire, make_identity, welcome_of
+from support.metrics import series, value
 
 State = ConsumerState
 
@@ -58,10 +59,9 @@ class World:
     A prompt is of 40 tokens: three blocks, the last one partial.
     """
 
-    def __init__(self, kit: SimpleNamespace, checksum: Any = None) -> None:
-        self.pair = kit.Pair("local")
+    def __init__(self) -> None:
+        self.pair = Pair("local")
         self.d = self.pair.d
-        self.d._checksum = checksum
         self.transport = self.pair.transport
         self.transport.is_holding = True
         self.pair.connect()
@@ -177,13 +177,12 @@ class World:
         assert +machine.num_in == {}
 
     def gauge(self, name: str, *labels: str) -> float:
-        metric = getattr(self.pair.d_metrics, name)
-        return float((metric.labels(*labels) if labels else metric)._value.get())
+        return value(getattr(self.pair.d_metrics, name), *labels)
 
 
 @pytest.fixture
-def world(kit: SimpleNamespace) -> Iterator[World]:
-    world = World(kit)
+def world() -> Iterator[World]:
+    world = World()
     yield world
     world.pair.close()
 
@@ -324,8 +323,7 @@ def test_stats_say_what_the_prefill_did_not_hide(world: World) -> None:
         ("transfer_exposed", 2),
         ("release_ack_duration", 0.5),
     ):
-        metric = getattr(world.d_metrics, name).labels("p0")
-        assert metric._sum.get() == seconds
+        assert value(getattr(world.d_metrics, name), "p0", suffix="_sum") == seconds
     world.end(request)
 
 
@@ -434,10 +432,10 @@ def test_the_youngest_grant_without_an_announcement_is_taken_back(world: World) 
     third, third_session = world.granted(request_id="r2")
     world.say(ready(third_session, 0, 5))
     assert world.d.reclaim() is second
-    world.pair._give_d(second, frozenset())
+    world.pair.give_d(second, frozenset())
     assert world.heard() == [Revoke(session=second_session)]
     assert world.d.reclaim() is first
-    world.pair._give_d(first, frozenset())
+    world.pair.give_d(first, frozenset())
     assert world.heard() == [Revoke(session=first_session)]
     assert world.d.reclaim() is None, "blocks of the third are announced"
     assert world.pair.reserve(second), "the claims stand"
@@ -451,7 +449,7 @@ def test_blocks_announced_for_a_grant_that_was_taken_back_are_not_read(world: Wo
     """P's announcement and D's revocation have crossed; P gives the request up."""
     request, session = world.granted()
     assert world.d.reclaim() is request
-    world.pair._give_d(request, frozenset())
+    world.pair.give_d(request, frozenset())
     world.say(ready(session, 0, 5))
     assert world.transport.held == []
     assert world.gauge("late_messages") == 1
@@ -467,7 +465,7 @@ def test_a_request_that_p_preempts_is_claimed_again(world: World, stage: str) ->
     (returned,) = world.told()
     table = world.d_tables.get(request, ([],))[0]
     assert returned == BlocksReturned(request, frozenset(table[:2] if stage == "pulling" else []))
-    world.pair._give_d(request, returned.kept)
+    world.pair.give_d(request, returned.kept)
     assert world.gauge("zombie_reads") == (2 if stage == "pulling" else 0)
     assert not world.pair.reserve(request), "P does not want them now"
     while world.transport.held:
@@ -538,7 +536,7 @@ def lose_read(world: World, request: Request, session: KVSessionId) -> None:
 
 
 def fail_checksum(world: World, request: Request, session: KVSessionId) -> None:
-    world.d._checksum = lambda block_ids: tuple(7 for _ in block_ids)
+    world.pair.checksum = lambda block_ids: tuple(7 for _ in block_ids)
     world.say(ready(session, 2, 2, checksums=((8,),)))
     world.transport.land(1)
     assert world.gauge("checksum_mismatches") == 1
@@ -844,7 +842,6 @@ def test_a_read_that_cannot_be_posted_loses_the_pull(
 
 
 def test_checksums_that_agree_change_nothing(world: World) -> None:
-    world.d._checksum = world.d_pool.block_checksums
     request, session = world.granted()
     sums = world.p_pool.block_checksums([5, 9, 2])
     world.say(ready(session, 0, 5, 9, 2, checksums=(sums,)), done(session))
@@ -1065,11 +1062,11 @@ def test_another_attempt_supersedes_and_may_be_asked_for_before_its_ticket(world
     world.end(second)
 
 
-def test_one_p_cannot_touch_what_another_one_computes(world: World, kit: Any) -> None:
+def test_one_p_cannot_touch_what_another_one_computes(world: World) -> None:
     request, session = world.claimed()
-    other_p = kit.make_identity("p1")
-    welcome = kit.welcome_of(other_p, world.pair.p_transport, link=1)
-    wire = kit.Wire()
+    other_p = make_identity("p1")
+    welcome = welcome_of(other_p, world.pair.p_transport, link=1)
+    wire = Wire()
     link = world.d.link_up("p1", welcome, wire)
     other = replace(session, p_epoch=other_p.epoch)
     world.d.on_message(link, ended(None, "expired"))
@@ -1121,15 +1118,15 @@ def test_a_p_without_an_address_cannot_be_reached(world: World) -> None:
 
 
 @pytest.mark.parametrize("epoch", ["the same", "another"])
-def test_a_new_link_replaces_the_open_one(world: World, kit: Any, epoch: str) -> None:
+def test_a_new_link_replaces_the_open_one(world: World, epoch: str) -> None:
     request, session = world.confirmed()
     ticket = world.pair.ticket("r1")
     identity = world.p_identity
     if epoch == "another":
         identity = replace(identity, epoch=epoch)
     old_wire, old_link = world.to_p, world.d_link
-    welcome = kit.welcome_of(identity, world.pair.p_transport, link=2)
-    link = world.d.link_up("p0", welcome, kit.Wire())
+    welcome = welcome_of(identity, world.pair.p_transport, link=2)
+    link = world.d.link_up("p0", welcome, Wire())
     assert old_wire.closed_because == "replaced"
     lost = world.told(PullLost)
     assert [event.request for event in lost] == [request, ticket]
@@ -1150,7 +1147,7 @@ def test_ps_that_are_gone_for_long_have_no_series(
     failures = world.d_metrics.transfer_failures
 
     def peers() -> set[str]:
-        return {peer for peer, _ in failures._metrics}
+        return {peer for _, peer, _ in series(failures.collect())}
 
     world.d.link_failed("p1", "refused")
     failures.labels("p1", "no_link").inc()

@@ -4,7 +4,6 @@ group only what the token after the prompt sees is handed over.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.ports import PullFinished, PullLost, StartAllowed
 from pdserve_engine.request.request import Request, RequestStatus
+from support.handoff import NUM_BLOCKS, SPEC, Pair
 
 pytestmark = pytest.mark.slow
 
@@ -53,13 +53,13 @@ class ManagedBlocks:
 class Hybrid:
     """A pair whose model has two full and four sliding layers: one full group, two sliding ones."""
 
-    def __init__(self, kind: str, kit: SimpleNamespace) -> None:
+    def __init__(self, kind: str) -> None:
         windows = [WINDOW, WINDOW, None, WINDOW, WINDOW, None]
-        spec = replace(kit.SPEC, groups=group_layers(windows))
-        self.pair = kit.Pair(kind, spec)
-        self.p, self.d = (ManagedBlocks(spec.windows, kit.NUM_BLOCKS) for _ in range(2))
+        spec = replace(SPEC, groups=group_layers(windows))
+        self.pair = Pair(kind, spec)
+        self.p, self.d = (ManagedBlocks(spec.windows, NUM_BLOCKS) for _ in range(2))
         self.pair.p_blocks, self.pair.d_blocks = self.p, self.d
-        self.pair.reserve, self.pair._give_d = self.reserve, self.d.give_all
+        self.pair.reserve, self.pair.give_d = self.reserve, self.d.give_all
         self.pair.connect()
 
     def prefill(self, num_tokens: int, request_id: str = "r0") -> tuple[list[int], ...]:
@@ -94,8 +94,8 @@ class Hybrid:
 
 
 @pytest.fixture
-def hybrid(kind: str, kit: SimpleNamespace) -> Iterator[Hybrid]:
-    hybrid = Hybrid(kind, kit)
+def hybrid(kind: str) -> Iterator[Hybrid]:
+    hybrid = Hybrid(kind)
     yield hybrid
     hybrid.pair.close()
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +32,8 @@ from pdserve_engine.kv_transfer.ports import (
     PullLost,
 )
 from pdserve_engine.request.request import Request
+from support.handoff import FaultTransport, make_identity, make_pool
+from support.metrics import value
 
 pytestmark = pytest.mark.slow
 
@@ -103,10 +104,10 @@ class PProcess:
 class D:
     """A decode worker without an engine: the test reserves what P asks for, while `room` is set."""
 
-    def __init__(self, kit: SimpleNamespace) -> None:
-        self.pool = kit.make_pool(2)
-        identity = kit.make_identity("d0")
-        self.transport = kit.FaultTransport(make_transport(identity))
+    def __init__(self) -> None:
+        self.pool = make_pool(2)
+        identity = make_identity("d0")
+        self.transport = FaultTransport(make_transport(identity))
         self.transport.register(self.pool)
         self.transport.self_check()
         self.metrics = KVTransferMetrics(CollectorRegistry())
@@ -190,14 +191,14 @@ class D:
 
     async def linked(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self.metrics.links._value.get() == 0:
+        while value(self.metrics.links) == 0:
             assert time.monotonic() < deadline, "timed out"
             await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-async def d(kit: SimpleNamespace) -> AsyncIterator[D]:
-    d = D(kit)
+async def d() -> AsyncIterator[D]:
+    d = D()
     yield d
     await d.links.close()
     await asyncio.get_running_loop().run_in_executor(None, d.connector.shutdown)
@@ -235,11 +236,11 @@ def start_p(running: list[PProcess]) -> Callable[..., PProcess]:
     return start
 
 
-async def test_blocks_cross_between_processes(d: D, start_p: Any, kit: SimpleNamespace) -> None:
+async def test_blocks_cross_between_processes(d: D, start_p: Any) -> None:
     p = start_p()
     d.connector.dial("p0", "127.0.0.1", p.port)
     await d.linked()  # before a request needs it
-    expected = kit.make_pool(1).tensor
+    expected = make_pool(1).tensor
     everything = list(range(63, -1, -1))
     stats = await d.pull(p, "r0", everything)
     assert stats.transport == "shm"

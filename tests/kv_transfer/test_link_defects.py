@@ -5,7 +5,6 @@ with the real services, gRPC between them.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,14 +13,16 @@ import pytest
 from pdserve_decode import kv_link_client
 from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_prefill import kv_link_service
+from support.handoff import Pair
+from support.metrics import value
 
 
 @pytest.fixture
-async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """P and D with a link that is up."""
     monkeypatch.setattr(kv_link_client, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(kv_link_service, "HEARTBEAT_S", 0.01)
-    pair = kit.Pair("local")
+    pair = Pair("local")
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     servicer = kv_link_service.KvTransferServicer(pair.p)
@@ -29,7 +30,7 @@ async def pair(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     await server.start()
     pool = kv_link_client.KVLinkPool(pair.d)
     pair.d.dial("p0", "127.0.0.1", port)
-    await until(lambda: pair.d_metrics.links._value.get() == 1)
+    await until(lambda: value(pair.d_metrics.links) == 1)
     yield pair
     await pool.close()
     await servicer.close()
@@ -54,12 +55,12 @@ async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
 ) -> None:
     request = pair.ticket()
     monkeypatch.setattr(pair.d, "_take_message", break_down)
-    await until(lambda: pair.d_metrics.links._value.get() == 0)
+    await until(lambda: value(pair.d_metrics.links) == 0)
     (lost,) = (event for event in pair.d.take_events() if isinstance(event, PullLost))
     assert lost.request is request
     assert lost.lost.message == "link to p0 lost: failed: AssertionError('a defect')"
     assert "carrying a KvLink failed: AssertionError('a defect')" in caplog.messages
-    await until(lambda: pair.p_metrics.links._value.get() == 0)
+    await until(lambda: value(pair.p_metrics.links) == 0)
 
 
 async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(

@@ -18,6 +18,7 @@ from pdserve_engine.kv_transfer.ports import (
     StartForbidden,
 )
 from pdserve_engine.request.request import RequestStatus
+from support.handoff import make_identity
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ def test_a_grant_crosses_both_ways(split: Any) -> None:
     assert split.reserve(request)
     split.wait_for(StartAllowed)
     assert split.d.reclaim() is request
-    split._give_d(request, frozenset())
+    split.give_d(request, frozenset())
     split.wait_for(StartForbidden)
     split.end_p(prefill, RequestStatus.FINISHED_ABORTED)
     split.wait_for(RequestFailed)
@@ -80,8 +81,8 @@ def test_a_grant_crosses_both_ways(split: Any) -> None:
     split.check_baseline()
 
 
-def test_a_d_that_differs_is_refused_by_name(split: Any, kit: Any) -> None:
-    split.d.proxy.identity = kit.make_identity("d0", compatibility_hash="other")
+def test_a_d_that_differs_is_refused_by_name(split: Any) -> None:
+    split.d.proxy.identity = make_identity("d0", compatibility_hash="other")
     with pytest.raises(KVTransferError, match="compatibility_hash differs: same on P, other on D"):
         split.connect()
     assert split.p.proxy._links == split.p.host._links == {}
@@ -95,7 +96,7 @@ def test_a_p_that_nobody_dialed_is_refused(split: Any) -> None:
         split.d.link_up("p9", welcome, split.to_p)
 
 
-def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any, kit: Any) -> None:
+def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any) -> None:
     request = split.ticket()
     split.p.accept_link(split.d.hello(), split.to_d)
     welcome = split.to_d.messages.popleft()

@@ -21,6 +21,8 @@ from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisc
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.request.watchdog import MAX_LOOK_S, StepWatch
+from support.handoff import SPEC, Landed, make_identity, make_pool, welcome_of
+from support.waiting import wait_until
 
 BLOCK_BYTES = 1 << 20
 
@@ -103,8 +105,7 @@ class FakeAgent:
 class Rig:
     """A NixlTransport over a FakeAgent, with one peer."""
 
-    def __init__(self, kit: SimpleNamespace, require_transport: str = "any") -> None:
-        self.kit = kit
+    def __init__(self, require_transport: str = "any") -> None:
         # By how much its clock is ahead.
         self.skew_s = 0.0
         self.transport = nixl_transport.NixlTransport(
@@ -115,11 +116,11 @@ class Rig:
         pool = SimpleNamespace(block_bytes=BLOCK_BYTES, num_blocks=256)
         self.transport.register(pool)  # type: ignore[arg-type]
         self.agent: FakeAgent = self.transport._agent  # type: ignore[assignment]
-        self.landed = kit.Landed()
+        self.landed = Landed()
         self.lost: list[str] = []
 
     def connect(self) -> None:
-        self.welcome = self.kit.welcome_of(self.kit.make_identity("p0"), self.transport)
+        self.welcome = welcome_of(make_identity("p0"), self.transport)
         self.peer = self.transport.add_peer(self.welcome, self.lost.append)
 
     def read(self, num_blocks: int, timeout_s: float = 60.0) -> None:
@@ -157,13 +158,13 @@ class Rig:
             handle.end = ""
 
     def wait_posted(self, num_parts: int) -> None:
-        self.kit.wait_until(lambda: len(self.agent.posted) == num_parts)
+        wait_until(lambda: len(self.agent.posted) == num_parts)
 
 
 @pytest.fixture
-def rig(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
-    rig = Rig(kit)
+    rig = Rig()
     rig.connect()
     yield rig
     rig.agent.is_ending = True
@@ -172,7 +173,7 @@ def rig(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     assert rig.agent.peers == []
 
 
-def test_at_most_32_mib_are_posted_at_a_time(rig: Rig, kit: SimpleNamespace) -> None:
+def test_at_most_32_mib_are_posted_at_a_time(rig: Rig) -> None:
     rig.read(80)
     sizes = []
     for _ in range(3):
@@ -181,9 +182,9 @@ def test_at_most_32_mib_are_posted_at_a_time(rig: Rig, kit: SimpleNamespace) -> 
         sizes.append(len(handle.local))
         assert np.array_equal(handle.local, handle.remote)
         handle.end = ""
-        kit.wait_until(lambda handle=handle: handle not in rig.agent.posted)
+        wait_until(lambda handle=handle: handle not in rig.agent.posted)
     assert sizes == [32, 32, 16]
-    kit.wait_until(lambda: rig.landed.results)
+    wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].is_ok
     assert rig.landed.results[0].num_bytes == 80 * BLOCK_BYTES
 
@@ -194,12 +195,12 @@ def test_small_reads_are_posted_side_by_side(rig: Rig) -> None:
     rig.wait_posted(4)
 
 
-def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamespace) -> None:
+def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig) -> None:
     with rig.at_once():
         rig.read(40, timeout_s=0.05)
         rig.read(8)
     rig.wait_posted(1)
-    kit.wait_until(lambda: rig.lost)
+    wait_until(lambda: rig.lost)
     assert len(rig.landed.stalls) == 1
     assert [result.is_ok for result in rig.landed.results] == [False], "the other was not posted"
     with pytest.raises(KVTransferError):
@@ -207,45 +208,45 @@ def test_a_stalled_read_is_polled_on_and_lands_later(rig: Rig, kit: SimpleNamesp
     rig.transport.remove_peer(rig.peer)
     assert len(rig.landed.results) == 1
     rig.agent.posted[0].end = ""
-    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    wait_until(lambda: len(rig.landed.results) == 2)
     assert not rig.landed.results[1].is_ok, "half of it was never posted"
-    kit.wait_until(lambda: not rig.agent.peers)
+    wait_until(lambda: not rig.agent.peers)
 
 
-def test_a_failed_part_fails_the_read_once_it_has_settled(rig: Rig, kit: SimpleNamespace) -> None:
+def test_a_failed_part_fails_the_read_once_it_has_settled(rig: Rig) -> None:
     rig.read(16)
     rig.read(16)
     rig.wait_posted(2)
     rig.agent.posted[0].end = "REMOTE_DISCONNECT"
-    kit.wait_until(lambda: rig.landed.results)
+    wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].error == "REMOTE_DISCONNECT"
-    kit.wait_until(lambda: rig.lost)
+    wait_until(lambda: rig.lost)
     assert len(rig.landed.results) == 1, "the other READ may still land"
     rig.agent.posted[0].end = ""
-    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    wait_until(lambda: len(rig.landed.results) == 2)
     assert rig.landed.results[1].is_ok
 
 
-def test_a_read_that_finds_its_peer_gone_when_posted_fails(rig: Rig, kit: SimpleNamespace) -> None:
+def test_a_read_that_finds_its_peer_gone_when_posted_fails(rig: Rig) -> None:
     rig.agent.post_error = RemoteDisconnectError("gone")
     rig.read(80)
-    kit.wait_until(lambda: rig.landed.results)
+    wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].error == "gone"
-    assert "gone" in kit.wait_until(lambda: rig.lost)[0]
+    assert "gone" in wait_until(lambda: rig.lost)[0]
     assert rig.transport.failure is None
     rig.agent.post_error = None
 
 
 def test_a_read_that_may_still_land_keeps_its_blocks_and_fails_the_worker(
-    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.1)
     rig.read(1)
     rig.wait_posted(1)
     rig.agent.posted[0].end = "BACKEND_ERROR"
-    kit.wait_until(lambda: rig.landed.stalls)
-    assert "may still land" in kit.wait_until(lambda: rig.transport.failure)
-    assert "BACKEND_ERROR" in kit.wait_until(lambda: rig.lost)[0]
+    wait_until(lambda: rig.landed.stalls)
+    assert "may still land" in wait_until(lambda: rig.transport.failure)
+    assert "BACKEND_ERROR" in wait_until(lambda: rig.lost)[0]
     assert rig.landed.results == [], "no clock makes its blocks safe"
     rig.transport.close()
     assert rig.landed.results == []
@@ -258,7 +259,6 @@ def test_a_read_that_may_still_land_keeps_its_blocks_and_fails_the_worker(
 )
 def test_what_stays_stalled_beyond_the_limits_fails_the_worker(
     rig: Rig,
-    kit: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
     value: float,
@@ -268,33 +268,31 @@ def test_what_stays_stalled_beyond_the_limits_fails_the_worker(
     with rig.at_once():
         rig.read(8, timeout_s=0.02)
         rig.read(8, timeout_s=0.02)
-    assert failure in kit.wait_until(lambda: rig.transport.failure)
-    kit.wait_until(lambda: len(rig.landed.stalls) == 2)
+    assert failure in wait_until(lambda: rig.transport.failure)
+    wait_until(lambda: len(rig.landed.stalls) == 2)
     rig.end_posted()
-    kit.wait_until(lambda: len(rig.landed.results) == 2)
+    wait_until(lambda: len(rig.landed.results) == 2)
 
 
 def test_a_stalled_read_that_lands_in_time_is_forgotten(
-    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "MAX_STALLED_READS", 1)
     for number in (1, 2):
         rig.read(8, timeout_s=0.02)
-        kit.wait_until(lambda number=number: len(rig.landed.stalls) == number)
+        wait_until(lambda number=number: len(rig.landed.stalls) == number)
         rig.settle()
         rig.end_posted()
-        kit.wait_until(lambda number=number: len(rig.landed.results) == number)
+        wait_until(lambda number=number: len(rig.landed.results) == number)
         rig.transport.remove_peer(rig.peer)
         rig.connect()
     assert rig.transport.failure is None
 
 
-def test_a_link_that_ended_before_its_turn_came_is_not_connected(
-    rig: Rig, kit: SimpleNamespace
-) -> None:
+def test_a_link_that_ended_before_its_turn_came_is_not_connected(rig: Rig) -> None:
     rig.settle()
     rig.transport.remove_peer(rig.peer)
-    kit.wait_until(lambda: not rig.agent.peers)
+    wait_until(lambda: not rig.agent.peers)
     num_posts = rig.agent.num_posts
     with rig.at_once():
         rig.connect()
@@ -325,9 +323,7 @@ def test_reads_are_polled_between_commands_that_take_long(rig: Rig) -> None:
     assert num_landed == [1]
 
 
-def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(
-    rig: Rig, kit: SimpleNamespace
-) -> None:
+def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(rig: Rig) -> None:
     rig.read(1)
     rig.wait_posted(1)
     rig.agent.probe_end = None
@@ -339,12 +335,12 @@ def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(
         rig.agent.num_polls = 0
 
     rig.transport._commands.put(take_long)
-    kit.wait_until(lambda: rig.skew_s and rig.agent.num_polls > 4)
+    wait_until(lambda: rig.skew_s and rig.agent.num_polls > 4)
     assert rig.lost == [], "neither the one that is read from nor the one that connects"
     assert rig.landed.stalls == []
 
 
-def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace) -> None:
+def test_neighbours_are_posted_in_ascending_order(rig: Rig) -> None:
     on_done, on_stall = rig.landed.on_done, rig.landed.on_stall
     rig.transport.read(rig.peer, [9, 8, 7], [5, 4, 3], 60.0, on_done, on_stall)
     rig.wait_posted(1)
@@ -352,9 +348,7 @@ def test_neighbours_are_posted_in_ascending_order(rig: Rig, kit: SimpleNamespace
     assert list(rig.agent.posted[0].remote) == [7, 8, 9]
 
 
-def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(
-    rig: Rig, kit: SimpleNamespace
-) -> None:
+def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(rig: Rig) -> None:
     def pauses() -> list[float]:
         return [after - before for before, after in itertools.pairwise(rig.agent.progressed_at)]
 
@@ -367,10 +361,10 @@ def test_p_answers_quickly_after_a_poke_and_rarely_when_it_is_quiet(
     assert answers_nobody()
     rig.transport.set_exporting(True)
     # A machine with much else to do may make any pause longer, but none shorter.
-    kit.wait_until(lambda: len(pauses()) > 5 and min(pauses()[-5:]) >= MAX_PUMP_S)
+    wait_until(lambda: len(pauses()) > 5 and min(pauses()[-5:]) >= MAX_PUMP_S)
     rig.agent.progressed_at.clear()
     rig.transport.poke()
-    kit.wait_until(lambda: min(pauses(), default=1.0) < MAX_PUMP_S / 4)
+    wait_until(lambda: min(pauses(), default=1.0) < MAX_PUMP_S / 4)
     rig.transport.set_exporting(False)
     assert answers_nobody()
 
@@ -393,9 +387,9 @@ def test_a_self_check_that_fails_says_what_to_do(rig: Rig, monkeypatch: pytest.M
     ],
 )
 def test_a_self_check_sees_bytes_that_do_not_arrive(
-    kit: SimpleNamespace, end: str | None, error: type[Exception], match: str
+    end: str | None, error: type[Exception], match: str
 ) -> None:
-    pool = KVCache(kit.SPEC, num_blocks=3, device=torch.device("cpu"))
+    pool = KVCache(SPEC, num_blocks=3, device=torch.device("cpu"))
     agent = FakeAgent("d0.x", pool, transport="any")
     agent.own_read_end = end
     with pytest.raises(error, match=match):
@@ -403,7 +397,7 @@ def test_a_self_check_sees_bytes_that_do_not_arrive(
 
 
 def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
-    rig: Rig, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.1)
     rig.read(1)
@@ -415,7 +409,7 @@ def test_a_read_that_never_lands_does_not_hold_up_close_for_ever(
 
 
 def test_a_probe_that_nobody_answers_does_not_hold_up_close(
-    rig: Rig, kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.agent.probe_end = None
     rig.transport.remove_peer(rig.peer)
@@ -430,54 +424,50 @@ def test_a_probe_that_nobody_answers_does_not_hold_up_close(
 
 
 def test_only_peers_that_have_answered_may_leave_a_connection_open(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
-    rig = Rig(kit, "shm")
+    rig = Rig("shm")
     rig.agent.probe_end = "REMOTE_DISCONNECT"
     rig.connect()
-    kit.wait_until(lambda: rig.lost)
+    wait_until(lambda: rig.lost)
     assert rig.agent.connected == set()
     rig.agent.probe_end, rig.agent.is_synchronous = "", False
     rig.connect()
-    kit.wait_until(lambda: len(rig.lost) == 2)
+    wait_until(lambda: len(rig.lost) == 2)
     assert "require_transport is shm" in rig.lost[1]
     assert rig.agent.connected == {rig.peer.split("#")[0]}
     rig.transport.close()
 
 
-def test_a_thread_that_hangs_fails_the_worker(rig: Rig, kit: SimpleNamespace) -> None:
+def test_a_thread_that_hangs_fails_the_worker(rig: Rig) -> None:
     looks = itertools.count(time.monotonic() + 1000.0, step=MAX_LOOK_S)
     rig.transport._watch = StepWatch(timeout_s=HANG_S, clock=lambda: next(looks))
     rig.transport.remove_peer(rig.peer)
-    kit.wait_until(lambda: not rig.agent.peers and rig.transport._turn is None)
+    wait_until(lambda: not rig.agent.peers and rig.transport._turn is None)
     for _ in range(20):
         assert rig.transport.failure is None, "it sleeps"
     with rig.at_once():
-        kit.wait_until(lambda: rig.transport._turn is not None)
+        wait_until(lambda: rig.transport._turn is not None)
         for _ in range(20):
             rig.transport._on_progress()  # as when a part of a long READ is over
             assert rig.transport.failure is None
-        assert kit.wait_until(lambda: rig.transport.failure) == (
+        assert wait_until(lambda: rig.transport.failure) == (
             "the KV transfer thread has hung for 10 s"
         )
 
 
-def test_a_thread_that_hangs_does_not_hold_up_close(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_hangs_does_not_hold_up_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
     monkeypatch.setattr(nixl_transport, "CLOSE_S", 0.05)
     monkeypatch.setattr(nixl_transport, "CLOSE_MARGIN_S", 0.05)
-    rig = Rig(kit)
+    rig = Rig()
     with rig.at_once():
         rig.transport.close()
         assert rig.transport.failure == "the KV transfer thread hangs and cannot be closed"
 
 
-def test_a_start_that_hangs_fails_the_registration(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_hangs_fails_the_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
 
     def hang(*args: Any, **kwargs: Any) -> FakeAgent:
@@ -493,13 +483,11 @@ def test_a_start_that_hangs_fails_the_registration(
     transport.close()
 
 
-def test_p_answers_over_shared_memory_too(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p_answers_over_shared_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
-    rig = Rig(kit, "shm")
+    rig = Rig("shm")
     rig.transport.set_exporting(True)
-    kit.wait_until(lambda: len(rig.agent.progressed_at) > 2)
+    wait_until(lambda: len(rig.agent.progressed_at) > 2)
     rig.transport.close()
 
 
@@ -508,7 +496,6 @@ def test_p_answers_over_shared_memory_too(
     [("any", True, "shm"), ("shm", True, "shm"), ("any", False, "tcp"), ("tcp", False, "tcp")],
 )
 def test_the_label_says_how_the_peer_is_reached(
-    kit: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     required: str,
     is_synchronous: bool,
@@ -516,31 +503,29 @@ def test_the_label_says_how_the_peer_is_reached(
 ) -> None:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
     monkeypatch.setattr(nixl_transport, "has_rdma_device", lambda: False)
-    rig = Rig(kit, required)
+    rig = Rig(required)
     rig.agent.is_synchronous = is_synchronous
     rig.connect()
     rig.read(1)
     rig.wait_posted(1)
     rig.agent.posted[0].end = ""
-    kit.wait_until(lambda: rig.landed.results)
+    wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].transport == label
     rig.transport.close()
 
 
 def test_a_required_transport_that_is_not_used_loses_the_peer(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
-    rig = Rig(kit, "shm")
+    rig = Rig("shm")
     rig.agent.is_synchronous = False
     rig.connect()
-    assert "require_transport is shm" in kit.wait_until(lambda: rig.lost)[0]
+    assert "require_transport is shm" in wait_until(lambda: rig.lost)[0]
     rig.transport.close()
 
 
-def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(
-    rig: Rig, kit: SimpleNamespace
-) -> None:
+def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(rig: Rig) -> None:
     def come_back(num_left_open: int) -> None:
         rig.agent.num_left_open = num_left_open
         rig.transport.remove_peer(rig.peer)
@@ -548,7 +533,7 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(
         rig.read(1)
         rig.wait_posted(1)
         rig.end_posted()
-        kit.wait_until(lambda: not rig.agent.posted)
+        wait_until(lambda: not rig.agent.posted)
 
     come_back(MAX_LEFT_OPEN)
     assert rig.transport.failure is None
@@ -557,10 +542,8 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(
 
 
 @pytest.mark.slow
-def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open(
-    kit: SimpleNamespace,
-) -> None:
-    p, d = (NixlAgent(name, kit.make_pool(1), transport="any") for name in ("p0.x", "d0.x"))
+def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
+    p, d = (NixlAgent(name, make_pool(1), transport="any") for name in ("p0.x", "d0.x"))
 
     def come_and_go(*, is_broken: bool, has_answered: bool = True) -> None:
         blocks = d.add_peer("p0.x", p.endpoint)

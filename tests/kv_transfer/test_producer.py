@@ -7,7 +7,6 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,8 +43,10 @@ from pdserve_engine.kv_transfer.protocol import (
     ProducerEvent,
     ProducerState,
 )
-from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S
+from pdserve_engine.kv_transfer.session_machine import LINK_WAIT_S, SessionMachine
 from pdserve_engine.request.request import Request, RequestStatus
+from support.handoff import SPEC, PSide, Wire, make_identity
+from support.metrics import series, value
 
 State, Event, Action = ProducerState, ProducerEvent, ProducerAction
 
@@ -53,10 +54,10 @@ State, Event, Action = ProducerState, ProducerEvent, ProducerAction
 class World:
     """A P whose D is the test."""
 
-    def __init__(self, kit: SimpleNamespace, **options: Any) -> None:
-        self.side = kit.PSide(**options)
-        self._make_identity, self._wire = kit.make_identity, kit.Wire
-        self.d_identity = kit.make_identity("d0", layout=self.side.layout)
+    def __init__(self, **options: Any) -> None:
+        self.side = PSide(**options)
+        self._make_identity, self._wire = make_identity, Wire
+        self.d_identity = make_identity("d0", layout=self.side.layout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.side, name)
@@ -123,13 +124,13 @@ class World:
         return request, session
 
     def num_sessions(self, state: State) -> float:
-        return float(self.side.p_metrics.sessions.labels(state.name.lower())._value.get())
+        return value(self.side.p_metrics.sessions, state.name.lower())
 
     def num_ended(self, reason: str) -> float:
-        return float(self.side.p_metrics.sessions_ended.labels(reason)._value.get())
+        return value(self.side.p_metrics.sessions_ended, reason)
 
     def num_acks(self, valid: str) -> float:
-        return float(self.side.p_metrics.release_acks.labels(valid)._value.get())
+        return value(self.side.p_metrics.release_acks, valid)
 
     def check_baseline(self) -> None:
         """Every block is free, once, and nothing else is left of any session."""
@@ -142,11 +143,11 @@ class World:
 
 
 @pytest.fixture
-def make_world(kit: SimpleNamespace) -> Iterator[Callable[..., World]]:
+def make_world() -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
     def make(**options: Any) -> World:
-        worlds.append(World(kit, **options))
+        worlds.append(World(**options))
         return worlds[-1]
 
     yield make
@@ -183,8 +184,7 @@ def test_p_asks_starts_announces_and_hands_off(world: World) -> None:
     world.side.now += 0.25
     world.say(Granted(session=session, first_block=0))
     assert world.take_p_events() == [StartAllowed(request, 0.0)]
-    (wait,) = world.p_metrics.grant_wait._metrics.values()
-    assert wait._sum.get() == 0.25
+    assert value(world.p_metrics.grant_wait, suffix="_sum") == 0.25
     assert world.start(request)
     (table,) = world.p_tables[request]
     world.compute(request, 20)
@@ -273,11 +273,9 @@ def test_a_resumed_request_hands_over_its_earlier_tokens_too(world: World) -> No
     )
 
 
-def test_of_a_sliding_group_only_the_last_window_is_kept(
-    make_world: Callable[..., World], kit: SimpleNamespace
-) -> None:
+def test_of_a_sliding_group_only_the_last_window_is_kept(make_world: Callable[..., World]) -> None:
     groups = group_layers([20, 20, None, 20, 20, None])
-    world = make_world(spec=replace(kit.SPEC, groups=groups))
+    world = make_world(spec=replace(SPEC, groups=groups))
     request, session = world.granted(num_tokens=100)
     assert world.start(request)
     full, *sliding = world.p_tables[request]
@@ -296,14 +294,12 @@ def test_of_a_sliding_group_only_the_last_window_is_kept(
     world.check_baseline()
 
 
-def test_blocks_carry_their_checksums(
-    make_world: Callable[..., World], kit: SimpleNamespace
-) -> None:
+def test_blocks_carry_their_checksums(make_world: Callable[..., World]) -> None:
     def checksum(block_ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(zlib.crc32(str(i).encode()) for i in block_ids)
 
     groups = group_layers([20, None])
-    world = make_world(spec=replace(kit.SPEC, groups=groups), checksum=checksum)
+    world = make_world(spec=replace(SPEC, groups=groups), checksum=checksum)
     request, _ = world.granted(num_tokens=100)
     assert world.start(request)
     full, sliding = world.p_tables[request]
@@ -365,7 +361,7 @@ def test_a_later_grant_comes_unasked(world: World) -> None:
     world.say(Granted(session=session, first_block=0))
     assert world.take_p_events() == [StartAllowed(request, 0.0)]
     grants = world.p_metrics.grants
-    assert [grants.labels(answer)._value.get() for answer in ("granted", "later")] == [1, 1]
+    assert [value(grants, answer) for answer in ("granted", "later")] == [1, 1]
 
 
 def test_a_revoked_grant_is_waited_for_again(world: World) -> None:
@@ -502,11 +498,11 @@ def test_a_d_that_is_gone_for_long_has_no_series(
 ) -> None:
     monkeypatch.setattr(metrics, "MAX_PEERS_AWAY", 1)
     world.granted()
-    wait = world.p_metrics.grant_wait
     for engine_id, is_left in [("d0", True), ("d1", False)]:
         _, link = world.connect(engine_id)
         world.p.link_lost(link, "cut")
-        assert (("d0",) in wait._metrics) is is_left
+        peers = {peer for _, peer in series(world.p_metrics.grant_wait.collect())}
+        assert ("d0" in peers) is is_left
 
 
 # ---- messages of D that come late or make no sense
@@ -531,7 +527,7 @@ def test_messages_that_make_no_sense_are_counted_and_ignored(world: World, stage
         wrong += [Granted(session=session, first_block=0), Later(session=session)]
     else:
         wrong += [Revoke(session=session)]
-    before = world.p_metrics.late_messages._value.get()
+    before = world.late("p")
     for message in wrong:
         world.say(message)
     assert world.late("p") == before + len(wrong)
@@ -678,13 +674,15 @@ ENDINGS = [
 def steps(world: World, monkeypatch: pytest.MonkeyPatch) -> list[tuple[State, Event]]:
     """The table's entries that P has taken."""
     taken: list[tuple[State, Event]] = []
-    advance = world.p._machine.advance
+    advance = SessionMachine.advance
 
-    def record(session: Any, event: Event, *args: Any, **options: Any) -> bool:
+    def record(
+        machine: SessionMachine, session: Any, event: Event, *args: Any, **options: Any
+    ) -> bool:
         taken.append((session.state, event))
-        return bool(advance(session, event, *args, **options))
+        return advance(machine, session, event, *args, **options)
 
-    monkeypatch.setattr(world.p._machine, "advance", record)
+    monkeypatch.setattr(SessionMachine, "advance", record)
     return taken
 
 
@@ -784,7 +782,7 @@ def test_a_new_link_ends_the_sessions_of_the_old_one(world: World) -> None:
     world.say(Release(session=session, through_block=1), old_link)
     assert world.late("p") == 1
     world.p.link_lost(old_link, "closed")  # its own reader reports it too
-    assert world.p_metrics.links._value.get() == 1
+    assert value(world.p_metrics.links) == 1
     world.end_p(request, RequestStatus.FINISHED_ERROR)
     world.check_baseline()
 
@@ -831,9 +829,8 @@ class Traffic:
         assert not self.requests
 
     def reasons(self) -> set[str]:
-        (metric,) = self.world.p_metrics.sessions_ended.collect()
-        counts = (sample for sample in metric.samples if sample.name.endswith("_total"))
-        return {sample.labels["reason"] for sample in counts if sample.value}
+        ended = self.world.p_metrics.sessions_ended
+        return {reason for _, reason in series(ended.collect()) if value(ended, reason)}
 
     def counters(self) -> set[tuple[str, ...]]:
         """All series of P that count: the metric and its labels' values."""

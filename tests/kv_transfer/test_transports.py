@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,18 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
+from support.handoff import (
+    NUM_BLOCKS,
+    SPEC,
+    Landed,
+    make_identity,
+    make_pool,
+    make_transport,
+    num_fds,
+    welcome_of,
+)
 from support.local_transport import LocalRegistry
+from support.waiting import wait_until
 
 # Nothing stalls here; a machine with much else to do may be slow.
 TIMEOUT_S = 30.0
@@ -23,7 +33,6 @@ TIMEOUT_S = 30.0
 class Two:
     """P's transport and D's, connected."""
 
-    kit: SimpleNamespace
     p: KVTransport
     d: KVTransport
     p_pool: KVCache
@@ -33,25 +42,25 @@ class Two:
     lost: list[str]
 
     def read(self, remote: list[int], local: list[int]) -> ReadResult:
-        landed = self.kit.Landed()
+        landed = Landed()
         self.d.read(self.peer, remote, local, TIMEOUT_S, landed.on_done, landed.on_stall)
-        self.kit.wait_until(lambda: landed.results)
+        wait_until(lambda: landed.results)
         assert len(landed.results) == 1
         return landed.results[0]
 
 
 @pytest.fixture
-def two(kind: str, kit: SimpleNamespace) -> Iterator[Two]:
+def two(kind: str) -> Iterator[Two]:
     registry = LocalRegistry()
-    pools = [kit.make_pool(1), kit.make_pool(2)]
-    identities = [kit.make_identity("p0"), kit.make_identity("d0")]
-    p, d = (kit.make_transport(kind, identity, registry) for identity in identities)
+    pools = [make_pool(1), make_pool(2)]
+    identities = [make_identity("p0"), make_identity("d0")]
+    p, d = (make_transport(kind, identity, registry) for identity in identities)
     p.register(pools[0])
     d.register(pools[1])
-    welcome = kit.welcome_of(identities[0], p)
+    welcome = welcome_of(identities[0], p)
     lost: list[str] = []
     p.expect_peer()
-    yield Two(kit, p, d, *pools, welcome, d.add_peer(welcome, lost.append), lost)
+    yield Two(p, d, *pools, welcome, d.add_peer(welcome, lost.append), lost)
     d.close()
     p.close()
 
@@ -68,8 +77,8 @@ def block_sets(n: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -> None:
-    for remote, local in block_sets(kit.NUM_BLOCKS):
+def test_a_read_lands_exactly_the_named_blocks(two: Two) -> None:
+    for remote, local in block_sets(NUM_BLOCKS):
         expected = two.d_pool.tensor.clone()
         expected[local] = two.p_pool.tensor[remote]
         result = two.read(remote, local)
@@ -80,20 +89,20 @@ def test_a_read_lands_exactly_the_named_blocks(two: Two, kit: SimpleNamespace) -
     assert two.lost == []
 
 
-def test_a_self_check_leaves_the_pool_as_new(kind: str, kit: SimpleNamespace) -> None:
-    transport = kit.make_transport(kind, kit.make_identity("p0"), LocalRegistry())
-    pool = KVCache(kit.SPEC, num_blocks=3, device=torch.device("cpu"))
+def test_a_self_check_leaves_the_pool_as_new(kind: str) -> None:
+    transport = make_transport(kind, make_identity("p0"), LocalRegistry())
+    pool = KVCache(SPEC, num_blocks=3, device=torch.device("cpu"))
     transport.register(pool)
     transport.self_check()
     transport.close()
     assert not pool.tensor.any()
 
 
-def test_many_reads_at_once_all_land_once(two: Two, kit: SimpleNamespace) -> None:
-    landed = kit.Landed()
-    for i in range(kit.NUM_BLOCKS):
+def test_many_reads_at_once_all_land_once(two: Two) -> None:
+    landed = Landed()
+    for i in range(NUM_BLOCKS):
         two.d.read(two.peer, [i], [i], TIMEOUT_S, landed.on_done, landed.on_stall)
-    kit.wait_until(lambda: len(landed.results) == kit.NUM_BLOCKS)
+    wait_until(lambda: len(landed.results) == NUM_BLOCKS)
     assert all(result.is_ok for result in landed.results)
     assert torch.equal(two.d_pool.tensor, two.p_pool.tensor)
     assert landed.stalls == []
@@ -103,16 +112,16 @@ def test_many_reads_at_once_all_land_once(two: Two, kit: SimpleNamespace) -> Non
     ("remote", "local"), [([64], [0]), ([0], [64]), ([-1], [0]), ([0], [-1]), ([0, 1], [0])]
 )
 def test_block_ids_that_are_not_in_the_pools_are_refused(
-    two: Two, kit: SimpleNamespace, remote: list[int], local: list[int]
+    two: Two, remote: list[int], local: list[int]
 ) -> None:
-    landed = kit.Landed()
+    landed = Landed()
     with pytest.raises(KVTransferError, match="block ids"):
         two.d.read(two.peer, remote, local, TIMEOUT_S, landed.on_done, landed.on_stall)
     assert two.read([3], [4]).is_ok
 
 
-def test_unknown_and_removed_peers_are_refused(two: Two, kit: SimpleNamespace) -> None:
-    landed = kit.Landed()
+def test_unknown_and_removed_peers_are_refused(two: Two) -> None:
+    landed = Landed()
     two.d.remove_peer("nobody")
     two.d.remove_peer(two.peer)
     for peer in ("nobody", two.peer):
@@ -120,13 +129,13 @@ def test_unknown_and_removed_peers_are_refused(two: Two, kit: SimpleNamespace) -
             two.d.read(peer, [0], [0], TIMEOUT_S, landed.on_done, landed.on_stall)
 
 
-def test_removing_a_peer_ends_its_reads_once_each(two: Two, kit: SimpleNamespace) -> None:
-    landed = kit.Landed()
-    everything = list(range(kit.NUM_BLOCKS))
+def test_removing_a_peer_ends_its_reads_once_each(two: Two) -> None:
+    landed = Landed()
+    everything = list(range(NUM_BLOCKS))
     for _ in range(20):
         two.d.read(two.peer, everything, everything, TIMEOUT_S, landed.on_done, landed.on_stall)
     two.d.remove_peer(two.peer)
-    kit.wait_until(lambda: len(landed.results) == 20)
+    wait_until(lambda: len(landed.results) == 20)
     assert all(result.is_ok or "closed" in result.error for result in landed.results)
 
 
@@ -139,9 +148,9 @@ def test_a_peer_can_come_back(two: Two) -> None:
     assert torch.equal(two.d_pool.tensor[4], two.p_pool.tensor[3])
 
 
-def test_close_lands_or_fails_what_is_pending(two: Two, kit: SimpleNamespace) -> None:
-    landed = kit.Landed()
-    everything = list(range(kit.NUM_BLOCKS))
+def test_close_lands_or_fails_what_is_pending(two: Two) -> None:
+    landed = Landed()
+    everything = list(range(NUM_BLOCKS))
     for _ in range(20):
         two.d.read(two.peer, everything, everything, TIMEOUT_S, landed.on_done, landed.on_stall)
     two.d.close()
@@ -150,21 +159,21 @@ def test_close_lands_or_fails_what_is_pending(two: Two, kit: SimpleNamespace) ->
         two.d.read(two.peer, [0], [0], TIMEOUT_S, landed.on_done, landed.on_stall)
 
 
-def test_a_closed_p_fails_the_read_and_the_peer(two: Two, kit: SimpleNamespace, kind: str) -> None:
+def test_a_closed_p_fails_the_read_and_the_peer(two: Two, kind: str) -> None:
     if kind == "nixl":
         pytest.skip("a P in this process keeps its memory; see test_kv_link.py for a killed one")
     two.p.close()
     assert not two.read([1], [2]).is_ok
-    assert kit.wait_until(lambda: two.lost) == [f"{two.peer.split('#')[0]} is gone"]
+    assert wait_until(lambda: two.lost) == [f"{two.peer.split('#')[0]} is gone"]
 
 
 @pytest.mark.parametrize("kind", ["nixl"])
-def test_a_peer_that_does_not_answer_is_lost(two: Two, kit: SimpleNamespace) -> None:
+def test_a_peer_that_does_not_answer_is_lost(two: Two) -> None:
     endpoint = replace(two.welcome.endpoint, nixl_metadata=b"garbage")
     lost: list[str] = []
-    landed = kit.Landed()
+    landed = Landed()
     peer = two.d.add_peer(replace(two.welcome, epoch="other", endpoint=endpoint), lost.append)
-    kit.wait_until(lambda: lost)
+    wait_until(lambda: lost)
     assert "cannot connect" in lost[0]
     with pytest.raises(KVTransferError):
         two.d.read(peer, [0], [0], TIMEOUT_S, landed.on_done, landed.on_stall)
@@ -186,39 +195,35 @@ def test_regions_that_make_no_sense_are_refused(two: Two, change: Callable[[Any]
         two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
 
 
-def test_a_transport_gives_back_its_descriptors_and_threads(
-    kind: str, kit: SimpleNamespace
-) -> None:
+def test_a_transport_gives_back_its_descriptors_and_threads(kind: str) -> None:
     def use() -> None:
         registry = LocalRegistry()
-        identity = kit.make_identity("p0")
-        p = kit.make_transport(kind, identity, registry)
-        d = kit.make_transport(kind, kit.make_identity("d0"), registry)
-        p.register(kit.make_pool(1))
-        d.register(kit.make_pool(2))
+        identity = make_identity("p0")
+        p = make_transport(kind, identity, registry)
+        d = make_transport(kind, make_identity("d0"), registry)
+        p.register(make_pool(1))
+        d.register(make_pool(2))
         p.expect_peer()
-        peer = d.add_peer(kit.welcome_of(identity, p), lambda reason: None)
-        landed = kit.Landed()
+        peer = d.add_peer(welcome_of(identity, p), lambda reason: None)
+        landed = Landed()
         d.read(peer, [0], [0], TIMEOUT_S, landed.on_done, landed.on_stall)
-        kit.wait_until(lambda: landed.results)
+        wait_until(lambda: landed.results)
         d.close()
         p.close()
 
     use()
-    before = kit.num_fds()
+    before = num_fds()
     use()
-    kit.wait_until(lambda: kit.num_fds() <= before)
+    wait_until(lambda: num_fds() <= before)
 
 
-def test_a_peer_that_comes_and_goes_leaves_no_connection_behind(
-    two: Two, kit: SimpleNamespace
-) -> None:
+def test_a_peer_that_comes_and_goes_leaves_no_connection_behind(two: Two) -> None:
     """As when a link breaks and is dialed again, while both processes live."""
     two.read([1], [2])
-    before = kit.num_fds()
+    before = num_fds()
     for _ in range(4):
         two.d.remove_peer(two.peer)
         two.p.expect_peer()
         two.peer = two.d.add_peer(two.welcome, two.lost.append)
         assert two.read([1], [2]).is_ok
-    kit.wait_until(lambda: kit.num_fds() <= before)
+    wait_until(lambda: num_fds() <= before)

@@ -6,13 +6,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN
 from support.network import Network, missing_for_partitions
+from support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,16 +80,14 @@ def neighbours() -> Iterator[Neighbours]:
         neighbours.d.kill()
 
 
-def test_a_peer_that_cannot_be_reached_costs_nobody_else_anything(
-    neighbours: Neighbours, kit: SimpleNamespace
-) -> None:
+def test_a_peer_that_cannot_be_reached_costs_nobody_else_anything(neighbours: Neighbours) -> None:
     d = neighbours.d
     # It refuses connections.
     neighbours.far.kill()
     num_fds, _ = d.ask("state")
     for _ in range(MAX_LEFT_OPEN + 2):
         assert "cannot connect" in d.ask("lose", neighbours.add_far())
-    kit.wait_until(lambda: d.ask("state")[0] <= num_fds)
+    wait_until(lambda: d.ask("state")[0] <= num_fds)
     assert d.ask("state")[1] is None
     neighbours.read_near()
     # It drops what comes.

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import conftest as kit
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common.kv_types import KVLinkWelcome
 from pdserve_common.wire import (
@@ -21,6 +20,8 @@ from pdserve_common.wire import (
 )
 from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.factory import make_transport
+from support.handoff import Landed, make_identity, make_pool, num_fds, welcome_of
+from support.waiting import wait_until
 
 CONNECT_S = 0.5
 
@@ -29,11 +30,11 @@ class Transport:
     """Its methods are the lines that it obeys."""
 
     def __init__(self, engine_id: str) -> None:
-        identity = kit.make_identity(engine_id)
+        identity = make_identity(engine_id)
         self.transport = make_transport(identity, require_transport="tcp")
-        self.transport.register(kit.make_pool(1))
+        self.transport.register(make_pool(1))
         self.transport.expect_peer()
-        message = kv_link_response_to_proto(kit.welcome_of(identity, self.transport))
+        message = kv_link_response_to_proto(welcome_of(identity, self.transport))
         self.welcome = message.SerializeToString().hex()
         self.lost: list[str] = []
 
@@ -54,18 +55,18 @@ class Transport:
 
     def read(self, peer: str) -> str:
         """Return what went wrong."""
-        landed = kit.Landed()
+        landed = Landed()
         self.transport.read(peer, [1], [2], 60.0, landed.on_done, landed.on_stall)
-        return str(kit.wait_until(lambda: landed.results)[0].error)
+        return str(wait_until(lambda: landed.results)[0].error)
 
     def lose(self, peer: str) -> str:
         """Remove a peer when it is lost, and return why it was."""
-        reason = kit.wait_until(lambda: self.lost)[0]
+        reason = wait_until(lambda: self.lost)[0]
         self.transport.remove_peer(peer)
         return str(reason)
 
     def state(self) -> tuple[int, str | None]:
-        return kit.num_fds(), self.transport.failure
+        return num_fds(), self.transport.failure
 
     def close(self) -> str | None:
         self.transport.close()

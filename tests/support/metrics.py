@@ -1,0 +1,46 @@
+"""What metrics say, by what prometheus_client makes of them for a scrape."""
+
+import urllib.request
+from collections.abc import Iterable
+
+from prometheus_client import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+ANSWER_TIMEOUT_S = 20.0
+
+
+def value(metric: MetricWrapperBase, *labels: str, suffix: str = "") -> float:
+    """Return a gauge, a counter, or with `suffix` (_sum, _count) a part of a histogram, summed over
+    what labels are left.
+    """
+    of = metric.labels(*labels) if labels else metric
+    return sum(
+        sample.value
+        for family in of.collect()
+        for sample in family.samples
+        if sample.name.removeprefix(family.name) in ((suffix,) if suffix else ("", "_total"))
+    )
+
+
+def series(metrics: Iterable[Metric]) -> set[tuple[str, ...]]:
+    """Return the names of metrics with the values of their labels, of each series there is."""
+    return {
+        (metric.name, *sample.labels.values())
+        for metric in metrics
+        for sample in metric.samples
+        if not sample.name.endswith(("_created", "_bucket"))
+    }
+
+
+def scrape(url: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, float]:
+    """Return a process's samples, by name with labels as Prometheus prints them. Raises OSError if
+    it does not answer.
+    """
+    with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        return samples_of(response.read().decode())
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Return the samples of a scrape's text, by name with labels."""
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {sample: float(number) for sample, number in lines}
