@@ -50,32 +50,39 @@ def signature_of(kernel, constants):
     return signature
 
 
-def attention_cases(attention, constants, *, window, softcap):
+def all_kernels():
+    from pdserve_kernels.triton import attention, cache, layers
+
+    values = [value for module in (attention, cache, layers) for value in vars(module).items()]
+    return {name: value for name, value in values if name.endswith("_kernel")}
+
+
+def attention_cases(kernels, constants, *, window, softcap):
     merge = {"HEAD_DIM": constants["HEAD_DIM"], "BLOCK_D": constants["BLOCK_D"], "WINDOW": window}
     constants = constants | {"WINDOW": window, "SOFTCAP": softcap}
     return [
-        (attention._decode_kernel, constants | {"BLOCK_M": 16}),
-        (attention._prefill_kernel, constants | {"BLOCK_M": 64}),
-        (attention._merge_kernel, merge),
+        (kernels["_decode_kernel"], constants | {"BLOCK_M": 16}),
+        (kernels["_prefill_kernel"], constants | {"BLOCK_M": 64}),
+        (kernels["_merge_kernel"], merge),
     ]
 
 
 def kernel_cases():
-    from pdserve_kernels.triton import attention, cache, layers
-
+    kernels = all_kernels()
     # Smaller heads take less of everything.
     head = {"HEAD_DIM": 128, "BLOCK_D": 128}
     cases = [
-        *attention_cases(attention, CONSTANTS | head, window=0, softcap=0.0),
-        (cache._reshape_and_cache_kernel, head | {"BLOCK_SIZE": 16}),
-        (layers._rotary_kernel, {"NUM_HEADS": 16, "HALF": 64, "BLOCK_HALF": 64}),
+        *attention_cases(kernels, CONSTANTS | head, window=0, softcap=0.0),
+        (kernels["_reshape_and_cache_kernel"], head | {"BLOCK_SIZE": 16}),
+        (kernels["_rotary_kernel"], {"NUM_HEADS": 16, "HALF": 64, "BLOCK_HALF": 64}),
     ]
     sliding = CONSTANTS | {"HEAD_DIM": 256, "BLOCK_D": 256}
-    cases += attention_cases(attention, sliding, window=4096, softcap=50.0)
+    cases += attention_cases(kernels, sliding, window=4096, softcap=50.0)
     for add in (False, True):
         constants = {"HIDDEN": 1024, "BLOCK": 1024, "ADD_RESIDUAL": add}
-        cases.append((layers._rms_norm_kernel, constants))
-    cases.append((layers._silu_and_mul_kernel, {"BLOCK": 1024}))
+        cases.append((kernels["_rms_norm_kernel"], constants))
+    cases.append((kernels["_silu_and_mul_kernel"], {"BLOCK": 1024}))
+    assert {kernel for kernel, _ in cases} == set(kernels.values())
     return cases
 
 

@@ -505,8 +505,9 @@ def test_p_refuses_a_d_that_differs_and_says_how(
 
 @pytest.mark.parametrize("kind", ["local"])
 def test_d_refuses_a_p_that_differs_before_it_reads_its_metadata(pair: Any) -> None:
+    pair.p.accept_link(pair.d.hello(), pair.to_d)
+    welcome = replace(pair.to_d.messages.popleft(), compatibility_hash="else")
     pair.connect()
-    welcome = replace(pair.p._welcome(pair.p_link), compatibility_hash="else")
     with pytest.raises(KVTransferError, match="compatibility_hash differs: else on P"):
         pair.d.link_up("p0", welcome, pair.to_p)
     with pytest.raises(KVTransferError, match="dialed p1, p0 answered"):

@@ -350,9 +350,10 @@ async def test_so_many_workers_that_cannot_be_reached_are_remembered(
     d: D, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_link_client, "MAX_BACKOFFS", 2)
+    back_off, known = d.links._back_off, d.links._backoff_s
     for name in ("p0", "p1", "p2", "p1"):
-        d.links._back_off(name)
-    assert list(d.links._backoff_s.items()) == [("p2", MIN_BACKOFF_S), ("p1", 2 * MIN_BACKOFF_S)]
+        back_off(name)
+    assert list(known.items()) == [("p2", MIN_BACKOFF_S), ("p1", 2 * MIN_BACKOFF_S)]
     for _ in range(9):
-        d.links._back_off("p1")
-    assert d.links._backoff_s["p1"] == MAX_BACKOFF_S
+        back_off("p1")
+    assert known["p1"] == MAX_BACKOFF_S

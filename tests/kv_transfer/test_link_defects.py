@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from pdserve_decode import kv_link_client
+from pdserve_engine.kv_transfer.links import LinkTable
 from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_prefill import kv_link_service
 from support.handoff import Pair
@@ -79,6 +80,6 @@ async def test_a_tick_that_fails_is_the_workers_failure(
 ) -> None:
     connector = getattr(pair, side)
     assert connector.failure() is None
-    monkeypatch.setattr(connector._links, "tick", break_down)
+    monkeypatch.setattr(LinkTable, "tick", break_down)
     await until(lambda: connector.failure() is not None)
     assert connector.failure() == ("a tick of the KV connector failed: AssertionError('a defect')")

@@ -37,7 +37,11 @@ class Handle:
 class FakeAgent:
     """READs stay posted until the test ends them; probes are done at once."""
 
+    # A transport makes its own.
+    newest: "FakeAgent"
+
     def __init__(self, name: str, kv_cache: Any, *, transport: str) -> None:
+        FakeAgent.newest = self
         region = KVMemoryRegion(base_address=4096, first_block=0, num_blocks=kv_cache.num_blocks)
         self.endpoint = KVEndpoint(
             nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport=transport
@@ -115,7 +119,9 @@ class Rig:
         )
         pool = SimpleNamespace(block_bytes=BLOCK_BYTES, num_blocks=256)
         self.transport.register(pool)  # type: ignore[arg-type]
-        self.agent: FakeAgent = self.transport._agent  # type: ignore[assignment]
+        self.agent = FakeAgent.newest
+        # What the transfer thread calls next.
+        self.commands = self.transport._commands
         self.landed = Landed()
         self.lost: list[str] = []
 
@@ -133,15 +139,14 @@ class Rig:
     def at_once(self) -> Iterator[None]:
         """What is asked of the transfer thread meanwhile, it takes together afterwards."""
         is_over = threading.Event()
-        commands = self.transport._commands
 
         def take_all() -> None:
             is_over.wait()
             with contextlib.suppress(queue.Empty):
                 while True:
-                    commands.get_nowait()()
+                    self.commands.get_nowait()()
 
-        commands.put(take_all)
+        self.commands.put(take_all)
         try:
             yield
         finally:
@@ -150,7 +155,7 @@ class Rig:
     def settle(self) -> None:
         """Return when the transfer thread has taken what it was asked for."""
         is_taken = threading.Event()
-        self.transport._commands.put(is_taken.set)
+        self.commands.put(is_taken.set)
         assert is_taken.wait(30.0)
 
     def end_posted(self) -> None:
@@ -315,8 +320,8 @@ def test_reads_are_polled_between_commands_that_take_long(rig: Rig) -> None:
         are_queued.wait()
         time.sleep(2 * MAX_POLL_S)
 
-    rig.transport._commands.put(take_long)
-    rig.transport._commands.put(lambda: num_landed.append(len(rig.landed.results)))
+    rig.commands.put(take_long)
+    rig.commands.put(lambda: num_landed.append(len(rig.landed.results)))
     rig.end_posted()
     are_queued.set()
     rig.settle()
@@ -334,7 +339,7 @@ def test_what_a_command_takes_is_not_counted_as_the_delay_of_peers(rig: Rig) -> 
         rig.skew_s = 100.0
         rig.agent.num_polls = 0
 
-    rig.transport._commands.put(take_long)
+    rig.commands.put(take_long)
     wait_until(lambda: rig.skew_s and rig.agent.num_polls > 4)
     assert rig.lost == [], "neither the one that is read from nor the one that connects"
     assert rig.landed.stalls == []

@@ -132,13 +132,17 @@ class World:
     def num_acks(self, valid: str) -> float:
         return value(self.side.p_metrics.release_acks, valid)
 
+    @property
+    def machine(self) -> SessionMachine:
+        return self.side.p._machine
+
     def check_baseline(self) -> None:
         """Every block is free, once, and nothing else is left of any session."""
         self.side.take_p_events()
         assert sorted(self.side.p_blocks.free) == list(range(64))
         assert self.side.p.num_open_sessions() == 0
-        assert not self.side.p._machine._open
-        assert not self.side.p._machine._num_exported
+        assert not self.machine._open
+        assert not self.machine._num_exported
         assert not any(self.num_sessions(state) for state in State)
 
 
@@ -458,7 +462,7 @@ def test_d_is_not_told_what_it_knows(world: World) -> None:
     assert isinstance(failed, RequestFailed)
     world.end_p(request, RequestStatus.FINISHED_ERROR)
     assert world.heard() == []
-    assert not world.p._machine._failed
+    assert not world.machine._failed
     world.check_baseline()
 
 
@@ -736,7 +740,7 @@ def test_the_connector_carries_out_every_action_of_the_table(world: World) -> No
     assert PRODUCER[State.ENDED] == {
         Event.RELEASED: (State.ENDED, (Action.SEND_INVALID_ACK,)),
     }
-    assert set(world.p._machine._actions) == set(Action) - {Action.SEND_INVALID_ACK}
+    assert set(world.machine._actions) == set(Action) - {Action.SEND_INVALID_ACK}
 
 
 def test_a_fence_says_why(world: World) -> None:
@@ -796,7 +800,7 @@ def test_whatever_happens_every_block_comes_back_once(world: World, seed: int) -
     for _ in range(1000):
         traffic.step()
     traffic.finish()
-    assert not world.p._machine._failed
+    assert not world.machine._failed
     world.check_baseline()
     assert len(traffic.reasons()) >= 8, "most ways to end a session have been taken"
     assert traffic.counters() == begun, "rates miss the first sample of a series: `begin` it"
