@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from pdserve_common.call_thread import CallThread
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
-from pdserve_engine.executor.model_thread import ModelThread
 from pdserve_engine.kv_transfer.base import KVTransport
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_engine.runner.rank import Rank
@@ -31,7 +31,7 @@ class UniprocExecutor:
     ) -> None:
         self.rank = rank
         self._clock = clock
-        self._model_thread = ModelThread() if async_scheduling else None
+        self._model_thread = CallThread("model") if async_scheduling else None
         self.max_concurrent_batches = 2 if async_scheduling else 1
         self._is_broken_off = False
 

@@ -1,4 +1,4 @@
-"""The thread that runs the model while the engine thread plans."""
+"""A thread that calls what it is given."""
 
 import queue
 import threading
@@ -9,14 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class ModelThread:
+class CallThread:
     """Calls functions one after the other. A daemon: a call that hangs does not keep the process
     from exiting, as an executor of the standard library would.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
