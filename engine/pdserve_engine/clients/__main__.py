@@ -1,13 +1,12 @@
 """python -m pdserve_engine.clients FD: started by SubprocessEngineClient alone."""
 
 import asyncio
-import ctypes
 import signal
 import sys
 
 import uvloop
 
-PR_SET_PDEATHSIG = 1
+from pdserve_common.confined import die_with_parent
 
 
 def main() -> int:
@@ -15,9 +14,8 @@ def main() -> int:
     # The worker decides when its engine ends, also when a signal goes to the whole group.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # The socket tells as well, but not while the engine is being imported.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The socket tells as well, but not while the engine is being imported.
+    die_with_parent()
     from pdserve_engine.clients.child import serve  # takes seconds: after all that
 
     uvloop.install()

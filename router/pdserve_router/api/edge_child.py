@@ -5,23 +5,21 @@ make and takes its memory with it when it ends. It has one thread, and uses no g
 """
 
 import asyncio
-import ctypes
 import gc
 import importlib
 import json
 import logging
 import os
 import pickle
-import resource
 import signal
 import socket
 import struct
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve_common.confined import confine, die_with_parent
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.logging import setup_logging
 from pdserve_router.api.no_torch import hide_torch
@@ -29,7 +27,6 @@ from pdserve_router.api.no_torch import hide_torch
 if TYPE_CHECKING:
     from pdserve_router.requests.input_processor import InputProcessor
 
-PR_SET_PDEATHSIG = 1
 # In front of a job: the lengths of its description and of the request; of an answer: its length.
 LENGTHS = struct.Struct("!QQ")
 LENGTH = struct.Struct("!Q")
@@ -38,7 +35,6 @@ READY = b"r"
 _JOBS = ("pdserve_router.api.openai_http", "pdserve_router.api.grpc_service")
 # Beside the process that streams, these have time.
 _NICENESS = 5
-_OOM_SCORE = 1000
 
 
 def main() -> int:
@@ -46,7 +42,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router decides when it ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries children
-    _die_with_parent()
+    die_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = json.loads(sys.argv[2])
     setup_logging(settings["log_level"], settings["router_id"])
@@ -99,23 +95,7 @@ def _bound(max_memory_bytes: int, timeout_s: float) -> None:
     """Have the system end this process when it takes too long, or needs too much."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    _die_with_parent()
-    limit = _data_bytes() + max_memory_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        # If memory is short all the same, rather this one than the router.
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
-
-
-def _data_bytes() -> int:
-    with open("/proc/self/status") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmData:"))
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    confine(max_memory_bytes)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
