@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import inspect
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ from pydantic_core import to_json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.token_bytes import parts_of, piece_decoder
 
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
 # loop can spare; more go to a thread (the tokenizer releases the GIL).
@@ -30,8 +29,6 @@ TOKEN_CACHE_SIZE = 2**16
 # Of one request.
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLES_BYTES = 1 << 14
-
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,7 +53,7 @@ class Tokenizer:
         self.max_token_bytes = _max_token_bytes(self.backend)
         self._taken_variables = _taken_variables(self._pretrained)
         self._added_tokens = {i: token.content for i, token in added.items()}
-        self._decode_piece = _piece_decoder(self.backend)
+        self._decode_piece = piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
         # replacement character: characters may be spread over several tokens. Ids the tokenizer
         # does not know (of an embedding padded in size) have none.
@@ -238,14 +235,14 @@ def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return None
-    pre_tokenizers = _parts(backend.pre_tokenizer, "pretokenizers")
+    pre_tokenizers = parts_of(backend.pre_tokenizer, "pretokenizers")
     is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
     if not (is_byte_level or model.byte_fallback):
         return None
     for part in pre_tokenizers:
         if part["type"] not in _KEEPING_PRE_TOKENIZERS or part.get("behavior") == "Removed":
             return None
-    normalizers = _parts(backend.normalizer, "normalizers")
+    normalizers = parts_of(backend.normalizer, "normalizers")
     if not all(_keeps_text(part) for part in normalizers):
         return None
     vocab = backend.get_vocab(with_added_tokens=False)
@@ -264,45 +261,3 @@ def _keeps_text(normalizer: dict[str, Any]) -> bool:
 
 def _num_bytes(text: str) -> int:
     return len(text.encode(errors="replace"))
-
-
-def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """Return a step of the tokenizer as its parts; the library tells them in JSON only."""
-    if step is None:
-        return []
-    description = json.loads(step.__getstate__())
-    parts: list[dict[str, Any]] = description.get(name, [description])
-    return parts
-
-
-def _piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """Return how the vocabulary's entries are read: as bytes in disguise (byte-level BPE) or as
-    text with byte tokens beside it (SentencePiece).
-    """
-    if backend.decoder is None:
-        return str.encode
-    parts = _parts(backend.decoder, "decoders")
-    if any(part["type"] == "ByteLevel" for part in parts):
-        return functools.partial(_byte_level_bytes, table=_byte_level_table())
-    return _sentencepiece_bytes
-
-
-def _byte_level_table() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones are themselves, the others follow from 256."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)) - set(printable))
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _byte_level_bytes(piece: str, *, table: dict[str, int]) -> bytes:
-    try:
-        return bytes(table[character] for character in piece)
-    except KeyError:
-        # As the tokenizer's own decoder does with entries that are no bytes in disguise.
-        return piece.encode()
-
-
-def _sentencepiece_bytes(piece: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(piece)
-    return piece.replace("\u2581", " ").encode() if byte is None else bytes.fromhex(byte[1])
