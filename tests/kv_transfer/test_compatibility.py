@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_engine.kv_transfer import compatibility
 from pdserve_engine.kv_transfer.compatibility import (
     TOKENIZER_FILES,
     compatibility_hash,
@@ -141,6 +142,16 @@ def test_what_may_differ_does_not_change_it(setup: Setup) -> None:
     assert (
         setup._replace(processors=("b", "a")).hash() == setup._replace(processors=("a", "b")).hash()
     )
+
+
+@pytest.mark.parametrize("version", ["0.0.1", None])
+def test_another_version_of_what_enforces_grammars_changes_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    before, model = setup.hash(), setup.model()
+    monkeypatch.setattr(compatibility, "xgrammar_version", lambda: version)
+    assert setup.hash() != before
+    assert setup.model() == model
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)

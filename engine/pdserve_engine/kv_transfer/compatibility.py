@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pdserve_common.kv_types import KVLayout
+from pdserve_engine.grammar.native import xgrammar_version
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.loader import weights_digest
 
@@ -20,8 +21,9 @@ def compatibility_hash(
     *,
     logits_processors: Iterable[str] = (),
 ) -> str:
-    """Return a SHA-256 over model shape, quantization, dtype, weights, tokenizer, block layout and
-    the names of the logits processors. Hello and welcome compare protocol versions themselves.
+    """Return a SHA-256 over model shape, quantization, dtype, weights, tokenizer, block layout, the
+    names of the logits processors and the version of what enforces grammars: P and D go by one
+    reading of them. Hello and welcome compare protocol versions themselves.
 
     max_model_len is left out: P and D may differ in it, requests are checked against each. But it
     must not be within a sliding window on one of them only: that one has other KV groups.
@@ -34,6 +36,7 @@ def compatibility_hash(
         "tokenizer": _tokenizer_digest(Path(model_dir)),
         "layout": dataclasses.asdict(layout),
         "logits_processors": sorted(logits_processors),
+        "xgrammar": xgrammar_version(),
     }
     return _sha256(parts)
 

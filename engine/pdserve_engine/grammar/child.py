@@ -1,0 +1,135 @@
+"""The grammar compiler's process: compiles each text in a fork of itself, which has limits and
+whose death harms nobody.
+"""
+
+import contextlib
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from pdserve_common.confined import confine, die_with_parent
+from pdserve_engine.grammar.messages import (
+    READY,
+    Answer,
+    Compiled,
+    Killed,
+    Refused,
+    TimedOut,
+    decode_answer,
+    encode_answer,
+    receive_frame,
+    send_frame,
+)
+from pdserve_engine.grammar.native import TokenizerInfo, compile_structural_tag
+
+MAX_CPU_S = 2
+MAX_WALL_S = 10.0
+# Besides what the process has before it forks.
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+# Of a compiled grammar as text.
+MAX_GRAMMAR_BYTES = 16 * 1024 * 1024
+MAX_REASON_CHARS = 500
+LOWEST_PRIORITY = 19
+
+# "[12:34:56] /project/cpp/file.cc:83: " before the library's messages.
+_ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+
+
+def serve(connection: socket.socket) -> None:
+    """Read the tokenizer info, then answer each text in turn; return when the engine is gone."""
+    die_with_parent()
+    with contextlib.suppress(ConnectionError):
+        tokenizer_info = TokenizerInfo.deserialize(receive_frame(connection).decode())
+        send_frame(connection, READY)
+        while True:
+            text = receive_frame(connection).decode(errors="surrogatepass")
+            answer = _compile_in_fork(text, tokenizer_info, connection)
+            send_frame(connection, encode_answer(answer))
+
+
+def _compile_in_fork(text: str, tokenizer_info: TokenizerInfo, connection: socket.socket) -> Answer:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        os.close(reader)
+        _compile_and_exit(text, tokenizer_info, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        body = _read_all(pipe.fileno(), MAX_WALL_S)
+    if body is None:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    if body is None:
+        return TimedOut(MAX_WALL_S)
+    return _judge(os.waitstatus_to_exitcode(status), body)
+
+
+def _judge(exit_code: int, body: bytes) -> Answer:
+    if exit_code == 0:
+        return decode_answer(body)
+    if exit_code == -signal.SIGXCPU:
+        return Refused(f"it takes more than {MAX_CPU_S} s of CPU time to compile")
+    if exit_code == -signal.SIGKILL:
+        return Killed()
+    return Refused("the compiler cannot cope with it")
+
+
+def _read_all(
+    fd: int, timeout_s: float, *, clock: Callable[[], float] = time.monotonic
+) -> bytes | None:
+    """Return what comes until the other end closes; None if that takes too long."""
+    deadline = clock() + timeout_s
+    body = bytearray()
+    while (left_s := deadline - clock()) > 0 and select.select([fd], [], [], left_s)[0]:
+        piece = os.read(fd, 1 << 20)
+        if not piece:
+            return bytes(body)
+        body += piece
+    return None
+
+
+# ---- in the fork
+
+
+def _compile_and_exit(text: str, tokenizer_info: TokenizerInfo, writer: int) -> NoReturn:
+    exit_code = 1
+    try:
+        _confine()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(encode_answer(_compile(text, tokenizer_info)))
+        exit_code = 0
+    finally:
+        os._exit(exit_code)
+
+
+def _compile(text: str, tokenizer_info: TokenizerInfo) -> Answer:
+    try:
+        grammar = compile_structural_tag(text, tokenizer_info)
+    except MemoryError:
+        return Refused(f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB to compile")
+    except (RuntimeError, ValueError, TypeError) as error:
+        return Refused(_reason(error))
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        return Refused(f"compiled it has {len(grammar)} bytes, at most {MAX_GRAMMAR_BYTES} fit")
+    return Compiled(grammar)
+
+
+def _reason(error: Exception) -> str:
+    text = _ORIGIN.sub("", str(error)).strip()
+    return " ".join(text.split())[:MAX_REASON_CHARS]
+
+
+def _confine() -> None:
+    # Grammars that are odd make the library write warnings, which would quote what clients sent.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.nice(LOWEST_PRIORITY)
+    confine(MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))

@@ -1,0 +1,205 @@
+"""The engine's end of the grammar compiler: a queue, a process, and what it has compiled."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pdserve_common.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    PdserveError,
+    RequestFailedError,
+)
+from pdserve_engine.grammar.cache import GrammarCache
+from pdserve_engine.grammar.messages import Compiled, Killed, Refused, TimedOut
+from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
+from pdserve_engine.grammar.process import CompilerProcess
+
+logger = logging.getLogger(__name__)
+
+FIELD = "structured_outputs"
+MAX_TEXT_BYTES = 1024 * 1024
+MAX_QUEUED = 64
+# One that has waited so long is refused instead of compiled.
+MAX_QUEUED_S = 10.0
+RETRY_AFTER_MS = 1000
+CACHE_BYTES = 128 * 1024 * 1024
+CLOSE_TIMEOUT_S = 5.0
+MAX_ATTEMPTS = 2
+
+Outcome = Literal["compiled", "cached", "refused", "overloaded", "failed"]
+# Told of an outcome and of the seconds since it was asked for.
+Observe = Callable[[Outcome, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    text: str
+    digest: str
+    queued_at: float
+    future: "Future[CompiledGrammar]" = field(default_factory=Future)
+
+
+class GrammarCompiler:
+    """Compiles structural tags, one at a time, in a process that starts with the first of them."""
+
+    def __init__(
+        self,
+        tokenizer_info: TokenizerInfo,
+        *,
+        observe: Observe = lambda outcome, duration_s: None,
+        max_queued: int = MAX_QUEUED,
+        cache_bytes: int = CACHE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`observe` is called on the compiler's thread or on that of `submit`."""
+        self._tokenizer_info = tokenizer_info
+        self._observe = observe
+        self._max_queued = max_queued
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._cache = GrammarCache(cache_bytes)
+        self._pending: dict[str, _Job] = {}
+        self._process: CompilerProcess | None = None
+        self._is_closed = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
+        self._thread.start()
+
+    def submit(self, text: str, digest: str) -> "Future[CompiledGrammar]":
+        """Compile a structural tag (JSON) whose SHA-256 is `digest`. Any thread; returns at once.
+
+        Several may get the same future: do not cancel it. Its exception is InvalidRequestError for
+        what is no grammar or takes too much, OverloadedError if the queue is too long,
+        RequestFailedError if the compiler was killed twice, EngineDeadError after `close`.
+        """
+        job = _Job(text=text, digest=digest, queued_at=self._clock())
+        with self._lock:
+            if (pending := self._pending.get(digest)) is not None:
+                return pending.future
+            grammar = self._cache.get(digest)
+            error = self._refusal(text)
+            if grammar is None and error is None:
+                self._pending[digest] = job
+                self._jobs.put(job)
+        if grammar is not None:
+            self._succeed(job, grammar, "cached")
+        elif error is not None:
+            self._fail(job, error)
+        return job.future
+
+    def close(self) -> None:
+        """End the process; what is not compiled yet never is."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+        self._jobs.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _refusal(self, text: str) -> PdserveError | None:
+        if self._is_closed:
+            return _closed()
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if num_bytes > MAX_TEXT_BYTES:
+            return InvalidRequestError(
+                f"{FIELD} has {num_bytes} bytes, at most {MAX_TEXT_BYTES} are compiled",
+                field=FIELD,
+            )
+        if len(self._pending) >= self._max_queued:
+            return _overloaded(f"{len(self._pending)} grammars wait to be compiled")
+        return None
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                grammar = self._compile(job)
+            except PdserveError as error:
+                self._forget(job)
+                self._fail(job, error)
+            else:
+                self._forget(job, grammar)
+                self._succeed(job, grammar, "compiled")
+        self._drop_process()
+
+    def _forget(self, job: _Job, grammar: CompiledGrammar | None = None) -> None:
+        """Take a job off the list, and keep what came of it."""
+        with self._lock:
+            del self._pending[job.digest]
+            if grammar is not None:
+                self._cache.put(job.digest, grammar)
+
+    def _succeed(self, job: _Job, grammar: CompiledGrammar, outcome: Outcome) -> None:
+        self._observe(outcome, self._clock() - job.queued_at)
+        job.future.set_result(grammar)
+
+    def _fail(self, job: _Job, error: PdserveError) -> None:
+        self._observe(_outcome(error), self._clock() - job.queued_at)
+        job.future.set_exception(error)
+
+    def _compile(self, job: _Job) -> CompiledGrammar:
+        waited_s = self._clock() - job.queued_at
+        if waited_s > MAX_QUEUED_S:
+            raise _overloaded(f"the grammar waited {waited_s:.0f} s to be compiled")
+        answer = self._ask(job.text)
+        if isinstance(answer, Refused):
+            raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
+        if isinstance(answer, TimedOut):
+            raise _overloaded(f"the grammar was not compiled after {answer.after_s:g} s")
+        try:
+            return CompiledGrammar.deserialize(answer.grammar, self._tokenizer_info)
+        except RuntimeError as error:
+            raise RequestFailedError(f"the compiled grammar cannot be read: {error}") from error
+
+    def _ask(self, text: str) -> Compiled | Refused | TimedOut:
+        """Ask once more if the compiler is killed at work."""
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                answer = self._get_process().compile(text)
+            except OSError as error:
+                logger.warning("the grammar compiler has ended: %s", error)
+                self._drop_process()
+            else:
+                if not isinstance(answer, Killed):
+                    return answer
+        raise RequestFailedError(f"the grammar compiler was killed {MAX_ATTEMPTS} times")
+
+    def _get_process(self) -> CompilerProcess:
+        """Raises OSError if it does not start."""
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            if self._process is not None:
+                return self._process
+            self._process = CompilerProcess()
+        self._process.get_ready(self._tokenizer_info.serialize())
+        return self._process
+
+    def _drop_process(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+            self._process = None
+
+
+def _closed() -> PdserveError:
+    return EngineDeadError("the engine has ended")
+
+
+def _overloaded(message: str) -> PdserveError:
+    return OverloadedError(message, retry_after_ms=RETRY_AFTER_MS)
+
+
+def _outcome(error: PdserveError) -> Outcome:
+    if isinstance(error, InvalidRequestError):
+        return "refused"
+    return "overloaded" if isinstance(error, OverloadedError) else "failed"

@@ -1,0 +1,185 @@
+"""The masks of a batch: which tokens each row's grammar allows next."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve_common.call_thread import CallThread
+from pdserve_common.engine_types import EngineError
+from pdserve_common.errors import PdserveError, RequestFailedError
+from pdserve_engine.grammar.native import Bitmask, CompiledGrammar, Matcher
+
+# How long a step waits for masks, and how often a row may be left out of it.
+MAX_WAIT_S = 0.005
+MAX_LATE_S = 5.0
+# Of a row's turn: one that took more CPU time takes its next among its likes.
+SLOW_S = 0.002
+# So many tokens take that long.
+SLOW_NUM_TOKENS = 1000
+CLOSE_TIMEOUT_S = 5.0
+ALL_ALLOWED = -1
+
+
+class TokenMasks(NamedTuple):
+    """What n rows may be given next."""
+
+    # int32 [n, ceil(vocab_size / 32)]: a set bit allows. Without a grammar all are set.
+    bitmask: Bitmask
+    # Indexes of rows whose mask is not there yet: they must not get a token in this step.
+    late: tuple[int, ...]
+    # By index, why a row can't get a token any more.
+    errors: dict[int, EngineError]
+
+
+@dataclass(slots=True)
+class _Row:
+    matcher: Matcher
+    # int32 [ceil(vocab_size / 32)], for one token at a time.
+    mask: Bitmask
+    # Where its turns are taken, one behind the other.
+    thread: CallThread
+    num_tokens: int = 0
+    is_slow: bool = False
+    is_removed: bool = False
+    error: PdserveError | None = None
+    asked_at: float = 0.0
+    # Over when `mask` is of the tokens so far; its exception says why there is none.
+    ready: "Future[None]" = field(default_factory=Future)
+
+
+class StructuredOutputManager:
+    """Matches the rows of a batch with their grammars, beside the thread that runs the model, which
+    alone uses this. A row's mask is made as soon as its tokens are known.
+
+    A grammar may be slow: rows that are have a thread to themselves.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._num_words = -(-vocab_size // 32)
+        # Of the last word, what stands for tokens.
+        self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else ALL_ALLOWED)
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._rows: dict[int, _Row] = {}
+        self._quick = CallThread("grammar-masks")
+        self._slow = CallThread("grammar-slow-masks")
+
+    def add(self, row: int, grammar: CompiledGrammar, output_token_ids: Sequence[int]) -> None:
+        """Constrain a row of the batch, which has some output already."""
+        assert row not in self._rows, row
+        mask = np.empty(self._num_words, dtype=np.int32)
+        is_long = len(output_token_ids) > SLOW_NUM_TOKENS
+        thread = self._slow if is_long else self._quick
+        self._rows[row] = _Row(Matcher(grammar), mask, thread)
+        self._advance(self._rows[row], output_token_ids)
+
+    def remove(self, row: int) -> None:
+        """Forget a row; no-op for one that is not constrained."""
+        if (known := self._rows.pop(row, None)) is not None:
+            known.is_removed = True
+
+    def accept(self, row: int, token_id: int) -> None:
+        """Go on by a row's next token; no-op for one that is not constrained."""
+        if (known := self._rows.get(row)) is None:
+            return
+        if known.ready.done():
+            known.thread = self._slow if known.is_slow else self._quick
+        self._advance(known, (token_id,))
+
+    def take(self, rows: Sequence[int]) -> TokenMasks | None:
+        """Return the masks of these rows, which may have waited MAX_WAIT_S for those that are
+        late; None if no row is constrained.
+        """
+        constrained = [(i, self._rows[row]) for i, row in enumerate(rows) if row in self._rows]
+        if not constrained:
+            return None
+        masks = TokenMasks(self._full(len(rows)), (), {})
+        late = []
+        deadline = self._clock() + MAX_WAIT_S
+        for index, row in constrained:
+            try:
+                self._wait(row, deadline)
+            except TimeoutError:
+                late.append(index)
+            except PdserveError as error:
+                masks.errors[index] = error.to_engine_error()
+            else:
+                masks.bitmask[index] = row.mask
+        return masks._replace(late=tuple(late))
+
+    def close(self) -> bool:
+        """False if a matcher hangs."""
+        for row in list(self._rows):
+            self.remove(row)
+        ended = [thread.close(CLOSE_TIMEOUT_S) for thread in (self._quick, self._slow)]
+        return all(ended)
+
+    def _full(self, num_rows: int) -> Bitmask:
+        return np.full((num_rows, self._num_words), ALL_ALLOWED, dtype=np.int32)
+
+    def _wait(self, row: _Row, deadline: float) -> None:
+        try:
+            row.ready.result(max(0.0, deadline - self._clock()))
+        except TimeoutError:
+            if (late_s := self._clock() - row.asked_at) > MAX_LATE_S:
+                raise _too_slow(late_s) from None
+            raise
+
+    def _advance(self, row: _Row, token_ids: Sequence[int]) -> None:
+        row.asked_at = self._clock()
+        row.ready = row.thread.submit(lambda: self._match(row, token_ids))
+
+    # ---- on the threads
+
+    def _match(self, row: _Row, token_ids: Sequence[int]) -> None:
+        start = self._cpu_clock()
+        try:
+            self._accept(row, token_ids)
+            self._fill(row)
+        except PdserveError as error:
+            row.error = error
+            raise
+        except RuntimeError as error:  # the library's own checks
+            row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
+            raise row.error from error
+        row.is_slow = self._cpu_clock() - start > SLOW_S
+
+    def _accept(self, row: _Row, token_ids: Sequence[int]) -> None:
+        if row.error is not None:
+            raise row.error
+        for token_id in token_ids:
+            if row.is_removed:
+                raise RequestFailedError("the request has ended")
+            if (late_s := self._clock() - row.asked_at) > MAX_LATE_S:
+                raise _too_slow(late_s)
+            if row.matcher.is_terminated or not row.matcher.accept(token_id):
+                raise RequestFailedError(
+                    f"output token {row.num_tokens} ({token_id}) does not fit structured_outputs"
+                )
+            row.num_tokens += 1
+
+    def _fill(self, row: _Row) -> None:
+        if row.matcher.is_terminated:
+            raise RequestFailedError("structured_outputs allow no token behind EOS")
+        row.matcher.fill(row.mask)
+        row.mask[-1] &= self._last_word
+        if not row.mask.any():
+            raise RequestFailedError(
+                f"no token continues the {row.num_tokens} so far as structured_outputs ask for"
+            )
+
+
+def _too_slow(late_s: float) -> PdserveError:
+    return RequestFailedError(
+        f"structured_outputs took {late_s:.1f} s for a token, at most {MAX_LATE_S:g} s are waited"
+    )

@@ -1,0 +1,122 @@
+"""xgrammar, as much of it as is used here: the only module that imports it.
+
+Its Python package would bring in torch and transformers, 3 s for what takes 0.2 s; its classes are
+in a library that is loaded without them.
+"""
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# One row of a mask: a set bit allows a token, the lowest bit of the first word that of id 0.
+Bitmask = npt.NDArray[np.int32]
+
+
+def xgrammar_version() -> str | None:
+    """Return the version that is installed, None if there is none."""
+    try:
+        return importlib.metadata.version("xgrammar")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class TokenizerInfo:
+    """A model's vocabulary as grammars see it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    @classmethod
+    def make(cls, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) -> "TokenizerInfo":
+        """`vocabulary` has the bytes of each token; empty for those that never fit. At the end of a
+        grammar only `stop_token_ids` do.
+        """
+        raw, add_prefix_space = 0, False  # the bytes are what they are
+        return cls(
+            _bindings().TokenizerInfo(
+                list(vocabulary), raw, len(vocabulary), list(stop_token_ids), add_prefix_space
+            )
+        )
+
+    @classmethod
+    def deserialize(cls, text: str) -> "TokenizerInfo":
+        return cls(_bindings().TokenizerInfo.deserialize_json(text))
+
+    def serialize(self) -> str:
+        return str(self.handle.serialize_json())
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.handle.vocab_size())
+
+
+class CompiledGrammar:
+    """What matchers of one grammar share; it does not change."""
+
+    def __init__(self, handle: Any, num_bytes: int) -> None:
+        self.handle = handle
+        self.num_bytes = num_bytes
+
+    @classmethod
+    def deserialize(cls, text: str, tokenizer_info: TokenizerInfo) -> "CompiledGrammar":
+        """Raises RuntimeError if it is of another tokenizer or another version."""
+        handle = _bindings().CompiledGrammar.deserialize_json(text, tokenizer_info.handle)
+        return cls(handle, len(text))
+
+
+class Matcher:
+    """Where one text is in a grammar. Not thread-safe; calls release the GIL."""
+
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        stop_token_ids = default_temperature = None
+        unlimited = -1
+        terminate_without_stop_token = False
+        self._handle = _bindings().GrammarMatcher(
+            grammar.handle,
+            stop_token_ids,
+            terminate_without_stop_token,
+            unlimited,
+            default_temperature,
+        )
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token; False, and nothing changes, if it does not fit."""
+        return bool(self._handle.accept_token(token_id, False))
+
+    def fill(self, bitmask: Bitmask) -> None:
+        """Write which tokens fit next into an int32 [ceil(vocab_size / 32)]."""
+        self._handle.fill_next_token_bitmask(bitmask, 0, False)
+
+    @property
+    def is_terminated(self) -> bool:
+        """Has a stop token ended the text?"""
+        return bool(self._handle.is_terminated())
+
+
+def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> str:
+    """Return a CompiledGrammar, serialized. Raises RuntimeError with the library's reason for what
+    is no grammar. May take any time and memory, and end the process.
+    """
+    num_threads, caches, cache_bytes = 1, False, -1
+    compiler = _bindings().GrammarCompiler(tokenizer_info.handle, num_threads, caches, cache_bytes)
+    return str(compiler.compile_structural_tag(text).serialize_json())
+
+
+def _bindings() -> Any:
+    if "xgrammar" not in sys.modules:
+        sys.modules["xgrammar"] = _bare_package()
+        importlib.import_module("xgrammar.load_binding")
+    return importlib.import_module("xgrammar.tvm_ffi_binding._ffi_api")
+
+
+def _bare_package() -> ModuleType:
+    spec = importlib.util.find_spec("xgrammar")
+    if spec is None:
+        raise ImportError("xgrammar is not installed")
+    return importlib.util.module_from_spec(spec)

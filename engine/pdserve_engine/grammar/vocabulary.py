@@ -1,0 +1,42 @@
+"""A model's vocabulary as grammars match it: the bytes of each token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from pdserve_common.token_bytes import piece_decoder
+from pdserve_engine.grammar.native import TokenizerInfo
+
+# Begins what special tokens stand for. No text has this byte, so that a grammar reaches them by
+# their ids alone: clients do not see them, and what is left must fit.
+SPECIAL = b"\xff"
+
+
+def make_tokenizer_info(
+    model_dir: str | Path, *, vocab_size: int, eos_token_ids: Sequence[int]
+) -> TokenizerInfo:
+    """Read the tokenizer of a model that has `vocab_size` logits. Raises ValueError for one that
+    grammars cannot be matched with.
+    """
+    path = Path(model_dir) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} has no tokenizer.json")
+    if not eos_token_ids:
+        raise ValueError(f"{model_dir} names no EOS token")
+    return TokenizerInfo.make(_read_vocabulary(path, vocab_size), eos_token_ids)
+
+
+def _read_vocabulary(path: Path, vocab_size: int) -> list[bytes]:
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    decode = piece_decoder(backend)
+    # Logits without a token, as of an embedding padded in size, stand for nothing.
+    vocabulary = [b""] * vocab_size
+    for piece, token_id in backend.get_vocab(with_added_tokens=False).items():
+        if token_id < vocab_size:
+            vocabulary[token_id] = decode(piece)
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token_id < vocab_size:
+            content = token.content.encode()
+            vocabulary[token_id] = SPECIAL + content if token.special else content
+    return vocabulary

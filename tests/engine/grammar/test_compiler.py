@@ -1,0 +1,290 @@
+"""The compiler of grammars, with its process: what it makes, keeps and refuses, and its death."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from pdserve_common.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+)
+from pdserve_engine.grammar import compiler as compiler_module
+from pdserve_engine.grammar import process as process_module
+from pdserve_engine.grammar.cache import GrammarCache
+from pdserve_engine.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler, Outcome
+from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
+from pdserve_engine.grammar.process import CompilerProcess
+from support import hostile_grammars
+from support.grammars import structural_tag, with_digest
+
+NUMBER = structural_tag({"type": "regex", "pattern": "[0-9]+"})
+WORD = structural_tag({"type": "regex", "pattern": "[a-z]+"})
+# Takes quadratic time: minutes.
+PROPERTIES = {f"key {i}": {"type": "number"} for i in range(20_000)}
+ENDLESS = structural_tag(
+    {"type": "json_schema", "json_schema": {"type": "object", "properties": PROPERTIES}}
+)
+TIMEOUT_S = 60.0
+ANSWER_S = 11.0
+
+
+class Compiler:
+    """A compiler, and what it says."""
+
+    def __init__(self, tokenizer_info: TokenizerInfo, **settings: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.compiler = GrammarCompiler(
+            tokenizer_info, observe=lambda outcome, _: self.outcomes.append(outcome), **settings
+        )
+        self.submit = self.compiler.submit
+        self._others = set(processes())
+
+    def error(self, text: str, digest: str) -> BaseException | None:
+        return self.submit(text, digest).exception(TIMEOUT_S)
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in processes() if process not in self._others]
+
+    def await_fork(self) -> psutil.Process:
+        """Return the process that compiles now."""
+        return await_result(lambda: [f for p in self.processes() for f in children(p)])[0]
+
+    def kill_twice(self) -> None:
+        """Kill what is compiled now, which is tried again, and again."""
+        for _ in range(2):
+            fork = self.await_fork()
+            fork.kill()
+            await_end(fork)
+
+
+def assert_given_up(error: BaseException | None) -> None:
+    """Of what takes too much CPU time: a busy machine does not even give it that much."""
+    if isinstance(error, OverloadedError):
+        assert "after 10 s" in error.message
+    else:
+        assert isinstance(error, InvalidRequestError)
+        assert "2 s of CPU time" in error.message
+
+
+def processes() -> list[psutil.Process]:
+    """Return all compilers' processes."""
+    return [p for p in children(psutil.Process()) if "pdserve_engine.grammar" in p.cmdline()]
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [c for c in process.children() if c.status() != psutil.STATUS_ZOMBIE]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def await_result(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := find()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return found
+
+
+def await_end(*ended: psutil.Process) -> None:
+    _, alive = psutil.wait_procs(ended, timeout=TIMEOUT_S)
+    assert not alive
+
+
+@pytest.fixture
+def make_compiler(tokenizer_info: TokenizerInfo) -> Iterator[Callable[..., Compiler]]:
+    made = []
+
+    def make(**settings: int) -> Compiler:
+        made.append(Compiler(tokenizer_info, **settings))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.compiler.close()
+
+
+def test_a_grammar_is_compiled_once_and_its_process_starts_with_it(make_compiler) -> None:
+    compiler = make_compiler()
+    assert not compiler.processes()
+    first = compiler.submit(*NUMBER).result(TIMEOUT_S)
+    assert len(compiler.processes()) == 1
+    assert compiler.submit(*NUMBER).result(0) is first
+    assert compiler.outcomes == ["compiled", "cached"]
+
+
+def test_those_who_ask_for_one_grammar_wait_for_one_compilation(make_compiler) -> None:
+    compiler = make_compiler()
+    first, second = compiler.submit(*NUMBER), compiler.submit(*NUMBER)
+    assert first is second
+    assert isinstance(first.result(TIMEOUT_S), CompiledGrammar)
+    assert compiler.outcomes == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (structural_tag({"type": "regex", "pattern": "["})[0], "Unclosed"),
+        (structural_tag({"type": "grammar", "grammar": "root ::= nowhere"})[0], "nowhere"),
+        ("{", "JSON"),
+        ("x" * (MAX_TEXT_BYTES + 1), f"at most {MAX_TEXT_BYTES}"),
+    ],
+    ids=["regex", "grammar", "text", "size"],
+)
+def test_what_is_no_grammar_is_refused(make_compiler, text: str, reason: str) -> None:
+    compiler = make_compiler()
+    error = compiler.error(*with_digest(text))
+    assert isinstance(error, InvalidRequestError)
+    assert reason in error.message
+    assert error.field == "structured_outputs"
+    assert compiler.outcomes == ["refused"]
+
+
+def test_what_takes_too_long_is_given_up(make_compiler) -> None:
+    assert_given_up(make_compiler().error(*ENDLESS))
+
+
+def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:
+    compiler = make_compiler(max_queued=2)
+    waiting = [compiler.submit(*ENDLESS), compiler.submit(*WORD)]
+    error = compiler.error(*NUMBER)
+    assert isinstance(error, OverloadedError)
+    assert error.retry_after_ms
+    compiler.kill_twice()
+    assert isinstance(waiting[0].exception(TIMEOUT_S), RequestFailedError)
+    assert isinstance(waiting[1].result(TIMEOUT_S), CompiledGrammar)
+    assert compiler.outcomes == ["overloaded", "failed", "compiled"]
+
+
+def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_QUEUED_S", 0.5)
+    compiler = make_compiler()
+    compiler.submit(*ENDLESS)
+    future = compiler.submit(*WORD)
+    time.sleep(1.0)
+    compiler.kill_twice()
+    assert isinstance(future.exception(TIMEOUT_S), OverloadedError)
+
+
+def test_a_compilation_that_is_killed_is_tried_once_more(make_compiler) -> None:
+    compiler = make_compiler()
+    future = compiler.submit(*ENDLESS)
+    compiler.await_fork().kill()
+    assert_given_up(future.exception(TIMEOUT_S))
+
+
+def test_one_that_is_killed_twice_is_a_typed_error(make_compiler) -> None:
+    compiler = make_compiler()
+    future = compiler.submit(*ENDLESS)
+    compiler.kill_twice()
+    assert isinstance(future.exception(TIMEOUT_S), RequestFailedError)
+    assert compiler.outcomes == ["failed"]
+    assert isinstance(compiler.submit(*WORD).result(TIMEOUT_S), CompiledGrammar)
+
+
+def test_a_compiler_that_is_killed_starts_anew(make_compiler) -> None:
+    compiler = make_compiler()
+    future = compiler.submit(*ENDLESS)
+    fork = compiler.await_fork()
+    compiler.processes()[0].kill()
+    await_end(fork)
+    assert_given_up(future.exception(TIMEOUT_S))
+    assert isinstance(compiler.submit(*WORD).result(TIMEOUT_S), CompiledGrammar)
+
+
+def test_a_compiler_that_hangs_is_killed(make_compiler, monkeypatch) -> None:
+    monkeypatch.setattr(process_module, "ANSWER_TIMEOUT_S", 0.2)
+    compiler = make_compiler()
+    future = compiler.submit(*ENDLESS)
+    for _ in range(2):
+        compiler.await_fork()
+        (process,) = compiler.processes()
+        process.suspend()
+        await_end(process)
+    assert isinstance(future.exception(TIMEOUT_S), RequestFailedError)
+
+
+def test_the_end_leaves_no_process_and_nobody_waiting(make_compiler) -> None:
+    compiler = make_compiler()
+    futures = [compiler.submit(*ENDLESS), compiler.submit(*WORD)]
+    fork = compiler.await_fork()
+    ended = [fork, *compiler.processes()]
+    compiler.compiler.close()
+    assert all(isinstance(future.exception(0), EngineDeadError) for future in futures)
+    assert isinstance(compiler.error(*NUMBER), EngineDeadError)
+    await_end(*ended)
+
+
+def test_a_process_ends_with_the_thread_that_started_it(tokenizer_info: TokenizerInfo) -> None:
+    started: list[CompilerProcess] = []
+
+    def start() -> None:
+        started.append(CompilerProcess())
+        started[0].get_ready(tokenizer_info.serialize())
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    await_end(psutil.Process(started[0].pid))
+    started[0].close()
+
+
+def test_signals_to_the_group_do_not_end_it(make_compiler) -> None:
+    compiler = make_compiler()
+    compiler.submit(*WORD).result(TIMEOUT_S)
+    (process,) = compiler.processes()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        os.kill(process.pid, signum)
+    assert isinstance(compiler.submit(*NUMBER).result(TIMEOUT_S), CompiledGrammar)
+    assert compiler.processes() == [process]
+
+
+# ---- the cache
+
+
+def test_a_cache_keeps_the_latest_used_that_fit() -> None:
+    cache = GrammarCache(100)
+    grammars = {name: CompiledGrammar(None, 40) for name in "abc"}
+    cache.put("a", grammars["a"])
+    cache.put("b", grammars["b"])
+    assert cache.get("a") is grammars["a"]
+    cache.put("c", grammars["c"])
+    assert [name for name in "abc" if cache.get(name)] == ["a", "c"]
+    assert cache.num_bytes == 80
+
+
+def test_a_cache_keeps_nothing_that_is_larger_than_itself() -> None:
+    cache = GrammarCache(100)
+    cache.put("a", CompiledGrammar(None, 101))
+    assert cache.get("a") is None
+    assert cache.num_bytes == 0
+
+
+# ---- strangers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count", [200, pytest.param(2000, marks=pytest.mark.soak)], ids=["some", "many"]
+)
+def test_whatever_strangers_send_is_compiled_or_refused(make_compiler, count: int) -> None:
+    compiler = make_compiler()
+    compiler.submit(*WORD).result(TIMEOUT_S)
+    (process,) = compiler.processes()
+    for number, text in enumerate(hostile_grammars.texts(count, count)):
+        error = compiler.submit(*with_digest(text)).exception(ANSWER_S)
+        # Overloaded: a busy machine gives it too little time.
+        assert error is None or isinstance(error, (InvalidRequestError, OverloadedError)), (
+            number,
+            text[:99],
+        )
+    assert compiler.processes() == [process]
+    assert set(compiler.outcomes) <= {"compiled", "refused", "overloaded", "cached"}
+    assert min(map(compiler.outcomes.count, ("compiled", "refused"))) > count / 10
