@@ -3,7 +3,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_engine.kv.block_pool import BlockPool
-from pdserve_engine.kv.kv_cache_manager import ROOT_HASH, hash_block
 
 
 def test_takes_the_least_recently_freed_block_first() -> None:
@@ -70,12 +69,6 @@ def test_blocks_are_dead_once_nobody_can_ask_for_their_content() -> None:
     pool.free_blocks(blocks[:1])
     assert pool.reset_prefix_cache()
     assert dead == [[1, 2], [0], [1, 2], [0]]
-
-
-def test_block_hashes_depend_on_everything_before_them() -> None:
-    first = hash_block(ROOT_HASH, [1, 2])
-    assert hash_block(first, [3, 4]) != hash_block(ROOT_HASH, [3, 4])
-    assert hash_block(ROOT_HASH, [1, 2], b"tenant") != first
 
 
 @settings(max_examples=200, deadline=None)

@@ -4,6 +4,7 @@ and then hold its blocks together with it.
 
 from collections.abc import Mapping
 
+from pdserve_engine.kv.block_hash import has_same_prompt
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request
 
@@ -51,10 +52,6 @@ def find_source(fork: Request, requests: Mapping[str, Request]) -> Request | Non
     source = requests.get(fork.core_request.fork_of or "")
     if source is None or source is fork or not fork.reads_prefix_cache:
         return None
-    is_same = (
-        source.core_request.client_index == fork.core_request.client_index
-        and source.core_request.cache_salt == fork.core_request.cache_salt
-        and source.core_request.lora_request == fork.core_request.lora_request
-        and source.core_request.prompt_token_ids == fork.core_request.prompt_token_ids
-    )
+    is_same_client = source.core_request.client_index == fork.core_request.client_index
+    is_same = is_same_client and has_same_prompt(source.core_request, fork.core_request)
     return source if is_same else None

@@ -6,32 +6,18 @@ blocks from one pool. In a sliding group the blocks that no later token sees are
 a table begins with null blocks then.
 """
 
-import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
+from pdserve_engine.kv.block_hash import ROOT_HASH, block_extra_keys, hash_block
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 from pdserve_engine.request.request import Request
 
-# The parent of a prompt's first block. Fixed, so that a router can compute the same hashes.
-ROOT_HASH = b"\0" * 32
-
 # The blocks of a known prefix, per KV group in logical order and equally many in each.
 ComputedBlocks = tuple[Sequence[KVCacheBlock], ...]
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """Return the chained SHA-256 of a full block: its parent's hash, its tokens, and salt or
-    adapter.
-    """
-    digest = hashlib.sha256(parent)
-    digest.update(array("I", token_ids).tobytes())
-    digest.update(extra)
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +373,11 @@ class KVCacheManager:
 
     def _update_block_hashes(self, request: Request) -> None:
         """Extend the request's hashes to all its full blocks."""
-        hashes = request.block_hashes
-        tokens = request.all_token_ids
-        size = self.block_size
-        extra = _extra_key(request)
-        for index in range(len(hashes), len(tokens) // size):
+        hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
+        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
             parent = hashes[-1] if hashes else ROOT_HASH
-            block_tokens = tokens[index * size : (index + 1) * size]
-            hashes.append(hash_block(parent, block_tokens, extra if index == 0 else b""))
+            extra_keys = block_extra_keys(request.core_request, end - size, end)
+            hashes.append(hash_block(parent, tokens[end - size : end], extra_keys))
 
 
 def _num_equal(tables: Sequence[Sequence[KVCacheBlock]]) -> int:
@@ -413,13 +396,3 @@ def _ids(tables: _BlockTables, start: int) -> tuple[list[int], ...]:
 def _num_revived(blocks: Iterable[KVCacheBlock]) -> int:
     """Return how many leave the free list when they are held."""
     return sum(block.ref_cnt == 0 for block in blocks)
-
-
-def _extra_key(request: Request) -> bytes:
-    """What separates equal tokens: the tenant's salt and the adapter. The salt's length tells where
-    it ends: both may have any characters.
-    """
-    salt = (request.core_request.cache_salt or "").encode()
-    lora = request.core_request.lora_request
-    adapter = lora.lora_name.encode() if lora else b""
-    return b"%d:%s%s" % (len(salt), salt, adapter) if salt or adapter else b""
