@@ -137,11 +137,11 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
         block_bytes=SMALL_BLOCK_BYTES,
         num_blocks=d.pool.num_bytes // SMALL_BLOCK_BYTES,
     )
-    agent = NixlAgent(f"small-{count}-{step}", small, transport="")
-    endpoint = d.welcome.endpoint
-    region = replace(endpoint.regions[0], num_blocks=small.num_blocks)
+    agent = NixlAgent(f"small-{count}-{step}", small)
+    (rank,) = d.welcome.endpoint.ranks
+    region = replace(rank.regions[0], num_blocks=small.num_blocks)
     p_name = f"{d.welcome.engine_id}.{d.welcome.epoch}"
-    blocks = agent.add_peer(p_name, replace(endpoint, regions=(region,)))
+    blocks = agent.add_peer(p_name, replace(rank, regions=(region,)))
     ids = np.arange(0, count * step, step, dtype=np.int32)
     times = []
     for _ in range(1 + rounds):

@@ -105,7 +105,8 @@ class DSide:
     def addresses(self, block_id: int) -> tuple[int, int]:
         """Of a block here and on P."""
         offset = block_id * BLOCK_BYTES
-        return self.pool.data_ptr + offset, self.welcome.endpoint.regions[0].base_address + offset
+        (rank,) = self.welcome.endpoint.ranks
+        return self.pool.data_ptr + offset, rank.regions[0].base_address + offset
 
     def p_cpu_share(self, for_s: float) -> float:
         """What P takes of a core while it exports and nobody reads."""

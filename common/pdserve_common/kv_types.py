@@ -72,12 +72,20 @@ class KVMemoryRegion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVEndpoint:
-    """How the other side reaches this worker's KV pool: what a welcome carries of the transport."""
+class KVRankEndpoint:
+    """How the other side reaches the KV pool of one rank."""
 
     nixl_metadata: bytes
     memory_type: str
     regions: tuple[KVMemoryRegion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEndpoint:
+    """How the other side reaches this worker's KV: what a welcome carries of the transport."""
+
+    # In the order of the ranks. The message has room for one.
+    ranks: tuple[KVRankEndpoint, ...]
     transport: str
 
 

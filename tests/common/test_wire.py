@@ -118,11 +118,17 @@ def announced_blocks() -> st.SearchStrategy[kv_types.BlocksReady]:
     )
 
 
+def an_endpoint() -> st.SearchStrategy[kv_types.KVEndpoint]:
+    """The message has room for one rank."""
+    return built(kv_types.KVEndpoint, ranks=st.tuples(values(kv_types.KVRankEndpoint)))
+
+
 DEPENDENT: Mapping[Any, Callable[[], st.SearchStrategy[Any]]] = {
     types.EngineCoreRequest: a_request,
     types.StructuredOutputsParams: a_grammar,
     types.LogprobsLists: any_logprobs,
     kv_types.BlocksReady: announced_blocks,
+    kv_types.KVEndpoint: an_endpoint,
 }
 BY_HAND = {
     types.LogprobsLists: (wire.logprobs_to_proto, wire.logprobs_from_proto),
@@ -139,7 +145,7 @@ KV_LINK = [
     *((cls, *KV_RESPONSE) for cls in get_args(kv_types.KVLinkResponseMessage)),
 ]
 # These cross as parts of others only.
-PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint)
+PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint, kv_types.KVRankEndpoint)
 ENGINE = [
     (cls, *BY_HAND.get(cls, (wire.to_proto, partial(wire.from_proto, cls))))
     for cls in (*vars(types).values(), *vars(kv_types).values())
@@ -173,6 +179,35 @@ def test_every_message_of_the_kv_link_has_its_dataclass() -> None:
         (kv_pb2.KvLinkResponse, kv_types.KVLinkResponseMessage),
     ):
         assert len(message.DESCRIPTOR.fields) == len(get_args(kinds))
+
+
+@pytest.mark.parametrize("num_ranks", [0, 1, 2])
+def test_the_fields_of_a_ranks_endpoint_stand_in_the_welcome(num_ranks: int) -> None:
+    region = kv_types.KVMemoryRegion(base_address=1 << 40, first_block=0, num_blocks=9)
+    rank = kv_types.KVRankEndpoint(nixl_metadata=b"m", memory_type="DRAM", regions=(region,))
+    welcome = kv_types.KVLinkWelcome(
+        protocol_version=3,
+        engine_id="p0",
+        epoch="e",
+        compatibility_hash="h",
+        link=2,
+        endpoint=kv_types.KVEndpoint(ranks=(rank,) * num_ranks, transport="shm"),
+    )
+    if num_ranks != 1:
+        with pytest.raises(ValueError, match=rf"KVEndpoint\.ranks has {num_ranks} entries"):
+            wire.kv_link_response_to_proto(welcome)
+        return
+    assert wire.kv_link_response_to_proto(welcome).welcome == kv_pb2.KvLinkWelcome(
+        protocol_version=3,
+        engine_id="p0",
+        epoch="e",
+        compatibility_hash="h",
+        link=2,
+        nixl_metadata=b"m",
+        memory_type="DRAM",
+        regions=[kv_pb2.KvMemoryRegion(base_address=1 << 40, num_blocks=9)],
+        transport="shm",
+    )
 
 
 def test_a_field_that_the_message_lacks_is_named() -> None:

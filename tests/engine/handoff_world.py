@@ -34,6 +34,7 @@ from pdserve_common.kv_types import (
     KVLayout,
     KVLinkWelcome,
     KVMemoryRegion,
+    KVRankEndpoint,
     new_epoch,
 )
 from pdserve_common.metrics import KVTransferMetrics
@@ -165,7 +166,8 @@ class Nic(KVTransport):
         region = KVMemoryRegion(
             base_address=1, first_block=0, num_blocks=self._worker.pool.num_blocks
         )
-        return KVEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport="")
+        rank = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
+        return KVEndpoint(ranks=(rank,), transport="")
 
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
         key = f"{welcome.engine_id}#{next(self._numbers)}"

@@ -104,7 +104,7 @@ def test_a_p_whose_pool_makes_no_sense_is_dropped(split: Any) -> None:
     request = split.ticket()
     split.p.accept_link(split.d.hello(), split.to_d)
     welcome = split.to_d.messages.popleft()
-    object.__setattr__(welcome.endpoint, "regions", ())
+    object.__setattr__(welcome.endpoint.ranks[0], "regions", ())
     split.d.link_up("p0", welcome, split.to_p)
     assert "sent no memory region" in split.to_p.closed_because
     assert "no link to p0" in split.wait_for(PullLost).lost.message

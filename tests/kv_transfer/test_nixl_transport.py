@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
+from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
@@ -40,12 +40,10 @@ class FakeAgent:
     # A transport makes its own.
     newest: "FakeAgent"
 
-    def __init__(self, name: str, kv_cache: Any, *, transport: str) -> None:
+    def __init__(self, name: str, kv_cache: Any) -> None:
         FakeAgent.newest = self
         region = KVMemoryRegion(base_address=4096, first_block=0, num_blocks=kv_cache.num_blocks)
-        self.endpoint = KVEndpoint(
-            nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport=transport
-        )
+        self.endpoint = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
         self.posted: list[Handle] = []
         self.own_read_end: str | None = ""
         self.probe_end: str | None = ""
@@ -60,7 +58,7 @@ class FakeAgent:
         self.progressed_at: list[float] = []
         self.is_closed = False
 
-    def add_peer(self, name: str, endpoint: KVEndpoint) -> str:
+    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> str:
         self.peers.append(name)
         return name
 
@@ -77,7 +75,7 @@ class FakeAgent:
     def make_read(self, dlist: Any, remote: Any, local: Any) -> Handle:
         return Handle(remote, local, None if isinstance(dlist, str) else self.own_read_end)
 
-    def make_probe(self, name: str, endpoint: KVEndpoint) -> Handle:
+    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Handle:
         return Handle([], [], self.probe_end)
 
     def post(self, handle: Handle) -> bool:
@@ -395,7 +393,7 @@ def test_a_self_check_sees_bytes_that_do_not_arrive(
     end: str | None, error: type[Exception], match: str
 ) -> None:
     pool = KVCache(SPEC, num_blocks=3, device=torch.device("cpu"))
-    agent = FakeAgent("d0.x", pool, transport="any")
+    agent = FakeAgent("d0.x", pool)
     agent.own_read_end = end
     with pytest.raises(error, match=match):
         check_own_pool(agent, pool, 0.05 if end is None else 30.0)  # type: ignore[arg-type]
@@ -548,7 +546,7 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(rig: Rig) 
 
 @pytest.mark.slow
 def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
-    p, d = (NixlAgent(name, make_pool(1), transport="any") for name in ("p0.x", "d0.x"))
+    p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
 
     def come_and_go(*, is_broken: bool, has_answered: bool = True) -> None:
         blocks = d.add_peer("p0.x", p.endpoint)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVLinkWelcome
+from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
 from support.handoff import (
@@ -167,9 +167,15 @@ def test_a_closed_p_fails_the_read_and_the_peer(two: Two, kind: str) -> None:
     assert wait_until(lambda: two.lost) == [f"{two.peer.split('#')[0]} is gone"]
 
 
+def with_rank(endpoint: KVEndpoint, **fields: Any) -> KVEndpoint:
+    """The same endpoint with other fields of its only rank."""
+    (rank,) = endpoint.ranks
+    return replace(endpoint, ranks=(replace(rank, **fields),))
+
+
 @pytest.mark.parametrize("kind", ["nixl"])
 def test_a_peer_that_does_not_answer_is_lost(two: Two) -> None:
-    endpoint = replace(two.welcome.endpoint, nixl_metadata=b"garbage")
+    endpoint = with_rank(two.welcome.endpoint, nixl_metadata=b"garbage")
     lost: list[str] = []
     landed = Landed()
     peer = two.d.add_peer(replace(two.welcome, epoch="other", endpoint=endpoint), lost.append)
@@ -189,9 +195,16 @@ def test_a_peer_that_does_not_answer_is_lost(two: Two) -> None:
     ],
 )
 def test_regions_that_make_no_sense_are_refused(two: Two, change: Callable[[Any], Any]) -> None:
-    regions = tuple(change(region) for region in two.welcome.endpoint.regions)
-    endpoint = replace(two.welcome.endpoint, regions=regions)
+    (rank,) = two.welcome.endpoint.ranks
+    endpoint = with_rank(two.welcome.endpoint, regions=tuple(map(change, rank.regions)))
     with pytest.raises(KVTransferError, match="memory region"):
+        two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_peer_of_several_ranks_is_refused(two: Two, num_ranks: int) -> None:
+    endpoint = replace(two.welcome.endpoint, ranks=two.welcome.endpoint.ranks * num_ranks)
+    with pytest.raises(KVTransferError, match=f"P p0 has {num_ranks} ranks, D reads from one"):
         two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVMemoryRegion
+from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadDone,
@@ -75,9 +75,8 @@ class LocalTransport(KVTransport):
             first_block=0,
             num_blocks=self._kv_cache.num_blocks,
         )
-        return KVEndpoint(
-            nixl_metadata=b"", memory_type="DRAM", regions=(region,), transport="local"
-        )
+        rank = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
+        return KVEndpoint(ranks=(rank,), transport="local")
 
     def expect_peer(self) -> None:
         """Peers need no help."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome
+from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome, KVRankEndpoint
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 
 if TYPE_CHECKING:
@@ -163,12 +163,20 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int, whose: str) -> No
         )
 
 
+def rank_to_read(welcome: KVLinkWelcome) -> KVRankEndpoint:
+    """Return the rank of P whose pool this D reads. Raises KVTransferError if P has several."""
+    ranks = welcome.endpoint.ranks
+    if len(ranks) != 1:
+        raise KVTransferError(f"P {welcome.engine_id} has {len(ranks)} ranks, D reads from one")
+    return ranks[0]
+
+
 def num_region_blocks(welcome: KVLinkWelcome, block_bytes: int) -> int:
     """Return the size of a peer's pool. Raises KVTransferError unless its regions follow on one
     another and hold addresses.
     """
     num_blocks = 0
-    for region in welcome.endpoint.regions:
+    for region in rank_to_read(welcome).regions:
         end = region.base_address + region.num_blocks * block_bytes
         if region.first_block != num_blocks or region.num_blocks < 1 or not 0 < end < 1 << 64:
             raise KVTransferError(f"P {welcome.engine_id} sent a memory region that is not one")

@@ -27,7 +27,13 @@ from pdserve_common.kv_types import (
     SessionEndReason,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.base import (
+    KVIdentity,
+    KVLinkHandle,
+    KVTransport,
+    ReadResult,
+    rank_to_read,
+)
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, check_welcome, make_hello
@@ -224,7 +230,7 @@ class ConsumerConnector(Connector[KVLinkResponseMessage]):
             self._replace_link(engine_id)
             link = KVLink(welcome.link, engine_id, welcome.epoch, handle)
             link.peer = self._transport.add_peer(welcome, partial(self.link_lost, link))
-            link.num_blocks = sum(region.num_blocks for region in welcome.endpoint.regions)
+            link.num_blocks = sum(region.num_blocks for region in rank_to_read(welcome).regions)
             self._dialing.discard(engine_id)
             self._add_link(link)
             begin(self._metrics.transfer_failures, peer=(engine_id,), reason=FAILURE_REASONS)

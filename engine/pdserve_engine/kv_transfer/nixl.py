@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve_common.kv_types import KVEndpoint, KVMemoryRegion
+from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv_transfer.links import RecentKeys
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ BlockIds = NDArray[np.int32]
 class NixlAgent:
     """A NIXL agent with one registered KV pool. Raises NIXL_ERRORS."""
 
-    def __init__(self, name: str, kv_cache: "KVCache", *, transport: str) -> None:
-        """Register the pool in slices. `transport` is what the endpoint says of itself."""
+    def __init__(self, name: str, kv_cache: "KVCache") -> None:
+        """Register the pool in slices."""
         self._name = name
         self._block_bytes = kv_cache.block_bytes
         memory_type = "VRAM" if kv_cache.tensor.is_cuda else "DRAM"
@@ -79,14 +79,13 @@ class NixlAgent:
         self._connected: set[str] = set()
         self._removed = RecentKeys()
         self.num_left_open = 0
-        self.endpoint = KVEndpoint(
+        self.endpoint = KVRankEndpoint(
             nixl_metadata=self._agent.get_agent_metadata(),
             memory_type=memory_type,
             regions=regions,
-            transport=transport,
         )
 
-    def add_peer(self, name: str, endpoint: KVEndpoint) -> Any:
+    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> Any:
         """Return the descriptors of a peer's pool, to be given to `remove_peer` later.
 
         Raises ValueError if the metadata is another agent's.
@@ -159,7 +158,7 @@ class NixlAgent:
         """Return the handle of a READ of whole blocks, not posted yet."""
         return self._agent.make_prepped_xfer("READ", self._local, local, dlist, remote)
 
-    def make_probe(self, name: str, endpoint: KVEndpoint) -> Any:
+    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Any:
         """Return the handle of a READ of a few bytes into scratch memory, not posted yet."""
         agent, region = self._agent, endpoint.regions[0]
         local = agent.get_xfer_descs([(self._scratch.ctypes.data, PROBE_BYTES, 0)], "DRAM")

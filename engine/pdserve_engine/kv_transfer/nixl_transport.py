@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
+from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVRankEndpoint
 from pdserve_engine.kv_transfer.base import (
     KVTransport,
     ReadDone,
     check_block_ids,
     num_region_blocks,
+    rank_to_read,
 )
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
@@ -108,12 +109,13 @@ class NixlTransport(KVTransport):
         self._block_bytes = kv_cache.block_bytes
         self._num_blocks = kv_cache.num_blocks
         self._kv_cache = kv_cache
-        self._opened: Future[KVEndpoint] = Future()
+        self._opened: Future[KVRankEndpoint] = Future()
         self._thread.start()
         try:
-            self._endpoint = self._opened.result(timeout=REGISTER_S)
+            rank = self._opened.result(timeout=REGISTER_S)
         except FutureTimeoutError as error:
             raise KVTransferError(f"NIXL does not start within {REGISTER_S:g} s") from error
+        self._endpoint = KVEndpoint(ranks=(rank,), transport=self._require_transport)
 
     def endpoint(self) -> KVEndpoint:
         return self._endpoint
@@ -151,8 +153,9 @@ class NixlTransport(KVTransport):
         self._commands.put(lambda: self._pump_pace.restart(self._clock()))
 
     def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        if welcome.endpoint.memory_type not in ("DRAM", "VRAM"):
-            raise KVTransferError(f"P's memory type is {welcome.endpoint.memory_type!r}")
+        memory_type = rank_to_read(welcome).memory_type
+        if memory_type not in ("DRAM", "VRAM"):
+            raise KVTransferError(f"P's memory type is {memory_type!r}")
         num_blocks = num_region_blocks(welcome, self._block_bytes)
         with self._lock:
             self._num_peers += 1
@@ -209,9 +212,7 @@ class NixlTransport(KVTransport):
 
     def _run(self) -> None:
         try:
-            self._agent = NixlAgent(
-                self._agent_name, self._kv_cache, transport=self._require_transport
-            )
+            self._agent = NixlAgent(self._agent_name, self._kv_cache)
         except BaseException as error:  # `register` waits for this thread
             message = f"NIXL cannot start with UCX_TLS={_ucx_tls()}: {error}"
             self._opened.set_exception(KVTransferError(message))
@@ -345,7 +346,7 @@ class NixlTransport(KVTransport):
         self._all_peers.append(peer)
         peer.connect_by = self._clock() + CONNECT_S
         try:
-            peer.dlist = self._agent.add_peer(peer.agent_name, peer.welcome.endpoint)
+            peer.dlist = self._agent.add_peer(peer.agent_name, peer.rank)
             if self._agent.num_left_open > MAX_LEFT_OPEN:
                 self._fail(f"more than {MAX_LEFT_OPEN} broken connections cannot be closed")
             self._post_probe(peer)
@@ -353,7 +354,7 @@ class NixlTransport(KVTransport):
             self._lose(peer, f"cannot connect: {error}")
 
     def _post_probe(self, peer: Peer) -> None:
-        peer.probe = self._agent.make_probe(peer.agent_name, peer.welcome.endpoint)
+        peer.probe = self._agent.make_probe(peer.agent_name, peer.rank)
         peer.num_probes += 1
         self._poll_pace.restart(self._clock())
         peer.num_synchronous += self._agent.post(peer.probe)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve_common.kv_types import KVLinkWelcome
-from pdserve_engine.kv_transfer.base import ReadDone, ReadResult
+from pdserve_common.kv_types import KVLinkWelcome, KVRankEndpoint
+from pdserve_engine.kv_transfer.base import ReadDone, ReadResult, rank_to_read
 from pdserve_engine.kv_transfer.nixl import (
     NIXL_ERRORS,
     BlockIds,
@@ -107,6 +107,10 @@ class Peer:
     @property
     def agent_name(self) -> str:
         return f"{self.welcome.engine_id}.{self.welcome.epoch}"
+
+    @property
+    def rank(self) -> KVRankEndpoint:
+        return rank_to_read(self.welcome)
 
     def pause_clock(self, seconds: float) -> None:
         """Do not count this time: nobody has polled the peer meanwhile."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdserve_common.kv_types import KVEndpoint
+from pdserve_common.kv_types import KVRankEndpoint
 from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent, _api, _bindings
 
@@ -130,13 +130,13 @@ class FaultyNixlAgent(NixlAgent):
 
     faults = ReadFaults()
 
-    def __init__(self, name: str, kv_cache: "KVCache", *, transport: str) -> None:
-        super().__init__(name, kv_cache, transport=transport)
+    def __init__(self, name: str, kv_cache: "KVCache") -> None:
+        super().__init__(name, kv_cache)
         # By id of the handle.
         self._reads: dict[int, _FaultyRead | None] = {}
         self._pool_address = kv_cache.data_ptr
 
-    def add_peer(self, name: str, endpoint: KVEndpoint) -> Any:
+    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> Any:
         dlist = super().add_peer(name, endpoint)
         self._count("peers", 1)
         return dlist
@@ -145,7 +145,7 @@ class FaultyNixlAgent(NixlAgent):
         super().remove_peer(name, dlist, is_broken=is_broken)
         self._count("peers", -1)
 
-    def make_probe(self, name: str, endpoint: KVEndpoint) -> Any:
+    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Any:
         handle = super().make_probe(name, endpoint)
         self._count("handles", 1)
         return handle
