@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,12 @@ from pdserve_common.verbs import (
 from pdserve_engine.clients import control as control_client
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.runner import control, model_source
 from pdserve_engine.runner.profiler import StepProfiler
+from support.steps import slowed_steps
+from support.waiting import until
 
 KV_MIB = 8
 PROMPT = tuple(range(2, 70))
@@ -148,13 +152,6 @@ def client(engine: InprocEngineClient) -> Client:
     return Client(engine)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.005)
-
-
 async def settle(engine: InprocEngineClient) -> None:
     """Let the engine take a few steps, if there are any."""
     for _ in range(4):
@@ -178,7 +175,7 @@ async def test_abort_ends_everything_and_what_comes_later_waits(client: Client) 
 
 
 async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: Client) -> None:
-    with slowed(client.engine):
+    with slowed_steps():
         await client.start("a", 60)
         await client.start("b", 60)
         client.add("waits")
@@ -196,7 +193,7 @@ async def test_wait_lets_running_requests_finish_and_keeps_waiting_ones(client: 
 
 async def test_keep_freezes_requests_which_go_on_with_the_same_tokens(client: Client) -> None:
     expected = await client.run("whole", 60)
-    with slowed(client.engine):
+    with slowed_steps():
         await client.start("frozen", 60)
         await client.engine.call(Pause(mode=PauseMode.KEEP))
     await settle(client.engine)
@@ -261,21 +258,6 @@ async def test_a_pause_that_takes_too_long_is_undone(
     monkeypatch.undo()
     await until(lambda: client.engine.state() == EngineState())
     client.abort("a")
-
-
-@contextlib.contextmanager
-def slowed(engine: InprocEngineClient) -> Iterator[None]:
-    """Dozens of tokens take far longer than anything else, also on a busy machine."""
-    rank: Any = engine._core.executor.rank
-    execute = rank.execute_model
-
-    def execute_slowly(scheduled: Any) -> Any:
-        time.sleep(0.02)
-        return execute(scheduled)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "execute_model", execute_slowly)
-        yield
 
 
 # ---- the prefix cache
@@ -368,11 +350,10 @@ async def test_a_wake_up_without_memory_can_be_repeated(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = client.engine
-    rank: Any = engine._core.executor.rank
     expected = await client.run("before")
     await engine.call(Sleep(level=2, mode=PauseMode.WAIT))
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("2 GiB wanted\nMore")
 
     def fail_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -384,7 +365,7 @@ async def test_a_wake_up_without_memory_can_be_repeated(
         with pytest.raises(FailedPreconditionError, match=refusal):
             await engine.call(WakeUp())
     with monkeypatch.context() as patch:
-        patch.setattr(rank.kv_cache, "restore", fail)
+        patch.setattr(KVCache, "restore", fail)
         with pytest.raises(FailedPreconditionError, match="no memory for kv_cache: 2 GiB wanted;"):
             await engine.call(WakeUp())
     assert engine.state().sleep_level == 2
@@ -475,7 +456,7 @@ async def test_any_engine_id_makes_a_file_name(tmp_path: Path) -> None:
 async def test_a_drain_ends_a_pause_and_refuses_verbs(model: Path) -> None:
     engine = await load(model)
     client = Client(engine)
-    with slowed(engine):
+    with slowed_steps():
         await client.start("frozen", 60)
         await engine.call(Pause(mode=PauseMode.KEEP))
     client.add("waits")
@@ -491,7 +472,7 @@ async def test_a_drain_ends_a_pause_and_refuses_verbs(model: Path) -> None:
 async def test_a_drain_overtakes_a_pause_that_waits(model: Path) -> None:
     engine = await load(model)
     client = Client(engine)
-    with slowed(engine):
+    with slowed_steps():
         await client.start("a", 60)
         client.add("b")
         pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
@@ -530,7 +511,7 @@ async def test_a_verb_under_way_when_the_engine_dies_says_so(
     await client.start("a")
     pause = asyncio.create_task(engine.call(Pause(mode=PauseMode.WAIT)))
     await until(lambda: engine.state().is_paused)
-    monkeypatch.setattr(engine._core, "step", fail)
+    monkeypatch.setattr(EngineCore, "step", fail)
     with pytest.raises(EngineDeadError, match="no more"):
         await pause
     with pytest.raises(EngineDeadError, match="no more"):

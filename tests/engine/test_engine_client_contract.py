@@ -38,6 +38,7 @@ from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
+from support.waiting import until
 
 PROMPT = (5, 6, 7)
 MAX_MODEL_LEN = 8192
@@ -141,13 +142,6 @@ def client(engine: WorkerEngine) -> Iterator[Client]:
     client = Client(engine)
     yield client
     engine.unregister_client(client.index)
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.005)
 
 
 async def until_idle(engine: WorkerEngine) -> None:

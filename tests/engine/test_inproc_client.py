@@ -21,6 +21,8 @@ from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Sa
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
+from support.steps import held_steps
+from support.waiting import until
 
 CPU = torch.device("cpu")
 HELD_S = 0.1
@@ -38,13 +40,6 @@ def all_cores() -> Iterator[frozenset[int]]:
     torch.set_num_threads(num_threads)
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.005)
-
-
 async def test_a_step_that_overruns_its_bound_is_a_problem(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,30 +53,20 @@ async def test_a_step_that_overruns_its_bound_is_a_problem(
     engine: Any = await launch_engine(
         config, role="decode", engine_id="d", registry=CollectorRegistry()
     )
-    rank: Any = engine._core.executor.rank
-    execute = rank.execute_model
-
-    may_end = threading.Event()
-
-    def hang(*args: Any) -> Any:
-        may_end.wait(120)
-        return execute(*args)
-
-    monkeypatch.setattr(rank, "execute_model", hang)
     messages: list[EngineCoreOutputs] = []
     index = engine.register_client(messages.append)
     assert engine.problem() is None
-    engine.add_request(
-        EngineCoreRequest(
-            request_id="a",
-            prompt_token_ids=(5, 6, 7),
-            sampling_params=SamplingParams(max_tokens=1),
-            client_index=index,
+    with held_steps():
+        engine.add_request(
+            EngineCoreRequest(
+                request_id="a",
+                prompt_token_ids=(5, 6, 7),
+                sampling_params=SamplingParams(max_tokens=1),
+                client_index=index,
+            )
         )
-    )
-    await until(engine.problem)
-    assert "a step has taken more than 0.1 s" in (engine.problem() or "")
-    may_end.set()
+        await until(engine.problem)
+        assert "a step has taken more than 0.1 s" in (engine.problem() or "")
     await until(lambda: any(o.finished for m in messages for o in m.outputs))
     await engine.close()
 

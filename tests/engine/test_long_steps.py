@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from support.local_transport import LocalRegistry, LocalTransport
+from support.steps import held_steps
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:
@@ -61,21 +61,10 @@ async def launch(model: Path, *, role: Literal["prefill", "decode"], **fields: A
 @contextlib.asynccontextmanager
 async def long_step(engine: Any) -> AsyncIterator[None]:
     """Within it the engine is in the midst of a step."""
-    execute = engine._core.executor.rank.execute_model
-    is_in_step, may_end = threading.Event(), threading.Event()
-
-    def hang(*args: Any) -> Any:
-        is_in_step.set()
-        assert may_end.wait(60)
-        return execute(*args)
-
-    engine._core.executor.rank.execute_model = hang
-    engine.add_request(request("local"))
-    assert await asyncio.to_thread(is_in_step.wait, 60)
-    try:
+    with held_steps() as held:
+        engine.add_request(request("local"))
+        assert await asyncio.to_thread(held.has_begun.wait, 60)
         yield
-    finally:
-        may_end.set()
 
 
 async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(

@@ -1,9 +1,6 @@
 """How long a step may take before its worker counts as hung."""
 
-import asyncio
 import dataclasses
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,8 @@ from pdserve_engine.request.watchdog import (
     StepWatch,
     work_of,
 )
+from support.steps import held_steps
+from support.waiting import until
 
 TIMEOUT_S = 300.0
 # A worker looks so often.
@@ -140,7 +139,7 @@ def test_work_grows_with_tokens_and_with_what_they_look_back_on() -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_an_engine_learns_from_its_steps(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_async: bool
+    make_model: Callable[..., Path], is_async: bool
 ) -> None:
     config = EngineConfig(
         model=str(make_model()),
@@ -165,26 +164,12 @@ async def test_an_engine_learns_from_its_steps(
     engine._loaded = dataclasses.replace(engine._loaded, step_watch=watch)
     engine.add_request(dataclasses.replace(request, request_id="b"))
     await until(lambda: "b" in ended(outputs))
-    may_end, execute = threading.Event(), engine._core.executor.rank.execute_model
-
-    def hang(scheduled: SchedulerOutput) -> Any:
-        may_end.wait(120)
-        return execute(scheduled)
-
-    monkeypatch.setattr(engine._core.executor.rank, "execute_model", hang)
-    engine.add_request(dataclasses.replace(request, request_id="c"))
-    await until(lambda: engine.problem() is not None)
-    assert "a step has taken more than" in engine.problem()
-    may_end.set()
+    with held_steps():
+        engine.add_request(dataclasses.replace(request, request_id="c"))
+        await until(lambda: engine.problem() is not None)
+        assert "a step has taken more than" in engine.problem()
     await engine.close()
 
 
 def ended(messages: list[EngineCoreOutputs]) -> set[str]:
     return {o.request_id for message in messages for o in message.outputs if o.finished}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.005)

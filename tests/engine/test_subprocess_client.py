@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +57,7 @@ from pdserve_engine.clients.messages import (
 from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
+from support.waiting import until
 
 Children = Callable[[], list[psutil.Process]]
 
@@ -189,25 +189,21 @@ class End:
         self.messages: list[tuple[Message, int]] = []
         self.lost: list[str] = []
         self.channel = Channel(lambda *message: self.messages.append(message), self.lost.append)
+        self.transport: asyncio.Transport
+
+    async def connect(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self.transport, _ = await loop.create_unix_connection(lambda: self.channel, sock=sock)
 
 
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[End, End]]:
     ends = (End(), End())
     for end, sock in zip(ends, socket.socketpair(), strict=True):
-        await asyncio.get_running_loop().create_unix_connection(
-            lambda end=end: end.channel, sock=sock
-        )
+        await end.connect(sock)
     yield ends
     for end in ends:
         end.channel.abort("over")
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        await asyncio.sleep(0.005)
 
 
 async def test_messages_of_several_threads_arrive_in_the_order_of_each(
@@ -241,7 +237,7 @@ async def test_an_end_that_does_not_read_is_given_up(
 ) -> None:
     monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 0.2)
     left, right = ends
-    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    right.transport.pause_reading()
     left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.lost)
     assert "has read nothing for 0.2 s" in left.lost[0]
@@ -252,10 +248,10 @@ async def test_a_slow_end_that_reads_on_is_not(
 ) -> None:
     monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 30.0)
     left, right = ends
-    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    right.transport.pause_reading()
     left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.channel._stall)
-    right.channel._transport.resume_reading()  # type: ignore[attr-defined]
+    right.transport.resume_reading()
     await until(lambda: right.messages)
     assert left.channel._stall is not None
     assert left.channel._stall.cancelled()
@@ -267,7 +263,7 @@ async def test_what_waits_for_an_end_that_does_not_read_is_bounded(
 ) -> None:
     monkeypatch.setattr(channel_module, "MAX_UNSENT_BYTES", 1_000_000)
     left, right = ends
-    right.channel._transport.pause_reading()  # type: ignore[attr-defined]
+    right.transport.pause_reading()
     left.channel.send(Answer.of("x" * 4_000_000))
     await until(lambda: left.lost)
     assert "bytes behind" in left.lost[0]
@@ -275,7 +271,7 @@ async def test_what_waits_for_an_end_that_does_not_read_is_bounded(
 
 async def test_garbage_ends_the_connection(ends: tuple[End, End]) -> None:
     left, right = ends
-    left.channel._transport.write(b"\xff" * 100)
+    left.transport.write(b"\xff" * 100)
     await until(lambda: right.lost and left.lost)
     assert "a frame of type" in right.lost[0]
 
@@ -363,11 +359,11 @@ async def test_giving_loading_up_ends_the_process(config: EngineConfig, children
 
 @pytest.mark.slow
 async def test_a_process_that_hangs_is_a_problem_until_it_goes_on(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     monkeypatch.setattr(client_module, "SILENCE_S", 1)
     engine = await load(config)
-    child = psutil.Process(engine._process.pid)
+    (child,) = children()
     child.suspend()
     await until(engine.problem)
     assert "has said nothing for" in (engine.problem() or "")
@@ -378,13 +374,14 @@ async def test_a_process_that_hangs_is_a_problem_until_it_goes_on(
 
 @pytest.mark.slow
 async def test_a_process_that_does_not_close_is_killed(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, children: Children
 ) -> None:
     monkeypatch.setattr(client_module, "CLOSE_TIMEOUT_S", 0.5)
     engine = await load(config)
-    os.kill(engine._process.pid, signal.SIGSTOP)
+    (child,) = children()
+    child.suspend()  # it cannot end but by SIGKILL
     await engine.close()
-    assert engine._process.returncode == -signal.SIGKILL
+    assert not children()
 
 
 PARENT = """

@@ -2,9 +2,7 @@
 with the real services, gRPC between them.
 """
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,6 +14,7 @@ from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_prefill import kv_link_service
 from support.handoff import Pair
 from support.metrics import value
+from support.waiting import until
 
 
 @pytest.fixture
@@ -38,13 +37,6 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     await server.stop(None)
     pair.d.shutdown()
     pair.p.shutdown()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        await asyncio.sleep(0.001)
 
 
 def break_down(*args: Any) -> Any:

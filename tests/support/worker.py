@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.v1 import control_service_pb2 as control_pb2
@@ -18,8 +16,6 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 from pdserve_engine.clients.inproc import InprocEngineClient
-from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
-from pdserve_engine.runner.rank import Rank
 from pdserve_worker import control_service, process
 from pdserve_worker.attach_service import SERVICE_NAME, EngineCoreServicer
 from support.waiting import until
@@ -86,20 +82,6 @@ async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
     await watch
     servicer.stop()
     await server.stop(1.0)
-
-
-@contextlib.contextmanager
-def slowed_steps() -> Iterator[None]:
-    """Dozens of tokens take far longer than anything else, also on a busy machine."""
-    execute = Rank.execute_model
-
-    def execute_slowly(rank: Rank, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        time.sleep(0.02)
-        return execute(rank, scheduled)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rank, "execute_model", execute_slowly)
-        yield
 
 
 async def until_idle(worker: Worker) -> None:

@@ -13,13 +13,17 @@ from support.worker import LONG, Worker, serve
 
 
 @pytest.fixture
-async def worker(make_model: Callable[..., Path]) -> AsyncIterator[Worker]:
+async def worker(
+    make_model: Callable[..., Path], request: pytest.FixtureRequest
+) -> AsyncIterator[Worker]:
+    """Parameters, if there are any, are further fields of EngineConfig."""
     config = EngineConfig(
         model=str(make_model(max_position_embeddings=LONG + 8)),
         num_threads=1,
         kv_connector="none",
         kv_cache_memory_mib=8,
         max_num_seqs=4,
+        **getattr(request, "param", {}),
     )
     engine = await InprocEngineClient.load(
         config, role="decode", engine_id="d", metrics=KVTransferMetrics(CollectorRegistry())

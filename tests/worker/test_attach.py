@@ -15,8 +15,9 @@ from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from pdserve_worker import attach_service as service_module
 from pdserve_worker import attachment as attachment_module
+from support.steps import slowed_steps
 from support.waiting import until
-from support.worker import LONG, TIMEOUT_S, Worker, add, beat, slowed_steps, until_idle
+from support.worker import LONG, TIMEOUT_S, Worker, add, beat, until_idle
 
 pytestmark = pytest.mark.slow
 

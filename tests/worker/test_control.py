@@ -1,8 +1,6 @@
 """A worker's services around a real engine: what operators, health checks and routers see."""
 
 import asyncio
-import dataclasses
-import threading
 import time
 from typing import Any
 
@@ -12,7 +10,9 @@ from grpc_health.v1 import health_pb2
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
-from pdserve_engine.request.watchdog import StepWatch
+from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.runner import model_source
+from support.steps import held_steps, slowed_steps
 from support.waiting import until
 from support.worker import (
     LONG,
@@ -23,7 +23,6 @@ from support.worker import (
     ends,
     has_started,
     read_until,
-    slowed_steps,
 )
 
 pytestmark = pytest.mark.slow
@@ -65,27 +64,16 @@ async def test_routers_hear_how_many_they_are(worker: Worker) -> None:
         await read_until(one, lambda m: m.heartbeat.num_routers == 1)
 
 
-async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("worker", [{"step_timeout_s": 0.5}], indirect=True)
+async def test_a_worker_whose_engine_hangs_asks_to_be_restarted(worker: Worker) -> None:
     assert await worker.is_alive()
-    watch = StepWatch(timeout_s=0.1)
-    worker.engine._loaded = dataclasses.replace(worker.engine._loaded, step_watch=watch)
-    rank: Any = worker.engine._core.executor.rank
-    execute, may_end = rank.execute_model, threading.Event()
-
-    def hang(scheduled: Any) -> Any:
-        may_end.wait(2 * TIMEOUT_S)
-        return execute(scheduled)
-
-    monkeypatch.setattr(rank, "execute_model", hang)
     async with worker.attach("one") as router:
-        await router.write(add("long", 4))
-        deadline = time.monotonic() + TIMEOUT_S
-        while await worker.is_alive():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
-        may_end.set()
+        with held_steps():
+            await router.write(add("long", 4))
+            deadline = time.monotonic() + TIMEOUT_S
+            while await worker.is_alive():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
 
 
 async def test_sleep_and_wake_up(worker: Worker) -> None:
@@ -122,15 +110,13 @@ async def until_serving(worker: Worker) -> None:
 async def test_a_wake_up_whose_caller_gives_up_ends_in_a_worker_that_serves(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank: Any = worker.engine._core.executor.rank
-    memory = rank.memory
-    load_model = memory._load_model
+    load_model = model_source.load_model
 
-    def load_slowly() -> object:
+    def load_slowly(*args: Any, **kwargs: Any) -> object:
         time.sleep(0.5)
-        return load_model()
+        return load_model(*args, **kwargs)
 
-    monkeypatch.setattr(memory, "_load_model", load_slowly)
+    monkeypatch.setattr(model_source, "load_model", load_slowly)
     await worker.control.Sleep(control_pb2.SleepRequest(level=2), timeout=TIMEOUT_S)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await worker.control.WakeUp(control_pb2.WakeUpRequest(), timeout=0.2)
@@ -230,7 +216,7 @@ async def test_a_drain_timeout_has_a_limit(worker: Worker) -> None:
 async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no more")
 
     async with worker.attach("one") as one, worker.attach("two") as two:
@@ -240,7 +226,7 @@ async def test_every_router_hears_of_its_own_requests_and_of_the_engines_death(
             assert {output.request_id for output in outputs} == {request_id}
         await one.write(add("c", LONG))
         await read_until(one, has_started)
-        monkeypatch.setattr(worker.engine._core, "step", fail)
+        monkeypatch.setattr(EngineCore, "step", fail)
         for router in (one, two):
             *_, last = await read_until(router, lambda m: m.outputs.HasField("engine_dead"))
             assert last.outputs.engine_dead.code == core_pb2.ERROR_CODE_ENGINE_DEAD
