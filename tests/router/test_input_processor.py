@@ -8,7 +8,9 @@ from tokenizers import processors
 from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.validation import PROBE_PRIORITY
-from pdserve_router.requests.input_processor import ChatMessage, GenerationRequest, InputProcessor
+from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
+from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.parts import Content
 from pdserve_router.workers.worker_pool import ModelLimits
 
 DELTA = RequestOutputKind.DELTA
@@ -39,7 +41,9 @@ async def test_text_becomes_tokens(processor, tokenizer) -> None:
 
 
 async def test_chat_goes_through_the_template(processor, tokenizer) -> None:
-    result = await process(processor, messages=[ChatMessage(role="user", content="hello")])
+    result = await process(
+        processor, messages=[ChatMessage(role="user", parts=(Content("hello"),))]
+    )
     text = tokenizer.decode(result.prompt_token_ids)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
@@ -88,8 +92,8 @@ async def test_deadlines_are_defaulted_and_bounded(processor) -> None:
         ({"token_ids": [320]}, "prompt_token_ids"),
         ({"token_ids": [-1]}, "prompt_token_ids"),
         ({"messages": []}, "messages"),
-        ({"messages": [ChatMessage(role="robot", content="hi")]}, "messages"),
-        ({"messages": [ChatMessage(role="user", content="forbidden")]}, "messages"),
+        ({"messages": [ChatMessage(role="robot", parts=(Content("hi"),))]}, "messages"),
+        ({"messages": [ChatMessage(role="user", parts=(Content("forbidden"),))]}, "messages"),
         ({"text": "a", "token_ids": [5]}, "prompt"),
         ({"priority": 2**31 - 1}, "priority"),
         ({"priority": PROBE_PRIORITY}, "priority"),

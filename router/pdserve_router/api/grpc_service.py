@@ -21,7 +21,6 @@ from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.offload import write_off_loop
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.requests.input_processor import (
-    ChatMessage,
     GenerationRequest,
     InputProcessor,
     ProcessedInput,
@@ -41,6 +40,8 @@ from pdserve_router.requests.request_limits import (
 from pdserve_router.requests.request_log import note_request_id
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.router import Router
+from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.parts import Content
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.worker_pool import ModelLimits
 
@@ -272,7 +273,7 @@ def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
 
 
 def _messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:
-    return [ChatMessage(role=m.role, content=m.content) for m in chat.messages]
+    return [ChatMessage(role=m.role, parts=(Content(m.content),)) for m in chat.messages]
 
 
 def _trailers(output: RequestOutput) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ from pdserve_router.api.openai_logprobs import (
     chat_logprobs,
     prompt_logprobs_object,
 )
+from pdserve_router.api.openai_parts import delta_object, message_object
 from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.tokenizer import Tokenizer
@@ -212,14 +213,16 @@ class AnswerFormat:
 
     def _event_of(self, completion: CompletionOutput) -> bytes:
         completion = self._shown(completion)
-        is_silent = not completion.text and completion.logprobs is None
+        is_silent = not completion.parts and completion.logprobs is None
         if self.returns_token_ids:
             is_silent = is_silent and not completion.token_ids
         if is_silent and completion.finish_reason is None:
             return b""
-        content: dict[str, Any] = {"text": completion.text}
+        content: dict[str, Any]
         if self.is_chat:
-            content = {"delta": {"content": completion.text} if completion.text else {}}
+            content = {"delta": delta_object(completion.parts)}
+        else:
+            content = {"text": completion.text}
         choice = self._choice(completion, content, self._logprobs(completion))
         return self._chunk(completion, choice)
 
@@ -296,10 +299,12 @@ class AnswerFormat:
     def _whole_choice(
         self, completion: CompletionOutput, prompt: EchoedPrompt | None
     ) -> dict[str, Any]:
-        text = completion.text if prompt is None else prompt.text + completion.text
-        content: dict[str, Any] = {"text": text}
+        content: dict[str, Any]
         if self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = {"message": message_object(completion.parts)}
+        else:
+            echoed = "" if prompt is None else prompt.text
+            content = {"text": echoed + completion.text}
         return self._choice(completion, content, self._logprobs(completion, prompt))
 
     def _choice(

@@ -13,12 +13,13 @@ from pdserve_router.api.openai_fields import (
     check_refused,
 )
 from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA
-from pdserve_router.requests.input_processor import ChatMessage
 from pdserve_router.requests.request_limits import (
     MAX_ANNOTATIONS,
     MAX_CONTENT_PARTS,
     check_num_entries,
 )
+from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.parts import Content
 
 _PART = {
     "type": "object",
@@ -46,7 +47,7 @@ _ROLES = {"developer": "system"}
 def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
     """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
     return [
-        ChatMessage(role=_ROLES.get(message.role, message.role), content=_content(message, index))
+        ChatMessage(role=_ROLES.get(message.role, message.role), parts=_content(message, index))
         for index, message in enumerate(messages)
     ]
 
@@ -77,19 +78,19 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
                     unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
 
 
-def _content(message: ChatMessageBody, index: int) -> str:
-    """Return a message's text: a string, or a list of text parts."""
+def _content(message: ChatMessageBody, index: int) -> tuple[Content, ...]:
+    """Return what a message says: a string, or a list of text parts."""
     field = f"messages[{index}].content"
     content = message.content
     if isinstance(content, str):
-        return content
+        return (Content(content),)
     if content is None:
         if message.role != "assistant":
             raise InvalidRequestError(f"{field} is missing", field=field)
-        return ""
+        return ()
     if not isinstance(content, list):
         raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
-    return "".join(_part_text(part, field) for part in content)
+    return tuple(Content(_part_text(part, field)) for part in content)
 
 
 def _part_text(part: object, field: str) -> str:

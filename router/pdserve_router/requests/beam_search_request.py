@@ -26,6 +26,7 @@ from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
+from pdserve_router.text.parts import Content
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import Route
@@ -176,7 +177,7 @@ class BeamSearchRequest(LiveRequest):
         wants_logprobs = self._params.logprobs is not None
         return CompletionOutput(
             index=index,
-            text=await self._text(beam),
+            parts=(Content(await self._text(beam)),),
             token_ids=beam.token_ids,
             logprobs=beam.logprobs if wants_logprobs else None,
             cumulative_logprob=beam.cumulative_logprob,

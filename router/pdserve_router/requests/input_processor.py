@@ -26,6 +26,7 @@ from pdserve_common.validation import (
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.worker_pool import ModelLimits
 
@@ -36,14 +37,6 @@ MAX_TRUNCATED = 8
 CHAT_ROLES = ("system", "user", "assistant")
 # The internal id is the client's, cut to this, and a random suffix.
 _ID_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +207,7 @@ class InputProcessor:
             for message in messages:
                 _check_role(message.role)
             return await self._tokenizer.encode_chat(
-                [{"role": message.role, "content": message.content} for message in messages],
-                template_variables,
-                max_tokens=max_model_len,
+                messages, template_variables, max_tokens=max_model_len
             )
         return token_ids or ()
 

@@ -21,6 +21,7 @@ from pdserve_common.token_end import TokenEnd, token_end
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.detokenizer import Detokenizer
+from pdserve_router.text.parts import Content, OutputPart, content_of, joined
 from pdserve_router.text.tokenizer import Tokenizer
 
 # Nothing precedes a prompt's first token.
@@ -32,7 +33,7 @@ class CompletionOutput:
     """One completion, or what is new of it."""
 
     index: int = 0
-    text: str = ""
+    parts: tuple[OutputPart, ...] = ()
     token_ids: tuple[int, ...] = ()
     # One position per token in token_ids, if asked for; empty for tokens the client resumed from.
     logprobs: LogprobsLists | None = None
@@ -43,6 +44,11 @@ class CompletionOutput:
     error: EngineError | None = None
     # Of the tokens so far.
     origin: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is said in it."""
+        return content_of(self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +122,9 @@ class RequestOutputCollector:
         "_is_first",
         "_kind",
         "_logprobs",
+        "_parts",
         "_prompt_logprobs",
         "_request",
-        "_text",
         "_token_ids",
         "_wake",
         "has_output",
@@ -136,7 +142,7 @@ class RequestOutputCollector:
         self._request = request
         self._kind = kind
         self._index = index
-        self._text: list[str] = []
+        self._parts: list[OutputPart] = []
         self._token_ids: list[int] = []
         self._logprobs: list[LogprobsLists] = []
         self._cumulative_logprob: float | None = None
@@ -148,12 +154,14 @@ class RequestOutputCollector:
         # What is told of where the tokens come from.
         self.origin = ""
 
-    def resume(self, text: str, token_ids: Sequence[int], *, has_logprobs: bool) -> None:
+    def resume(
+        self, parts: Iterable[OutputPart], token_ids: Sequence[int], *, has_logprobs: bool
+    ) -> None:
         """Begin behind what another stream has brought: deltas are only what follows."""
         if self._kind is RequestOutputKind.DELTA:
             self._is_first = False
             return
-        self._text.append(text)
+        self._parts.extend(parts)
         self._token_ids.extend(token_ids)
         if has_logprobs:
             self._logprobs.append(LogprobsLists.unknown(len(token_ids)))
@@ -163,9 +171,12 @@ class RequestOutputCollector:
         self._prompt_logprobs = logprobs
 
     def put(
-        self, text: str, token_ids: Sequence[int], logprobs: LogprobsLists | None = None
+        self,
+        parts: Iterable[OutputPart],
+        token_ids: Sequence[int],
+        logprobs: LogprobsLists | None = None,
     ) -> None:
-        self._text.append(text)
+        self._parts.extend(parts)
         self._token_ids.extend(token_ids)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -192,11 +203,11 @@ class RequestOutputCollector:
     def take(self) -> RequestOutput:
         """Return all that is new; the last one is `finished`."""
         self.has_output = False
-        text = "".join(self._text)
+        parts = joined(self._parts)
         logprobs = LogprobsLists.join(self._logprobs) if self._logprobs else None
         completion = CompletionOutput(
             index=self._index,
-            text=text,
+            parts=parts,
             token_ids=tuple(self._token_ids),
             logprobs=logprobs,
             cumulative_logprob=self._cumulative_logprob,
@@ -212,11 +223,11 @@ class RequestOutputCollector:
         self._is_first = False
         self._prompt_logprobs = None
         if self._kind is RequestOutputKind.DELTA:
-            self._text.clear()
+            self._parts.clear()
             self._token_ids.clear()
             self._logprobs.clear()
         else:
-            self._text = [text]
+            self._parts = list(parts)
             self._logprobs = [logprobs] if logprobs is not None else []
         return output if self._ending is None else _finished(output, self._ending)
 
@@ -337,7 +348,7 @@ class RequestState:
         """
         detokenizer, self._detokenizer = self._detokenizer, None
         if detokenizer is not None and not self._is_end_known:
-            self.collector.put(detokenizer.finish(), ())
+            self.collector.put(_parts(detokenizer.finish()), ())
         self.ending = ending
         self.collector.finish(ending, is_known=self._is_end_known)
 
@@ -363,7 +374,7 @@ class RequestState:
         self.resumed_end = end
         self._is_end_known = resumed.is_finished
         has_logprobs = self._params.logprobs is not None
-        self.collector.resume(text, self.token_ids, has_logprobs=has_logprobs)
+        self.collector.resume(_parts(text), self.token_ids, has_logprobs=has_logprobs)
 
     def _num_silent(self, end: TokenEnd | None) -> int:
         """EOS and stop tokens count as tokens and are no text."""
@@ -421,7 +432,7 @@ class RequestState:
         self.token_ids.extend(token_ids[:num_taken])
         if logprobs is not None:
             logprobs = logprobs[:num_taken]
-        self.collector.put(text, token_ids[:num_taken], logprobs)
+        self.collector.put(_parts(text), token_ids[:num_taken], logprobs)
         return self._detokenizer.stop_string if self._detokenizer is not None else None
 
     def _text_of(self, token_ids: Sequence[int], *, num_silent: int) -> tuple[str, int]:
@@ -436,6 +447,10 @@ class RequestState:
             if self._detokenizer.stop_string is not None:
                 return "".join(texts), i + 1
         return "".join(texts), len(token_ids)
+
+
+def _parts(text: str) -> Sequence[OutputPart]:
+    return (Content(text),) if text else ()
 
 
 def _check_positions(logprobs: LogprobsLists) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.token_bytes import parts_of, piece_decoder
+from pdserve_router.text.messages import ChatMessage
 
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
 # loop can spare; more go to a thread (the tokenizer releases the GIL).
@@ -80,7 +81,7 @@ class Tokenizer:
 
     async def encode_chat(
         self,
-        messages: list[dict[str, str]],
+        messages: Sequence[ChatMessage],
         variables: Mapping[str, Any],
         *,
         max_tokens: int,
@@ -91,7 +92,7 @@ class Tokenizer:
         """
         self._check_variables(variables)
         encode = functools.partial(self._encode_chat, variables=variables, max_tokens=max_tokens)
-        size = sum(CHARS_PER_MESSAGE + len(message["content"]) for message in messages)
+        size = sum(CHARS_PER_MESSAGE + message.num_chars for message in messages)
         if size <= INLINE_CHARS:
             return encode(messages)
         return await self._in_thread(encode, messages)
@@ -181,7 +182,7 @@ class Tokenizer:
             )
 
     def _encode_chat(
-        self, messages: list[dict[str, str]], *, variables: Mapping[str, Any], max_tokens: int
+        self, messages: Sequence[ChatMessage], *, variables: Mapping[str, Any], max_tokens: int
     ) -> list[int]:
         if not self._pretrained.chat_template:
             raise InvalidRequestError(
@@ -189,7 +190,10 @@ class Tokenizer:
             )
         try:
             text = self._pretrained.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **variables
+                [message.for_template() for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
         except TemplateError as error:
             raise InvalidRequestError(

@@ -1,0 +1,79 @@
+"""What messages and answers are made of, besides tokens."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is said."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What is thought before."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A whole call of a tool. `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """What is new of an answer's call number `index`. Its first piece has id and name; the pieces
+    of its arguments add up to JSON, or to the beginning of it if the answer was cut.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+MessagePart = Content | Reasoning | ToolCall
+OutputPart = Content | Reasoning | ToolCallDelta
+
+
+def joined(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
+    """Return the same with as few pieces as possible, in order."""
+    parts = tuple(parts)
+    if len(parts) < 2:
+        return parts
+    return tuple(_join(list(pieces)) for _, pieces in groupby(parts, _kind))
+
+
+def content_of(parts: Iterable[OutputPart | MessagePart]) -> str:
+    """Return what is said in them."""
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def reasoning_of(parts: Iterable[OutputPart | MessagePart]) -> str:
+    """Return what is thought in them."""
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+
+
+def _kind(part: OutputPart) -> tuple[type, int]:
+    return type(part), part.index if isinstance(part, ToolCallDelta) else 0
+
+
+def _join(pieces: list[OutputPart]) -> OutputPart:
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if isinstance(first, ToolCallDelta):
+        arguments = (piece.arguments for piece in pieces if isinstance(piece, ToolCallDelta))
+        return ToolCallDelta(
+            index=first.index, id=first.id, name=first.name, arguments="".join(arguments)
+        )
+    text = "".join(piece.text for piece in pieces if not isinstance(piece, ToolCallDelta))
+    return type(first)(text)
