@@ -41,6 +41,7 @@ FLOORS = {
     ),
     "pdserve_router": (
         ("text",),
+        ("chat_formats",),
         ("workers",),
         ("requests",),
         ("router", "config"),

@@ -1,0 +1,225 @@
+"""What a chat format is: how a model writes reasoning and tool calls, and how that is read."""
+
+import base64
+import enum
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.tags import (
+    CallRules,
+    Tag,
+    optional,
+    reasoning_tag,
+    structural_tag,
+)
+from pdserve_router.text.parts import Content, OutputPart, Reasoning, ToolCallDelta
+
+# Text is read in slices, as what was read is cut off from what was not.
+_SLICE_CHARS = 4096
+
+CallId = Callable[[int], str]
+
+
+class ReasoningStart(enum.Enum):
+    """What the prompt says of the answer's reasoning."""
+
+    # Nothing: the answer may begin with it.
+    FREE = "free"
+    # The prompt ends with the marker that begins it.
+    OPEN = "open"
+    # The prompt ends with the marker that ends it.
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParserOptions:
+    """How the answers of one request are read."""
+
+    # A name in `registry.FORMATS`.
+    format: str
+    reasoning: ReasoningStart = ReasoningStart.FREE
+    # The JSON schema of each tool's parameters; empty: calls are text like any other.
+    tools: Mapping[str, Any] = field(default_factory=dict)
+    # Calls behind the first one are dropped unless it is set.
+    is_parallel: bool = True
+
+
+class Answer:
+    """Collects the parts of an answer as they are read."""
+
+    __slots__ = ("_call_id", "_max_calls", "_num_calls", "_parts", "is_reasoning", "options")
+
+    def __init__(self, options: ParserOptions, call_id: CallId) -> None:
+        self.options = options
+        self.is_reasoning = False
+        self._call_id = call_id
+        self._parts: list[OutputPart] = []
+        self._num_calls = 0
+        self._max_calls = None if options.is_parallel else 1
+
+    def content(self, text: str) -> None:
+        self._parts.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        self._parts.append(Reasoning(text))
+
+    def begin_call(self, name: str) -> None:
+        index = self._num_calls
+        self._num_calls += 1
+        if not self._is_dropped:
+            self._parts.append(ToolCallDelta(index=index, id=self._call_id(index), name=name))
+
+    def arguments(self, text: str) -> None:
+        """Add to those of the last call."""
+        if not self._is_dropped:
+            self._parts.append(ToolCallDelta(index=self._num_calls - 1, arguments=text))
+
+    def take(self) -> list[OutputPart]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._max_calls is not None and self._num_calls > self._max_calls
+
+
+class ChatFormat(ABC):
+    """How models of one family write. Stateless: a parser holds what an answer needs."""
+
+    # What users call it.
+    name: ClassVar[str]
+    # Around reasoning, at the beginning of an answer; None: there is none.
+    reasoning: ClassVar[tuple[str, str] | None] = ("<think>", "</think>")
+    # An answer begins with reasoning, whether its marker comes or not, unless the prompt says more.
+    is_reasoning_implied: ClassVar[bool] = False
+    # Each begins a call, or several.
+    triggers: ClassVar[tuple[str, ...]]
+    # What else stands around calls and is no text.
+    fillers: ClassVar[tuple[str, ...]] = ()
+    # Of a call's id. Some templates take no others.
+    id_prefix: ClassVar[str] = "call_"
+    num_id_chars: ClassVar[int] = 24
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser has to see even if they are special tokens."""
+        return (*(self.reasoning or ()), *self.triggers, *self.fillers)
+
+    @abstractmethod
+    def matches(self, template: str) -> bool:
+        """Return whether a model with this chat template writes so."""
+
+    @abstractmethod
+    def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
+        """Read what follows a trigger. Return False, with nothing added, if it is no call."""
+
+    @abstractmethod
+    def call_tag(self, rules: CallRules) -> Tag:
+        """Return text with calls, as part of a structural tag."""
+
+    def structural_tag(self, rules: CallRules, reasoning: ReasoningStart) -> Tag:
+        """Return the grammar of an answer, in xgrammar's JSON form: reasoning, unless the prompt
+        has closed it, then text and calls. What fits it `read` finds again.
+        """
+        calls = self.call_tag(rules)
+        if self.reasoning is None or reasoning is ReasoningStart.CLOSED:
+            return structural_tag([calls])
+        begin, end = self.reasoning
+        if reasoning is ReasoningStart.OPEN:
+            return structural_tag([*reasoning_tag("", end), calls])
+        if self.is_reasoning_implied:
+            return structural_tag([*reasoning_tag(begin, end), calls])
+        return structural_tag([optional(reasoning_tag(begin, end)), calls])
+
+    def read_start(self, reader: Reader, answer: Answer) -> Steps[None]:
+        """Read calls at the beginning of an answer that no trigger announces."""
+        yield from ()
+
+    def call_id(self, request: str, index: int) -> str:
+        """Return the id of a request's call; the same wherever and whenever it is read."""
+        digest = hashlib.sha256(f"{request}/{index}".encode()).digest()
+        text = base64.b32encode(digest).decode().lower()
+        return self.id_prefix + text[: self.num_id_chars]
+
+    def read(self, reader: Reader, answer: Answer) -> Steps[None]:
+        """Read an answer: reasoning, then text and calls."""
+        start = answer.options.reasoning
+        if self.reasoning is not None and start is not ReasoningStart.CLOSED:
+            begin, end = self.reasoning
+            # A model may repeat the marker that the prompt ends with.
+            is_marked = yield from reader.accept(begin)
+            if is_marked or start is ReasoningStart.OPEN or self.is_reasoning_implied:
+                yield from self._read_reasoning(reader, answer, end)
+        if not answer.options.tools:
+            yield from reader.until((), answer.content)
+            return
+        yield from self.read_start(reader, answer)
+        while not reader.is_ended:
+            yield from self._read_content(reader, answer)
+
+    def _read_reasoning(self, reader: Reader, answer: Answer, end: str) -> Steps[None]:
+        answer.is_reasoning = True
+        yield from reader.peek()
+        yield from reader.until((end,), answer.reasoning, holds_blanks=True)
+        answer.is_reasoning = False
+        yield from reader.peek()
+
+    def _read_content(self, reader: Reader, answer: Answer) -> Steps[None]:
+        markers = (*self.triggers, *self.fillers)
+        trigger = yield from reader.until(markers, answer.content, holds_blanks=True)
+        if trigger not in self.triggers:
+            return
+        reader.mark()
+        if (yield from self.read_call(reader, answer, trigger)):
+            reader.unmark()
+        else:
+            reader.rewind()
+
+
+class TextParser:
+    """Reads an answer that is text and nothing else, as Parser does."""
+
+    __slots__ = ()
+
+    is_reasoning = False
+
+    def push(self, text: str) -> Sequence[OutputPart]:
+        return (Content(text),) if text else ()
+
+    def finish(self) -> Sequence[OutputPart]:
+        return ()
+
+
+class Parser:
+    """Reads the text of one answer as it comes."""
+
+    __slots__ = ("_answer", "_reader", "_steps")
+
+    def __init__(self, chat_format: ChatFormat, options: ParserOptions, request: str) -> None:
+        """`request` tells the answer from all others: ids of calls depend on it."""
+        self._reader = Reader()
+        self._answer = Answer(options, lambda index: chat_format.call_id(request, index))
+        self._steps = chat_format.read(self._reader, self._answer)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """What comes next is reasoning, as far as one knows."""
+        return self._answer.is_reasoning
+
+    def push(self, text: str) -> Sequence[OutputPart]:
+        """Return the parts that are certain with this text."""
+        for start in range(0, len(text), _SLICE_CHARS):
+            self._reader.feed(text[start : start + _SLICE_CHARS])
+            next(self._steps, None)
+        return self._answer.take()
+
+    def finish(self) -> Sequence[OutputPart]:
+        """Return the rest. No text follows."""
+        self._reader.end()
+        for _ in self._steps:
+            raise AssertionError("at its end a text has no more to wait for")
+        return self._answer.take()

@@ -1,0 +1,29 @@
+"""Hermes 2 Pro, Qwen 2.5 and Qwen 3: <tool_call> around a JSON object."""
+
+from pdserve_router.chat_formats.base import Answer, ChatFormat
+from pdserve_router.chat_formats.json_calls import read_json_call
+from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, triggered
+
+
+class Hermes(ChatFormat):
+    """<tool_call>
+    {"name": "f", "arguments": {"x": 1}}
+    </tool_call>
+    """
+
+    name = "hermes"
+    triggers = ("<tool_call>",)
+    fillers = ("</tool_call>",)
+
+    def matches(self, template: str) -> bool:
+        return "<tool_call>" in template and "<function=" not in template
+
+    def call_tag(self, rules: CallRules) -> Tag:
+        tags = json_call_tags(
+            rules, begin="<tool_call>\n", arguments="arguments", end="\n</tool_call>"
+        )
+        return triggered("<tool_call>", tags, rules)
+
+    def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
+        return (yield from read_json_call(reader, answer))

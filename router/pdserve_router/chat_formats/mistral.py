@@ -1,0 +1,89 @@
+"""Mistral: [TOOL_CALLS] before a list of JSON objects, or before each name and its arguments."""
+
+from pdserve_router.chat_formats.base import Answer, ChatFormat
+from pdserve_router.chat_formats.json_calls import read_json_call
+from pdserve_router.chat_formats.reader import Reader, Steps
+from pdserve_router.chat_formats.tags import (
+    CallRules,
+    Tag,
+    json_call_tags,
+    json_of,
+    listed,
+    tag,
+    triggered,
+)
+
+_CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+
+
+class Mistral(ChatFormat):
+    """[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]..., where [ARGS] may be missing; what MistralList
+    writes is read as well.
+    """
+
+    name = "mistral"
+    reasoning = ("[THINK]", "[/THINK]")
+    triggers = (_CALLS,)
+    # Their templates refuse other ids.
+    id_prefix = ""
+    num_id_chars = 9
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*super().markers, _ARGUMENTS, "[CALL_ID]")
+
+    def matches(self, template: str) -> bool:
+        return _CALLS in template and _ARGUMENTS in template
+
+    def call_tag(self, rules: CallRules) -> Tag:
+        tags = (
+            tag(f"{_CALLS}{name}{_ARGUMENTS}", json_of(schema), "")
+            for name, schema in rules.tools.items()
+        )
+        return triggered(_CALLS, tags, rules)
+
+    def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
+        start = yield from reader.peek()
+        if start == "[":
+            return (yield from self._read_list(reader, answer))
+        if start == "{":
+            return (yield from read_json_call(reader, answer))
+        return (yield from self._read_named(reader, answer))
+
+    def _read_list(self, reader: Reader, answer: Answer) -> Steps[bool]:
+        yield from reader.accept("[")
+        if not (yield from read_json_call(reader, answer)):
+            return False
+        while (yield from reader.accept(",")):
+            reader.mark()
+            if not (yield from read_json_call(reader, answer)):
+                reader.rewind()
+                return True
+            reader.unmark()
+        yield from reader.accept("]")
+        return True
+
+    def _read_named(self, reader: Reader, answer: Answer) -> Steps[bool]:
+        name = yield from reader.word()
+        if (yield from reader.accept("[CALL_ID]")):
+            # The model's own; ours says the same at each router.
+            yield from reader.word()
+        yield from reader.accept(_ARGUMENTS)
+        if not name or (yield from reader.peek()) != "{":
+            return False
+        answer.begin_call(name)
+        yield from reader.json_value(answer.arguments)
+        return True
+
+
+class MistralList(Mistral):
+    """[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}, ...], of models up to 2024."""
+
+    name = "mistral_list"
+
+    def matches(self, template: str) -> bool:
+        return _CALLS in template and _ARGUMENTS not in template
+
+    def call_tag(self, rules: CallRules) -> Tag:
+        tags = json_call_tags(rules, begin="", arguments="arguments", end="")
+        return listed(f"{_CALLS}[", tags, ", ", "]", rules)

@@ -1,0 +1,330 @@
+"""Chat formats: texts as models write them, cut anywhere, and texts that are none."""
+
+import json
+import string
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string as is_accepted
+
+from pdserve_router.chat_formats.base import Parser, ParserOptions, ReasoningStart
+from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE, choose_format
+from pdserve_router.chat_formats.tags import CallRules
+from pdserve_router.text.parts import (
+    Content,
+    OutputPart,
+    Reasoning,
+    ToolCallDelta,
+    content_of,
+    joined,
+    reasoning_of,
+)
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "tags": {"type": "array"},
+        "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "of": {"$ref": "#/x"},
+    },
+    "required": ["city"],
+}
+TOOLS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}}}
+ARGUMENTS = '{"city": "Par\\"is </tool_call> } é", "days": 2}'
+R1 = {
+    "calls": "<｜tool▁calls▁begin｜>",  # noqa: RUF001
+    "call": "<｜tool▁call▁begin｜>",  # noqa: RUF001
+    "sep": "<｜tool▁sep｜>",  # noqa: RUF001
+    "end": "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "ends": "<｜tool▁calls▁end｜>",  # noqa: RUF001
+}
+
+
+def call(index: int, name: str, arguments: str) -> ToolCallDelta:
+    """Without its id."""
+    return ToolCallDelta(index=index, name=name, arguments=arguments)
+
+
+BOTH = (call(0, "get_weather", ARGUMENTS), call(1, "now", "{}"))
+# By format: what models write, and what it says.
+RECORDED: dict[str, list[tuple[str, tuple[OutputPart, ...]]]] = {
+    "hermes": [
+        (
+            "<think>\nLet me\n\nsee.\n</think>\n\n<tool_call>\n"
+            f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+            '<tool_call>\n{"arguments": {}, "name": "now"}\n</tool_call>',
+            (Reasoning("Let me\n\nsee."), *BOTH),
+        ),
+        (
+            'One moment.\n<tool_call>{"name": "now"}</tool_call> Done.\n',
+            (Content("One moment."), call(0, "now", "{}"), Content(" Done.\n")),
+        ),
+        ("1 < 2 <tool> <think>", (Content("1 < 2 <tool> <think>"),)),
+        (" <think>\n\n</think>\n\nHi", (Content("Hi"),)),
+        (
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
+            (call(0, "get_weather", '{"city": "Pa'),),
+        ),
+        ("<tool_call>\nthe weather", (Content("\nthe weather"),)),
+        (
+            '<tool_call>{"name": "now", "arguments": {}}}\n</tool_call>ok',
+            (call(0, "now", "{}"), Content("}ok")),
+        ),
+    ],
+    "qwen3_coder": [
+        (
+            'Sure.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"is\n <b>\n\n'
+            "</parameter>\n<parameter=days>\n2\n</parameter>\n<parameter=tags>\n"
+            '["a", "b"]\n</parameter>\n<parameter=unit>\nNone\n</parameter>\n<parameter=of>\n'
+            '{"x": 1}\n</parameter>\n<parameter=other>\n5\n</parameter>\n</function>\n</tool_call>',
+            (
+                Content("Sure."),
+                call(
+                    0,
+                    "get_weather",
+                    '{"city": "Par\\"is\\n <b>\\n", "days": 2, "tags": ["a", "b"], "unit": null, '
+                    '"of": {"x": 1}, "other": "5"}',
+                ),
+            ),
+        ),
+        (
+            "<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\ntwo\n</function>\n"
+            "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+            (call(0, "get_weather", '{"city": "Rome", "days": "two"}'), call(1, "now", "{}")),
+        ),
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRo",
+            (call(0, "get_weather", '{"city": "Ro'),),
+        ),
+        ("<tool_call>\n{}", (Content("\n{}"),)),
+    ],
+    "llama3_json": [
+        (
+            f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
+            '{"name": "now", "parameters": {}}',
+            BOTH,
+        ),
+        (
+            '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}',
+            (call(0, "now", "{}"),),
+        ),
+        ('{"name": "Ann", "parameters": 1}', (Content('{"name": "Ann", "parameters": 1}'),)),
+        ('{"name": "now", "age": 1}', (Content('{"name": "now", "age": 1}'),)),
+        ("<|python_tag|>print(1)", (Content("print(1)"),)),
+        (
+            'So: {"name": "now", "parameters": {}}',
+            (Content('So: {"name": "now", "parameters": {}}'),),
+        ),
+    ],
+    "mistral": [
+        (
+            f"[THINK]hm[/THINK]Well.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now{{}}",
+            (Reasoning("hm"), Content("Well."), *BOTH),
+        ),
+        (
+            f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+            '{"name": "now", "arguments": {}, "id": "abc"}]',
+            BOTH,
+        ),
+        ("[TOOL_CALLS]now[CALL_ID]VvvODy9mT[ARGS]{}", (call(0, "now", "{}"),)),
+        ("[1][TOOL_CALLS]of them", (Content("[1]of them"),)),
+    ],
+    "deepseek_r1": [
+        (
+            f"Okay.\n</think>\n\n{R1['calls']}{R1['call']}function{R1['sep']}get_weather\n```json\n"
+            f"{ARGUMENTS}\n```{R1['end']}\n{R1['call']}now{R1['sep']}{{}}{R1['end']}{R1['ends']}",
+            (Reasoning("Okay."), *BOTH),
+        ),
+        ("<think>\nhm</think>yes", (Reasoning("hm"), Content("yes"))),
+        ("never ends", (Reasoning("never ends"),)),
+        (f"</think>{R1['call']}a b", (Content("a b"),)),
+    ],
+}
+RECORDED["mistral_list"] = RECORDED["mistral"]
+CASES = [(name, *case) for name, cases in RECORDED.items() for case in cases]
+
+
+def parse(
+    name: str, text: str, cuts: list[int] | None = None, **options: object
+) -> tuple[OutputPart, ...]:
+    wanted = ParserOptions(format=name, **{"tools": TOOLS, **options})
+    parser = Parser(FORMATS[name], wanted, "request")
+    places = [0, *sorted(cuts or ()), len(text)]
+    parts = []
+    for start, end in pairwise(places):
+        parts += parser.push(text[start:end])
+    return joined([*parts, *parser.finish()])
+
+
+def without_ids(parts: tuple[OutputPart, ...]) -> tuple[OutputPart, ...]:
+    return tuple(replace(p, id="") if isinstance(p, ToolCallDelta) else p for p in parts)
+
+
+def test_every_format_has_recorded_texts() -> None:
+    assert RECORDED.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), CASES)
+def test_a_recorded_text_says_the_same_wherever_it_is_cut(name, text, parts) -> None:
+    whole = parse(name, text)
+    assert without_ids(whole) == parts
+    for at in range(len(text) + 1):
+        assert parse(name, text, [at]) == whole
+    assert parse(name, text, list(range(len(text)))) == whole
+
+
+# What formats are made of, so that random texts get far into them.
+SCRAPS = st.sampled_from(
+    [
+        *(marker for each in FORMATS.values() for marker in each.markers),
+        *("<function=", "</function>", "<parameter=", "</parameter>", "get_weather", "city", ">"),
+        *('"', "{", "}", "[", "]", ":", ",", ";", "\\", "\n", " ", "```json", "```", "é", "1", "-"),
+        *('"name"', '"arguments"', '"parameters"', '{"name": "now", "arguments": {', "null"),
+    ]
+)
+JUNK = st.lists(SCRAPS | st.text(max_size=3), max_size=30).map("".join)
+
+
+@given(st.sampled_from(sorted(FORMATS)), JUNK, st.sampled_from(ReasoningStart), st.data())
+@example("qwen3_coder", "<function=f><parameter=x>" + "[" * 100_000 + "</parameter>", *[None] * 2)
+def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, start, data) -> None:
+    start = start or ReasoningStart.FREE
+    whole = parse(name, text, reasoning=start)
+    if data is not None:
+        cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=5))
+        assert parse(name, text, cuts, reasoning=start) == whole
+        assert parse(name, text, list(range(len(text))), reasoning=start) == whole
+    calls = [part for part in whole if isinstance(part, ToolCallDelta)]
+    assert sorted({each.index for each in calls}) == list(range(len(calls)))
+    assert all(each.id and each.name for each in calls)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet=string.ascii_letters + " \n.é"))
+def test_plain_text_stays_as_it_is(name, text) -> None:
+    if FORMATS[name].is_reasoning_implied:
+        assert reasoning_of(parse(name, text)) == text.lstrip()
+    else:
+        assert content_of(parse(name, text)) == text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_tools_calls_are_text(name) -> None:
+    for text, _ in RECORDED[name]:
+        parts = parse(name, text, tools={})
+        assert not any(isinstance(part, ToolCallDelta) for part in parts)
+        said = parse(name, text, tools={}, reasoning=ReasoningStart.CLOSED)
+        assert said == (Content(text),)
+
+
+REASONING = [name for name, each in FORMATS.items() if each.reasoning is not None]
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_the_prompt_says_whether_reasoning_has_begun(name) -> None:
+    end = FORMATS[name].reasoning[1]
+    text = f"hm\n{end}\n\nyes"
+    assert parse(name, text, reasoning=ReasoningStart.OPEN) == (Reasoning("hm"), Content("yes"))
+    assert parse(name, text, reasoning=ReasoningStart.CLOSED)[0] == Content(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_the_first_call_unless_calls_are_parallel(name) -> None:
+    text, parts = RECORDED[name][0]
+    first = [p for p in parts if not isinstance(p, ToolCallDelta) or p.index == 0]
+    assert list(without_ids(parse(name, text, is_parallel=False))) == first
+
+
+def test_ids_are_those_of_request_and_place() -> None:
+    ids = {
+        (request, index): FORMATS["hermes"].call_id(request, index)
+        for request in ("a", "b")
+        for index in range(3)
+    }
+    assert len(set(ids.values())) == 6
+    assert ids["a", 0] == FORMATS["hermes"].call_id("a", 0)
+    assert len(FORMATS["mistral"].call_id("a", 0)) == 9
+    assert FORMATS["mistral"].call_id("a", 0).isalnum()
+
+
+def as_arguments(style: str, value: dict) -> str:
+    if style != "qwen3_coder":
+        return json.dumps(value)
+    return "".join(
+        f"<parameter={key}>\n{each if isinstance(each, str) else json.dumps(each)}\n</parameter>\n"
+        for key, each in value.items()
+    )
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n%s</function>\n</tool_call>",
+    "llama3_json": '{"name": "get_weather", "parameters": %s}',
+    "mistral": "[TOOL_CALLS]get_weather[ARGS]%s",
+    "mistral_list": '[TOOL_CALLS][{"name": "get_weather", "arguments": %s}]',
+    "deepseek_r1": f"{R1['calls']}{R1['call']}function{R1['sep']}get_weather\n```json\n%s\n```"
+    f"{R1['end']}{R1['ends']}",
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        *((name, start) for name in REASONING for start in ReasoningStart),
+        ("llama3_json", ReasoningStart.CLOSED),
+    ],
+)
+def test_what_the_structural_tag_lets_pass_is_read_as_a_call(name, is_required, start) -> None:
+    chat_format = FORMATS[name]
+    rules = CallRules(
+        tools={"get_weather": PARAMETERS}, at_least_one=is_required, stop_after_first=True
+    )
+    tag = json.dumps(chat_format.structural_tag(rules, start))
+    grammar = Grammar.from_structural_tag(tag)
+    begin, end = chat_format.reasoning or ("", "")
+    before = {
+        ReasoningStart.FREE: f"{begin}\nhm\n{end}\n\n",
+        ReasoningStart.OPEN: f"hm\n{end}\n\n",
+        ReasoningStart.CLOSED: "",
+    }[start]
+    value = {"city": "Paris", "days": 2}
+    written = before + WRITTEN[name] % as_arguments(name, value)
+    assert is_accepted(grammar, written)
+    (*_, made) = parse(name, written, reasoning=start)
+    assert isinstance(made, ToolCallDelta)
+    assert json.loads(made.arguments) == value
+    wrong = before + WRITTEN[name] % as_arguments(name, {"city": "Paris", "days": "two"})
+    assert not is_accepted(grammar, wrong)
+    assert is_accepted(grammar, before + "It rains.") != is_required
+    if start is ReasoningStart.CLOSED:
+        assert is_accepted(grammar, f"{begin}hm{end}It rains.") != is_required
+
+
+TEMPLATES = {
+    "hermes": '{%- for tool in tools %}<tools>\n<tool_call>\n{"name": ...}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>",
+    "llama3_json": '<|start_header_id|>user ... {"name": function name, "parameters": dictionary}',
+    "mistral": "[AVAILABLE_TOOLS]...[TOOL_CALLS]name[ARGS]",
+    "mistral_list": "[AVAILABLE_TOOLS]...[TOOL_CALLS][",
+    "deepseek_r1": f"content.split('</think>')[-1] {R1['calls']}{R1['call']}",
+}
+
+
+def test_a_format_is_chosen_by_the_template_or_by_name() -> None:
+    for name, template in TEMPLATES.items():
+        assert choose_format(AUTO, template) is FORMATS[name]
+        assert choose_format(name, "") is FORMATS[name]
+        assert choose_format(NONE, template) is None
+    assert choose_format(AUTO, "{{ messages }}") is None
