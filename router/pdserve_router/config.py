@@ -10,6 +10,7 @@ from pdserve_common.config import LogLevel, Transport, opt
 from pdserve_common.model_folder import is_hub_id, model_name
 from pdserve_common.tls import TlsConfig
 from pdserve_common.validation import MAX_TIMEOUT_S
+from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE
 from pdserve_router.workers.discovery import SOURCES, parse_sources
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES
@@ -38,6 +39,11 @@ class RouterConfig(TlsConfig):
         "name (asked every 5 s), file:///path with one host:port a line (read every 1 s).",
     )
     decode: tuple[str, ...] = opt((), "Decode workers, in the same forms.")
+    chat_format: str = opt(
+        AUTO,
+        f"How the model writes reasoning and calls of tools: {', '.join(sorted(FORMATS))}; {AUTO}: "
+        f"as its chat template says, {NONE}: answers are text only.",
+    )
     host: str = opt("0.0.0.0", "Address to listen on.")
     grpc_port: int = opt(50051, "Port of the gRPC API; 0 takes a free one.")
     http_port: int = opt(8000, "Port of the OpenAI-compatible API; 0 takes a free one.")
@@ -149,6 +155,9 @@ class RouterConfig(TlsConfig):
         if self.routing_policy not in ROUTING_POLICIES:
             known = ", ".join(sorted(ROUTING_POLICIES))
             raise ValueError(f"routing_policy is {self.routing_policy!r}, known are {known}")
+        if self.chat_format not in (AUTO, NONE, *FORMATS):
+            known = ", ".join((AUTO, NONE, *sorted(FORMATS)))
+            raise ValueError(f"chat_format is {self.chat_format!r}, known are {known}")
         if self.require_disaggregation and not self.disaggregation:
             raise ValueError("require_disaggregation is on while disaggregation is off")
         if self.require_disaggregation and not self.prefill:

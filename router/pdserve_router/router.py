@@ -250,6 +250,7 @@ class Router:
                 redrives=self._redrives,
                 on_tokens=self._on_tokens,
                 on_end=self._on_end,
+                parsing=processed.parsing,
             )
         kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
         return kind(
@@ -262,6 +263,7 @@ class Router:
             on_tokens=self._on_tokens,
             on_end=self._on_end,
             resume=processed.resume,
+            parsing=processed.parsing,
         )
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:

@@ -102,6 +102,7 @@ class RouterServer:
             model_name=config.model_name,
             default_deadline_s=config.default_deadline_s,
             max_deadline_s=config.max_deadline_s,
+            chat_format=config.chat_format,
         )
         self.edge_processes = EdgeProcesses(
             input_processor, EdgeSettings.from_config(config), metrics

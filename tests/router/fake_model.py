@@ -11,9 +11,15 @@ CORPUS = (
     "你好、世界。今天天气很好、我们去公园。",
     "emoji 😀🎉👩‍👩‍👧‍👦 and naïve café",
 )
+# Calls are written as Hermes writes them.
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n<tool_call>...</tool_call> calls one of:"
+    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -20,7 +20,7 @@ from pdserve_router.text.parts import (
     Reasoning,
     ToolCallDelta,
     content_of,
-    joined,
+    join_parts,
     reasoning_of,
 )
 
@@ -159,7 +159,7 @@ def parse(
     parts = []
     for start, end in pairwise(places):
         parts += parser.push(text[start:end])
-    return joined([*parts, *parser.finish()])
+    return join_parts([*parts, *parser.finish()])
 
 
 def without_ids(parts: tuple[OutputPart, ...]) -> tuple[OutputPart, ...]:

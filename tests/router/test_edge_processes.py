@@ -34,6 +34,7 @@ def settings(model_dir: Path) -> EdgeSettings:
         model_name="tiny",
         default_deadline_s=60,
         max_deadline_s=90,
+        chat_format="auto",
     )
 
 
@@ -214,7 +215,7 @@ from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
 async def main():
     settings = EdgeSettings(
         model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",
-        default_deadline_s=60, max_deadline_s=90,
+        default_deadline_s=60, max_deadline_s=90, chat_format="auto",
     )
     edge = EdgeProcesses(None, settings, RouterMetrics(CollectorRegistry()))
     await edge.run(edge_jobs.hang, b"", sys.argv[2], client="a", is_small=False)

@@ -8,11 +8,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from pdserve_common.version import VERSION
-from pdserve_router.api.openai_fields import REFUSED, WITHOUT_EFFECT
+from pdserve_router.api.openai_fields import REFUSED_IN_COMPLETIONS, WITHOUT_EFFECT
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.text.tokenizer import Tokenizer
 
 QUESTION = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "now"}}
 PAGE = "https://chat.example.com"
 
 
@@ -82,7 +83,8 @@ async def test_special_tokens_around_a_text(start_stack, model_dir, monkeypatch)
         ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
-        ("/tokenize", {"messages": [QUESTION], "tools": [1]}, "tools"),
+        ("/tokenize", {"messages": [QUESTION], "tools": [1]}, "tools[0]"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
         ("/tokenize", {"messages": [QUESTION], "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/detokenize", {}, "tokens"),
@@ -116,7 +118,7 @@ async def test_the_description_is_of_the_models_that_parse(http) -> None:
         assert described == {*body.model_fields, *WITHOUT_EFFECT, *body.refused}
         assert all(field.get("description") for field in schema["properties"].values())
     only = spec["components"]["schemas"]["CompletionBody"]["properties"]["tools"]["enum"]
-    assert only == list(REFUSED["tools"])
+    assert only == list(REFUSED_IN_COMPLETIONS["tools"])
     references = set(
         re.findall(r'"#/components/schemas/(\w+)"', (await http.get("/openapi.json")).text)
     )

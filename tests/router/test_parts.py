@@ -14,7 +14,7 @@ from pdserve_router.text.parts import (
     ToolCall,
     ToolCallDelta,
     content_of,
-    joined,
+    join_parts,
 )
 
 PIECES = st.one_of(
@@ -29,9 +29,9 @@ PIECES = st.one_of(
 @given(st.lists(PIECES), st.data())
 def test_pieces_are_joined_alike_in_one_go_or_in_two(parts: list[OutputPart], data) -> None:
     at = data.draw(st.integers(0, len(parts)))
-    whole = joined(parts)
-    assert joined([*joined(parts[:at]), *joined(parts[at:])]) == whole
-    assert joined(whole) == whole
+    whole = join_parts(parts)
+    assert join_parts([*join_parts(parts[:at]), *join_parts(parts[at:])]) == whole
+    assert join_parts(whole) == whole
     assert content_of(whole) == content_of(parts)
 
 

@@ -19,9 +19,11 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.output_processor import Ending, RequestState, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.text.parts import ToolCallDelta
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, decode, logprobs_of
 from support.router_stack import ANSWER_TEXT
@@ -31,7 +33,7 @@ CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
 FINAL_ONLY = core.REQUEST_OUTPUT_KIND_FINAL_ONLY
 
 
-def make_state(tokenizer, resumed=None, **params) -> RequestState:
+def make_state(tokenizer, resumed=None, parsing=None, **params) -> RequestState:
     return RequestState(
         EngineCoreRequest(
             request_id="internal",
@@ -43,6 +45,7 @@ def make_state(tokenizer, resumed=None, **params) -> RequestState:
         timeline=Timeline(arrival_ns=1, tokenize_start_ns=1, tokenize_end_ns=1),
         metrics=RouterMetrics(CollectorRegistry()),
         resumed=resumed,
+        parsing=parsing,
     )
 
 
@@ -95,6 +98,28 @@ async def test_deltas_go_on_exactly_where_they_stopped(tokenizer, text, params) 
         rest = stream(state, token_ids, num_top)
         strip = [(part.text, part.token_ids, part.logprobs) for part in rest]
         assert strip == [(part.text, part.token_ids, part.logprobs) for part in whole[border:]]
+
+
+CALLING = (
+    "<think>\nhello world\n</think>\n\nthe fox\n<tool_call>\n"
+    '{"arguments": {"city": "naïve \\"quick\\" 😀"}, "name": "now"}\n</tool_call>\n<tool_call>\n'
+    '{"name": "get_weather", "arguments": {"of": [1, {"x": "</tool_call>"}]}}\n</tool_call> end'
+)
+
+
+async def test_pieces_and_ids_of_calls_go_on_exactly_where_they_stopped(tokenizer) -> None:
+    parsing = ParserOptions(format="hermes", tools={"now": {}, "get_weather": {}})
+    token_ids = [*tokenizer.backend.encode(CALLING).ids, EOS]
+    whole_state = make_state(tokenizer, parsing=parsing)
+    whole = [output.parts for output in stream(whole_state, token_ids)]
+    calls = [each for parts in whole for each in parts if isinstance(each, ToolCallDelta)]
+    assert [each.name for each in calls if each.id] == ["now", "get_weather"]
+    for border in range(1, len(token_ids)):
+        resumed = ResumedCompletion(index=0, token_ids=tuple(token_ids[:border]))
+        state = make_state(tokenizer, resumed, parsing)
+        rest = [output.parts for output in stream(state, token_ids)]
+        assert rest == whole[border:]
+        assert state.num_reasoning_tokens == whole_state.num_reasoning_tokens > 0
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])

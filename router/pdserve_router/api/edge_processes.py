@@ -64,6 +64,7 @@ class EdgeSettings:
     model_name: str
     default_deadline_s: float
     max_deadline_s: float
+    chat_format: str
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> "EdgeSettings":

@@ -181,6 +181,7 @@ class GenerationEndpoint:
             shows_prompt_logprobs=options.shows_prompt_logprobs,
             shows_logprobs=params.logprobs is not None,
             is_prompt_only=options.is_prompt_only,
+            shows_reasoning=options.shows_reasoning,
         )
 
 

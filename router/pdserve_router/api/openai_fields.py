@@ -20,9 +20,7 @@ OTHER = "other"
 
 # Taken with any value: no token of an answer depends on them, here.
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "include_reasoning": "no answer has reasoning apart from its text",
     "metadata": "answers are not stored",
-    "parallel_tool_calls": "there are no tool calls",
     "prediction": "a hint for speed",
     "prompt_cache_key": "prefixes are found by what they hold; see cache_salt",
     "prompt_cache_options": "prefixes are found by what they hold",
@@ -62,8 +60,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "structured_outputs": (None, {}),
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
@@ -75,23 +71,21 @@ REFUSED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
 }
 REFUSED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     "messages": (None,),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
     "top_logprobs": (None, 0),
 }
 # Of messages: what answers have may come back, as null or empty.
 REFUSED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "function_call": (None,),
-    "tool_calls": (None, []),
 }
 # Of an answer that comes back: what it says beside its text.
 MESSAGE_WITHOUT_EFFECT = frozenset(
     (
         "annotations",
         "images",
-        "name",
         "provider_specific_fields",
-        "reasoning",
-        "reasoning_content",
         "refusal",
         "thinking_blocks",
     )

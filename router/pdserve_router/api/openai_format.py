@@ -19,6 +19,7 @@ from pdserve_router.api.openai_logprobs import (
 from pdserve_router.api.openai_parts import delta_object, message_object
 from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics
+from pdserve_router.text.parts import Reasoning, ToolCallDelta
 from pdserve_router.text.tokenizer import Tokenizer
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -139,6 +140,9 @@ class AnswerFormat:
     shows_logprobs: bool = False
     # The prompt is echoed and nothing else is shown.
     is_prompt_only: bool = False
+    shows_reasoning: bool = True
+    # Choices that have calls.
+    _calling: set[int] = field(default_factory=set)
     # By choice.
     _completion_logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
     _num_tokens: dict[int, int] = field(default_factory=dict)
@@ -227,6 +231,11 @@ class AnswerFormat:
         return self._chunk(completion, choice)
 
     def _shown(self, completion: CompletionOutput) -> CompletionOutput:
+        if any(isinstance(part, ToolCallDelta) for part in completion.parts):
+            self._calling.add(completion.index)
+        if not self.shows_reasoning:
+            parts = (part for part in completion.parts if not isinstance(part, Reasoning))
+            completion = dataclasses.replace(completion, parts=tuple(parts))
         if not self.is_prompt_only:
             return completion
         is_ended = completion.finish_reason is not None
@@ -318,7 +327,7 @@ class AnswerFormat:
             "index": self.first_index + completion.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": None if reason is None else _FINISH_REASONS[reason],
+            "finish_reason": self._finish_reason(completion),
         }
         if self.returns_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -329,6 +338,12 @@ class AnswerFormat:
             choice["stop_reason"] = completion.stop_reason
         return choice
 
+    def _finish_reason(self, completion: CompletionOutput) -> str | None:
+        reason = completion.finish_reason
+        if reason is FinishReason.STOP and completion.index in self._calling:
+            return "tool_calls"
+        return None if reason is None else _FINISH_REASONS[reason]
+
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Return OpenAI's usage object."""
@@ -337,6 +352,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 
 

@@ -1,9 +1,10 @@
 """Messages of a conversation as OpenAI's clients send them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, WithJsonSchema
+from pydantic_core import from_json
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import (
@@ -12,14 +13,15 @@ from pdserve_router.api.openai_fields import (
     UnknownNames,
     check_refused,
 )
-from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA
+from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA, Items
 from pdserve_router.requests.request_limits import (
     MAX_ANNOTATIONS,
     MAX_CONTENT_PARTS,
+    MAX_TOOL_CALLS,
     check_num_entries,
 )
 from pdserve_router.text.messages import ChatMessage
-from pdserve_router.text.parts import Content
+from pdserve_router.text.parts import Content, MessagePart, Reasoning, ToolCall
 
 _PART = {
     "type": "object",
@@ -29,25 +31,60 @@ _PART = {
 _CONTENT = {"anyOf": [TEXT_SCHEMA, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
+class CalledFunctionBody(BaseModel):
+    """What was called."""
+
+    model_config = CONFIG
+
+    name: str
+    """Its name."""
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCallBody(BaseModel):
+    """A call that an answer made."""
+
+    model_config = CONFIG
+
+    id: str | None = None
+    """As the answer told it."""
+    type: Literal["function"] = "function"
+    """function."""
+    function: CalledFunctionBody
+    """The function."""
+
+
 class ChatMessageBody(BaseModel):
     """One message."""
 
     model_config = CONFIG
 
     role: str
-    """system or developer, user, assistant."""
+    """system or developer, user, assistant, tool."""
     content: Annotated[Any, WithJsonSchema(_CONTENT)] = None
     """A text, or a list of {"type": "text", "text": ...}; an assistant's may be null."""
-
-
-# Templates know the older name.
-_ROLES = {"developer": "system"}
+    name: str | None = None
+    """Of who speaks, for the chat template."""
+    reasoning: str | None = None
+    """An assistant's, for the chat template."""
+    reasoning_content: str | None = None
+    """The older name of reasoning."""
+    tool_calls: Items[ToolCallBody] | None = None
+    """An assistant's."""
+    tool_call_id: str | None = None
+    """A tool's: which call it answers."""
 
 
 def chat_messages(messages: Sequence[ChatMessageBody]) -> list[ChatMessage]:
     """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
     return [
-        ChatMessage(role=_ROLES.get(message.role, message.role), parts=_content(message, index))
+        ChatMessage(
+            role=message.role,
+            parts=_parts(message, f"messages[{index}]"),
+            name=message.name,
+            tool_call_id=message.tool_call_id,
+        )
         for index, message in enumerate(messages)
     ]
 
@@ -71,6 +108,8 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
             unknown.add(message.keys() - _KNOWN_IN_MESSAGE, path="messages.")
             annotations = message.get("annotations")
             check_num_entries(f"messages[{index}].annotations", annotations, MAX_ANNOTATIONS)
+        calls = message.get("tool_calls")
+        check_num_entries(f"messages[{index}].tool_calls", calls, MAX_TOOL_CALLS)
         if isinstance(parts := message.get("content"), list):
             check_num_entries(f"messages[{index}].content", parts, MAX_CONTENT_PARTS)
             for part in parts:
@@ -78,9 +117,30 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
                     unknown.add(part.keys() - _PART_FIELDS, path="messages.content.")
 
 
-def _content(message: ChatMessageBody, index: int) -> tuple[Content, ...]:
+def _parts(message: ChatMessageBody, path: str) -> tuple[MessagePart, ...]:
+    reasoning = message.reasoning or message.reasoning_content
+    calls = message.tool_calls or ()
+    return (
+        *((Reasoning(reasoning),) if reasoning else ()),
+        *_content(message, f"{path}.content"),
+        *(_tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)),
+    )
+
+
+def _tool_call(call: ToolCallBody, path: str) -> ToolCall:
+    field = f"{path}.function.arguments"
+    arguments = call.function.arguments or "{}"
+    try:
+        is_object = isinstance(from_json(arguments), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise InvalidRequestError(f"{field} is no JSON object", field=field)
+    return ToolCall(id=call.id or "", name=call.function.name, arguments=arguments)
+
+
+def _content(message: ChatMessageBody, field: str) -> tuple[Content, ...]:
     """Return what a message says: a string, or a list of text parts."""
-    field = f"messages[{index}].content"
     content = message.content
     if isinstance(content, str):
         return (Content(content),)

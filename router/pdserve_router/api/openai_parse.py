@@ -11,6 +11,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import WITHOUT_EFFECT, UnknownNames, check_refused
 from pdserve_router.api.openai_messages import check_messages
 from pdserve_router.api.openai_model import MAX_ERRORS, TOO_MANY
+from pdserve_router.api.openai_tools import check_tools
 from pdserve_router.api.openai_types import (
     ChatCompletionBody,
     GenerationBody,
@@ -40,6 +41,7 @@ def parse_body(cls: type[Body], raw: bytes) -> tuple[Body, tuple[str, ...]]:
             unknown.add(values[name].keys() - _NESTED[name], path=f"{name}.")
     if cls is ChatCompletionBody:
         check_messages(values.get("messages"), unknown)
+        check_tools(values.get("tools"), unknown)
     body = validate(cls, values)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", field="stream_options")

@@ -7,7 +7,7 @@ from pdserve_router.text.parts import (
     OutputPart,
     ToolCallDelta,
     content_of,
-    joined,
+    join_parts,
     reasoning_of,
 )
 
@@ -42,7 +42,7 @@ def _calls(parts: Sequence[OutputPart]) -> Sequence[ToolCallDelta]:
     calls = sorted(
         (part for part in parts if isinstance(part, ToolCallDelta)), key=lambda call: call.index
     )
-    return [call for call in joined(calls) if isinstance(call, ToolCallDelta)]
+    return [call for call in join_parts(calls) if isinstance(call, ToolCallDelta)]
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:

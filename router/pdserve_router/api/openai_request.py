@@ -48,6 +48,7 @@ class AnswerOptions:
     shows_prompt_logprobs: bool
     is_prompt_only: bool
     echoes_prompt: bool
+    shows_reasoning: bool
     # Of echoed prompts, one for each.
     prompt_texts: tuple[str, ...]
     # Names of fields that nobody knows.
@@ -99,6 +100,7 @@ def _answer_options(
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         is_prompt_only=body.is_prompt_only,
         echoes_prompt=body.echoes_prompt,
+        shows_reasoning=body.shows_reasoning,
         prompt_texts=prompt_texts,
         unknown_fields=unknown_fields,
     )

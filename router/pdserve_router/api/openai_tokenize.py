@@ -10,6 +10,7 @@ from pdserve_router.api.openai_fields import REFUSED, UnknownNames, check_refuse
 from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages, check_messages
 from pdserve_router.api.openai_model import CONFIG, Items
 from pdserve_router.api.openai_parse import json_object, validate
+from pdserve_router.api.openai_tools import Tools, check_tools, tool_use
 from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.request_limits import (
     INLINE_BYTES,
@@ -37,6 +38,8 @@ class TokenizeBody(BaseModel):
     """Or a conversation."""
     add_special_tokens: bool | None = None
     """Of a text: the model's special tokens around it, unless this is false."""
+    tools: Tools | None = None
+    """Of a conversation: functions that its chat template gets."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template."""
     return_token_strs: bool | None = None
@@ -61,6 +64,8 @@ async def tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -
     messages = values.get("messages")
     check_num_entries("messages", messages, MAX_ENTRIES["messages"])
     check_messages(messages, unknown)
+    check_num_entries("tools", values.get("tools"), MAX_ENTRIES["tools"])
+    check_tools(values.get("tools"), unknown)
     body = validate(TokenizeBody, values)
     processor.check_model(body.model or "")
     if body.messages is not None and body.add_special_tokens:
@@ -68,9 +73,13 @@ async def tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -
             "add_special_tokens is set: a chat template writes them itself",
             field="add_special_tokens",
         )
+    tools = tool_use(body.tools, None, is_parallel=True)
+    if tools is not None and body.messages is None:
+        raise InvalidRequestError("tools is set without messages", field="tools")
     token_ids = await processor.tokenize(
         text=body.prompt,
         messages=None if body.messages is None else chat_messages(body.messages),
+        tools=() if tools is None else tools.tools,
         template_variables=body.chat_template_kwargs or {},
         add_special_tokens=body.add_special_tokens is not False,
         max_model_len=limits.max_model_len,

@@ -32,7 +32,9 @@ from pdserve_router.api.openai_model import (
     Int,
     Items,
 )
+from pdserve_router.api.openai_tools import ToolChoice, Tools, tool_use
 from pdserve_router.requests.request_limits import MAX_PROMPTS
+from pdserve_router.requests.tool_use import ToolUse
 
 # OpenAI's default for /v1/completions; chat answers go on to the end.
 COMPLETION_MAX_TOKENS = 16
@@ -182,6 +184,11 @@ class GenerationBody(BaseModel):
         return False
 
     @property
+    def shows_reasoning(self) -> bool:
+        """Reasoning is told, apart from what is said."""
+        return True
+
+    @property
     def is_prompt_only(self) -> bool:
         """The prompt back, usually with its logprobs, and no answer: how prompts are scored."""
         return False
@@ -324,6 +331,14 @@ class ChatCompletionBody(GenerationBody):
     """Variables of the model's chat template, such as enable_thinking."""
     reasoning_effort: str | None = None
     """A variable of the chat template too."""
+    include_reasoning: bool | None = None
+    """false: an answer is told without its reasoning."""
+    tools: Tools | None = None
+    """Functions that the model may call, at most 1024; the chat template has to know of them."""
+    tool_choice: ToolChoice = None
+    """none, auto, or allowed_tools with mode auto; what asks for a call is refused yet."""
+    parallel_tool_calls: bool | None = None
+    """false: only the first call of an answer is told."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -341,7 +356,22 @@ class ChatCompletionBody(GenerationBody):
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
-        return [{"messages": chat_messages(self.messages), "template_variables": variables}]
+        prompt = {
+            "messages": chat_messages(self.messages),
+            "tools": self.tool_use(),
+            "wants_parts": True,
+            "template_variables": variables,
+        }
+        return [prompt]
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False
+
+    def tool_use(self) -> ToolUse | None:
+        """Return what an answer may call; None if nothing."""
+        is_parallel = self.parallel_tool_calls is not False
+        return tool_use(self.tools, self.tool_choice, is_parallel=is_parallel)
 
 
 def _token_id(key: str) -> int:

@@ -21,12 +21,14 @@ from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorker
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_router.chat_formats.base import ParserOptions
+from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.requests.beam_search import Beam, BeamSearch
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
-from pdserve_router.text.parts import Content
+from pdserve_router.text.parts import OutputPart, join_parts
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.origin import Origin, joined
 from pdserve_router.workers.route_chooser import Route
@@ -74,6 +76,7 @@ class BeamSearchRequest(LiveRequest):
         redrives: RedriveQueue,
         on_tokens: OnTokens,
         on_end: OnEnd,
+        parsing: ParserOptions | None = None,
     ) -> None:
         super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
         params = request.sampling_params
@@ -87,6 +90,7 @@ class BeamSearchRequest(LiveRequest):
         self._metrics = metrics
         self._redrives = redrives
         self._tokenizer = tokenizer
+        self._parsing = parsing
         self._timeline = timeline
         self._search = BeamSearch(
             params, max_tokens=params.max_tokens, stop_token_ids=_stop_token_ids(request)
@@ -177,7 +181,7 @@ class BeamSearchRequest(LiveRequest):
         wants_logprobs = self._params.logprobs is not None
         return CompletionOutput(
             index=index,
-            parts=(Content(await self._text(beam)),),
+            parts=self._parts(await self._text(beam), index),
             token_ids=beam.token_ids,
             logprobs=beam.logprobs if wants_logprobs else None,
             cumulative_logprob=beam.cumulative_logprob,
@@ -190,8 +194,12 @@ class BeamSearchRequest(LiveRequest):
             return ""
         is_cut = self._search.is_stopped(beam) and not self._params.include_stop_str_in_output
         token_ids = beam.token_ids[:-1] if is_cut else beam.token_ids
-        skipped = self._tokenizer.special_token_ids if self._params.skip_special_tokens else ()
+        skipped = silent_token_ids(self._tokenizer, self._params, self._parsing)
         return await self._tokenizer.decode_any([i for i in token_ids if i not in skipped])
+
+    def _parts(self, text: str, index: int) -> tuple[OutputPart, ...]:
+        parser = answer_parser(self._parsing, self.core_request, index)
+        return join_parts([*parser.push(text), *parser.finish()])
 
     def _finish_reason(self, beam: Beam) -> FinishReason:
         return FinishReason.STOP if self._search.is_stopped(beam) else FinishReason.LENGTH

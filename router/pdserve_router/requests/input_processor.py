@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
@@ -23,9 +24,12 @@ from pdserve_common.validation import (
     validate_sampling_params,
     validate_token_ids,
 )
+from pdserve_router.chat_formats.base import ParserOptions
+from pdserve_router.chat_formats.registry import AUTO, choose_format
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.requests.tool_use import ToolUse, check_tool_use, parser_options
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.worker_pool import ModelLimits
@@ -34,7 +38,7 @@ TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
 # How many times as long as the model takes it a prompt may be that is cut.
 MAX_TRUNCATED = 8
-CHAT_ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 # The internal id is the client's, cut to this, and a random suffix.
 _ID_CHARS = 200
 
@@ -48,6 +52,10 @@ class GenerationRequest:
     text: str | None = None
     messages: Sequence[ChatMessage] | None = None
     token_ids: Sequence[int] | None = None
+    # What an answer to messages may call.
+    tools: ToolUse | None = None
+    # Reasoning and calls apart from what is said; else all of it is text.
+    wants_parts: bool = False
     # Of the chat template, besides those that it gets anyway.
     template_variables: Mapping[str, object] = field(default_factory=dict)
     # The model's own around a text.
@@ -87,6 +95,8 @@ class ProcessedInput:
     """
 
     core_request: EngineCoreRequest
+    # How the text of the answer is read; None: it is no more than text.
+    parsing: ParserOptions | None = None
     resume: Sequence[ResumedCompletion] = ()
     arrival_ns: int
     tokenize_start_ns: int
@@ -103,11 +113,13 @@ class InputProcessor:
         model_name: str,
         default_deadline_s: float,
         max_deadline_s: float,
+        chat_format: str = AUTO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._tokenizer = tokenizer
         self._model_name = model_name
+        self._chat_format = choose_format(chat_format, tokenizer.chat_template)
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
 
@@ -125,6 +137,7 @@ class InputProcessor:
         _check_request(request)
         if request.resume:
             require_seed(request.sampling_params)
+        check_tool_use(request.tools, self._chat_format, limits.capabilities)
         # Before tokenizing, which is the expensive part.
         validate_sampling_params(
             request.sampling_params,
@@ -137,6 +150,7 @@ class InputProcessor:
             text=request.text,
             messages=request.messages,
             token_ids=request.token_ids,
+            tools=request.tools.tools if request.tools is not None else (),
             template_variables=request.template_variables,
             add_special_tokens=request.add_special_tokens,
             max_model_len=limits.max_model_len * (1 if most is None else MAX_TRUNCATED),
@@ -172,8 +186,12 @@ class InputProcessor:
             deadline=self._deadline(request.deadline, arrival_time),
             trace_headers=request.trace_headers,
         )
+        parsing = None
+        if request.wants_parts and request.messages is not None:
+            parsing = parser_options(self._chat_format, request.tools, token_ids, self._tokenizer)
         return ProcessedInput(
             core_request=engine_request,
+            parsing=parsing,
             resume=request.resume,
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,
@@ -186,6 +204,7 @@ class InputProcessor:
         text: str | None = None,
         messages: Sequence[ChatMessage] | None = None,
         token_ids: Sequence[int] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
         template_variables: Mapping[str, object] = MappingProxyType({}),
         add_special_tokens: bool = True,
         max_model_len: int,
@@ -207,7 +226,7 @@ class InputProcessor:
             for message in messages:
                 _check_role(message.role)
             return await self._tokenizer.encode_chat(
-                messages, template_variables, max_tokens=max_model_len
+                messages, template_variables, tools=tools, max_tokens=max_model_len
             )
         return token_ids or ()
 

@@ -18,10 +18,12 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.token_end import TokenEnd, token_end
+from pdserve_router.chat_formats.base import ParserOptions
+from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.detokenizer import Detokenizer
-from pdserve_router.text.parts import Content, OutputPart, content_of, joined
+from pdserve_router.text.parts import OutputPart, content_of, join_parts
 from pdserve_router.text.tokenizer import Tokenizer
 
 # Nothing precedes a prompt's first token.
@@ -58,6 +60,8 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    # Of those, what was thought before.
+    num_reasoning_tokens: int = 0
 
     @classmethod
     def total(cls, usages: Iterable["Usage"]) -> "Usage":
@@ -203,7 +207,7 @@ class RequestOutputCollector:
     def take(self) -> RequestOutput:
         """Return all that is new; the last one is `finished`."""
         self.has_output = False
-        parts = joined(self._parts)
+        parts = join_parts(self._parts)
         logprobs = LogprobsLists.join(self._logprobs) if self._logprobs else None
         completion = CompletionOutput(
             index=self._index,
@@ -261,10 +265,12 @@ class RequestState:
         "_is_end_known",
         "_metrics",
         "_params",
+        "_parser",
         "_prompt_logprobs",
         "attempt",
         "collector",
         "ending",
+        "num_reasoning_tokens",
         "num_resumed",
         "request",
         "resumed_end",
@@ -282,6 +288,7 @@ class RequestState:
         index: int = 0,
         wake: asyncio.Event | None = None,
         resumed: ResumedCompletion | None = None,
+        parsing: ParserOptions | None = None,
     ) -> None:
         self.request = request
         self.timeline = timeline
@@ -299,7 +306,10 @@ class RequestState:
         self._metrics = metrics
         # Slices of them, until the first token.
         self._prompt_logprobs: list[LogprobsLists] = []
-        self._detokenizer = _detokenizer(tokenizer, params)
+        self._detokenizer = _detokenizer(tokenizer, params, parsing)
+        self._parser = answer_parser(parsing, request, index)
+        # Of the tokens so far.
+        self.num_reasoning_tokens = 0
         self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
         if resumed is not None and resumed.is_begun:
             self._resume(resumed)
@@ -348,7 +358,9 @@ class RequestState:
         """
         detokenizer, self._detokenizer = self._detokenizer, None
         if detokenizer is not None and not self._is_end_known:
-            self.collector.put(_parts(detokenizer.finish()), ())
+            self.collector.put(
+                [*self._parser.push(detokenizer.finish()), *self._parser.finish()], ()
+            )
         self.ending = ending
         self.collector.finish(ending, is_known=self._is_end_known)
 
@@ -363,18 +375,20 @@ class RequestState:
             max_tokens=self._params.max_tokens,
             eos_token_id=self.request.eos_token_id,
         )
-        text, num_taken = self._text_of(resumed.token_ids, num_silent=self._num_silent(end))
+        parts, num_taken = self._parts_of(resumed.token_ids, num_silent=self._num_silent(end))
         if self._detokenizer is not None and self._detokenizer.stop_string is not None:
             end = TokenEnd(FinishReason.STOP, self._detokenizer.stop_string)
         if resumed.is_finished:
-            text += self._detokenizer.finish() if self._detokenizer is not None else ""
+            if self._detokenizer is not None:
+                parts += self._parser.push(self._detokenizer.finish())
+            parts += self._parser.finish()
             end = end or TokenEnd(FinishReason.STOP)
         self.token_ids.extend(resumed.token_ids[:num_taken])
         self.num_resumed = num_taken
         self.resumed_end = end
         self._is_end_known = resumed.is_finished
         has_logprobs = self._params.logprobs is not None
-        self.collector.resume(_parts(text), self.token_ids, has_logprobs=has_logprobs)
+        self.collector.resume(parts, self.token_ids, has_logprobs=has_logprobs)
 
     def _num_silent(self, end: TokenEnd | None) -> int:
         """EOS and stop tokens count as tokens and are no text."""
@@ -428,29 +442,28 @@ class RequestState:
     def _deliver(
         self, token_ids: Sequence[int], logprobs: LogprobsLists | None, *, num_silent: int
     ) -> str | None:
-        text, num_taken = self._text_of(token_ids, num_silent=num_silent)
+        parts, num_taken = self._parts_of(token_ids, num_silent=num_silent)
         self.token_ids.extend(token_ids[:num_taken])
         if logprobs is not None:
             logprobs = logprobs[:num_taken]
-        self.collector.put(_parts(text), token_ids[:num_taken], logprobs)
+        self.collector.put(parts, token_ids[:num_taken], logprobs)
         return self._detokenizer.stop_string if self._detokenizer is not None else None
 
-    def _text_of(self, token_ids: Sequence[int], *, num_silent: int) -> tuple[str, int]:
-        """Return the text that may go out with these tokens and how many of them count: those
-        behind a stop string are dropped, in however many messages they came.
+    def _parts_of(
+        self, token_ids: Sequence[int], *, num_silent: int
+    ) -> tuple[list[OutputPart], int]:
+        """Return what may go out with these tokens and how many of them count: those behind a stop
+        string are dropped, in however many messages they came.
         """
+        parts: list[OutputPart] = []
         if self._detokenizer is None:
-            return "", len(token_ids)
-        texts = []
+            return parts, len(token_ids)
         for i in range(len(token_ids) - num_silent):
-            texts.append(self._detokenizer.push(token_ids[i]))
+            parts += self._parser.push(self._detokenizer.push(token_ids[i]))
+            self.num_reasoning_tokens += self._parser.is_reasoning
             if self._detokenizer.stop_string is not None:
-                return "".join(texts), i + 1
-        return "".join(texts), len(token_ids)
-
-
-def _parts(text: str) -> Sequence[OutputPart]:
-    return (Content(text),) if text else ()
+                return parts, i + 1
+        return parts, len(token_ids)
 
 
 def _check_positions(logprobs: LogprobsLists) -> None:
@@ -462,12 +475,14 @@ def _check_positions(logprobs: LogprobsLists) -> None:
             )
 
 
-def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer | None:
+def _detokenizer(
+    tokenizer: Tokenizer, params: SamplingParams, parsing: ParserOptions | None
+) -> Detokenizer | None:
     if not params.detokenize:
         return None
     return Detokenizer(
         tokenizer.backend,
-        skipped=tokenizer.special_token_ids if params.skip_special_tokens else frozenset(),
+        skipped=silent_token_ids(tokenizer, params, parsing),
         stops=params.stop,
         include_stop=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,

@@ -15,6 +15,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_SEED
+from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import RedriveQueue
@@ -49,6 +50,7 @@ class ParentRequest(LiveRequest):
         on_tokens: OnTokens,
         on_end: OnEnd,
         resume: Sequence[ResumedCompletion] = (),
+        parsing: ParserOptions | None = None,
     ) -> None:
         super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
         params = request.sampling_params
@@ -75,6 +77,7 @@ class ParentRequest(LiveRequest):
                 resume=resume,
                 wake=self._wake,
                 siblings=self._children,
+                parsing=parsing,
             )
             for index in range(params.best_of or params.n)
         )
@@ -172,6 +175,7 @@ class ParentRequest(LiveRequest):
                 num_prompt_tokens=endings[0].usage.num_prompt_tokens,
                 num_cached_tokens=endings[0].usage.num_cached_tokens,
                 num_output_tokens=sum(ending.usage.num_output_tokens for ending in endings),
+                num_reasoning_tokens=sum(ending.usage.num_reasoning_tokens for ending in endings),
             ),
             metrics=self.measure(),
         )

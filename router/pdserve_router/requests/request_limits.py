@@ -22,6 +22,9 @@ MAX_PROMPTS = 128
 # Of one message.
 MAX_CONTENT_PARTS = 1 << 12
 MAX_ANNOTATIONS = 1 << 10
+MAX_TOOL_CALLS = 1 << 10
+# Of one request.
+MAX_TOOLS = 1 << 10
 # Of a body in JSON, names of fields included; a chat of MAX_MESSAGES has four for each.
 MAX_STRINGS = 1 << 18
 # Of a body in JSON, without strings; prompts and allowed_token_ids may have more, by the model.
@@ -43,7 +46,7 @@ MAX_PARAMS = {
     "logits_processors": MAX_LOGITS_PROCESSORS,
 }
 # Of a list or an object in JSON.
-MAX_ENTRIES = {"messages": MAX_MESSAGES, **MAX_PARAMS}
+MAX_ENTRIES = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, **MAX_PARAMS}
 
 # One character of text has at most so many bytes for each of its own in JSON: \u0000.
 _JSON_ESCAPE = 6

@@ -21,6 +21,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import KVTransferError, PdserveError
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
+from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.attempt import Attempt, HandoffOutcome
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
 from pdserve_router.requests.output_processor import Ending, RequestOutput, RequestState, Usage
@@ -59,6 +60,7 @@ class SingleCompletion(LiveRequest):
         resume: Sequence[ResumedCompletion] = (),
         wake: asyncio.Event | None = None,
         siblings: Sequence["SingleCompletion"] | None = None,
+        parsing: ParserOptions | None = None,
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
         super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
@@ -71,6 +73,7 @@ class SingleCompletion(LiveRequest):
             index=index,
             wake=wake,
             resumed=resumed,
+            parsing=parsing,
         )
         self.recovery = Recovery()
         # Of every worker that took part in the answer, also before it was resumed.
@@ -306,6 +309,7 @@ class SingleCompletion(LiveRequest):
             num_prompt_tokens=len(self.core_request.prompt_token_ids),
             num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             num_output_tokens=len(self.state.token_ids),
+            num_reasoning_tokens=self.state.num_reasoning_tokens,
         )
 
     def measure(

@@ -1,6 +1,6 @@
 """Tokens to text, one by one: whole characters only, and nothing past a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -15,7 +15,7 @@ class IncrementalDecoder:
 
     __slots__ = ("_context", "_pending", "_skipped", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._stream = DecodeStream(skip_special_tokens=False)
@@ -122,7 +122,7 @@ class Detokenizer:
         self,
         tokenizer: tokenizers.Tokenizer,
         *,
-        skipped: frozenset[int],
+        skipped: Set[int],
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,

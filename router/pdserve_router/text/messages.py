@@ -1,9 +1,10 @@
 """A turn of a conversation, and how chat templates see it."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from pdserve_router.text.parts import MessagePart, ToolCall, content_of, reasoning_of
 
@@ -45,5 +46,5 @@ class ChatMessage:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    function = {"name": call.name, "arguments": from_json(call.arguments)}
     return {"id": call.id, "type": "function", "function": function}

@@ -44,7 +44,7 @@ MessagePart = Content | Reasoning | ToolCall
 OutputPart = Content | Reasoning | ToolCallDelta
 
 
-def joined(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
+def join_parts(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
     """Return the same with as few pieces as possible, in order."""
     parts = tuple(parts)
     if len(parts) < 2:

@@ -62,6 +62,12 @@ class Tokenizer:
         self.token_text = functools.lru_cache(TOKEN_CACHE_SIZE)(self._token_text)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
+    @property
+    def chat_template(self) -> str:
+        """The model's, or all of them one behind the other; "" if it has none."""
+        template = self._pretrained.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -84,15 +90,23 @@ class Tokenizer:
         messages: Sequence[ChatMessage],
         variables: Mapping[str, Any],
         *,
+        tools: Sequence[dict[str, Any]] = (),
         max_tokens: int,
     ) -> Sequence[int]:
-        """Return the tokens of a conversation, like `encode`; the chat template gets `variables`
-        besides. Raises InvalidRequestError also for variables that are not for clients, and if the
-        template refuses them or the messages.
+        """Return the tokens of a conversation, like `encode`; the chat template gets `tools` and
+        `variables` besides. Raises InvalidRequestError also for variables that are not for clients,
+        and if the template refuses them, the tools or the messages.
         """
         self._check_variables(variables)
-        encode = functools.partial(self._encode_chat, variables=variables, max_tokens=max_tokens)
-        size = sum(CHARS_PER_MESSAGE + message.num_chars for message in messages)
+        if tools and "tools" not in self.chat_template:
+            raise InvalidRequestError(
+                "tools is set, the model's chat template knows none", field="tools"
+            )
+        encode = functools.partial(
+            self._encode_chat, tools=tools, variables=variables, max_tokens=max_tokens
+        )
+        size = sum(map(_num_chars, tools))
+        size += sum(CHARS_PER_MESSAGE + message.num_chars for message in messages)
         if size <= INLINE_CHARS:
             return encode(messages)
         return await self._in_thread(encode, messages)
@@ -116,6 +130,14 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of some tokens, special tokens included."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def _for_template(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        # Most templates know only the older name of the role.
+        older = {} if "developer" in self.chat_template else {"developer": "system"}
+        return [
+            {**message.for_template(), "role": older.get(message.role, message.role)}
+            for message in messages
+        ]
 
     def _token_text(self, token_id: int) -> str:
         return self._token_bytes(token_id).decode(errors="replace")
@@ -182,15 +204,21 @@ class Tokenizer:
             )
 
     def _encode_chat(
-        self, messages: Sequence[ChatMessage], *, variables: Mapping[str, Any], max_tokens: int
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        max_tokens: int,
     ) -> list[int]:
-        if not self._pretrained.chat_template:
+        if not self.chat_template:
             raise InvalidRequestError(
                 "messages are set, the model has no chat template", field="messages"
             )
         try:
             text = self._pretrained.apply_chat_template(
-                [message.for_template() for message in messages],
+                self._for_template(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **variables,
@@ -209,6 +237,10 @@ class Tokenizer:
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+
+def _num_chars(tool: Mapping[str, object]) -> int:
+    return len(to_json(tool))
 
 
 def _taken_variables(pretrained: PreTrainedTokenizerBase) -> frozenset[str]:

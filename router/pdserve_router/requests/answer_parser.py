@@ -1,0 +1,31 @@
+"""What reads the text of an answer, and which tokens it has to see for that."""
+
+from collections.abc import Set
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_router.chat_formats.base import Parser, ParserOptions, TextParser
+from pdserve_router.chat_formats.registry import FORMATS
+from pdserve_router.text.tokenizer import Tokenizer
+
+
+def answer_parser(
+    parsing: ParserOptions | None, request: EngineCoreRequest, index: int
+) -> Parser | TextParser:
+    """Return a parser for completion `index`; None: an answer is text."""
+    if parsing is None:
+        return TextParser()
+    # Clients may name all turns of a conversation alike; its prompt grows from turn to turn.
+    name = f"{request.external_req_id}/{len(request.prompt_token_ids)}/{index}"
+    return Parser(FORMATS[parsing.format], parsing, name)
+
+
+def silent_token_ids(
+    tokenizer: Tokenizer, params: SamplingParams, parsing: ParserOptions | None
+) -> Set[int]:
+    """Return the tokens that are not in the text that is read: special ones, but markers."""
+    if not params.skip_special_tokens:
+        return frozenset()
+    if parsing is None:
+        return tokenizer.special_token_ids
+    markers = map(tokenizer.backend.token_to_id, FORMATS[parsing.format].markers)
+    return tokenizer.special_token_ids - set(markers)
