@@ -1,5 +1,6 @@
 """What the runner remembers of a request's blocks."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from pdserve_common.engine_types import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.runner.input_batch import InputBatch
+from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SamplingState
 
 
@@ -46,6 +48,20 @@ def test_null_blocks_become_ids_that_kernels_can_load_through() -> None:
     batch = make_batch(2)
     batch.add(describe("a", ([3, 4], [NULL_BLOCK_ID, 6])))
     assert batch.block_tables[:, batch.row_of("a"), :2].tolist() == [[3, 4], [0, 6]]
+
+
+def test_a_request_may_get_several_tokens_in_a_step_or_none() -> None:
+    batch = make_batch(1)
+    for request_id in "ab":
+        batch.add(describe(request_id, ([0],)))
+    a, b = batch.row_of("a"), batch.row_of("b")
+    positions = batch.next_rows(np.array([a, b])).positions
+    assert positions.tolist() == [0, 0]
+    rows = LogitsRows(np.array([b, b, b]), np.array([0, 1, 2]), {1: (5,), 2: (5, 6)})
+    batch.append_tokens(rows, np.array([5, 6, 7]))
+    assert batch.next_rows(np.array([a, b])).positions.tolist() == [0, 3]
+    assert batch.output_token_ids(b).tolist() == [5, 6, 7]
+    assert batch.output_token_ids(a).tolist() == []
 
 
 @pytest.mark.parametrize("block_ids", [([1],), ([1], [2, 3]), ([1], [2], [3])])

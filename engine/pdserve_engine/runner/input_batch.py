@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve_engine.request.sched_output import NewRequestData
-from pdserve_engine.sampling.penalties import Rows
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.state import SamplingState
 
 
@@ -83,14 +82,19 @@ class InputBatch:
         self.block_tables[:, row, start:end] = np.maximum(block_ids, 0)
         self._num_blocks[row] = end
 
-    def append_tokens(self, rows: Rows, tokens: npt.NDArray[np.int64]) -> None:
-        """Add one sampled token to each of `rows`."""
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+    def next_rows(self, batch_rows: Rows) -> LogitsRows:
+        """Return one row of logits for each of `batch_rows`: of the token behind all it has."""
+        positions = self.num_tokens[batch_rows] - self.num_prompt_tokens[batch_rows]
+        return LogitsRows(batch_rows, positions)
 
-    def num_output_tokens(self, rows: Rows) -> Rows:
-        """Return how many tokens each of `rows` has been given so far."""
-        return self.num_tokens[rows] - self.num_prompt_tokens[rows]
+    def append_tokens(self, rows: LogitsRows, token_ids: Rows) -> None:
+        """Add the tokens that were sampled for `rows`, which count."""
+        batch_rows = rows.batch_rows
+        columns = self.num_prompt_tokens[batch_rows] + rows.positions
+        self.token_ids[batch_rows, columns] = token_ids
+        # Of several tokens of a request the last one decides.
+        self.num_tokens[batch_rows] = columns + 1
+        self.sampling.append_tokens(batch_rows, token_ids)
 
     def output_token_ids(self, row: int) -> Rows:
         """Return a view of the row's tokens behind its prompt."""

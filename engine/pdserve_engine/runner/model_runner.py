@@ -17,8 +17,8 @@ from pdserve_engine.request.sched_output import (
     SchedulerOutput,
 )
 from pdserve_engine.runner.input_batch import InputBatch
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs
-from pdserve_engine.sampling.penalties import Rows
 from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
 from pdserve_engine.sampling.state import NO_LOGPROBS, SampledTokens, SamplingState
 from pdserve_kernels.metadata import AttentionMetadata
@@ -38,9 +38,9 @@ class _Step(NamedTuple):
     starts: Rows
     query_lens: Rows
     inputs: ForwardInputs
-    # Indexes into request_ids of those that get a token, and the hidden row each gets it from.
-    sampled: npt.NDArray[np.int64]
-    logits_rows: torch.Tensor
+    logits_rows: LogitsRows
+    # [len(logits_rows)] int64 on the model's device: the hidden row that each is made from.
+    hidden_rows: torch.Tensor
 
 
 class ModelRunner:
@@ -88,7 +88,7 @@ class ModelRunner:
         step = self._prepare(scheduler_output.num_scheduled_tokens)
         hidden_states = self.model.forward(step.inputs)
         prompt_logprobs = self._prompt_logprobs(step, hidden_states)
-        if len(step.sampled):
+        if len(step.logits_rows):
             return self._sample(step, hidden_states, prompt_logprobs)
         self._synchronize()
         return ModelRunnerOutput(
@@ -142,8 +142,8 @@ class ModelRunner:
                 kv_cache=self.kv_cache.tensor,
                 metadata=self._build_metadata(rows, query_lens, seq_lens, token_rows, positions),
             ),
-            sampled=sampled,
-            logits_rows=self._to_device(ends[sampled] - 1),
+            logits_rows=batch.next_rows(rows[sampled]),
+            hidden_rows=self._to_device(ends[sampled] - 1),
         )
 
     def _build_metadata(
@@ -180,37 +180,21 @@ class ModelRunner:
         hidden_states: torch.Tensor,
         prompt_logprobs: dict[str, LogprobsLists],
     ) -> ModelRunnerOutput:
-        if len(step.logits_rows) < len(hidden_states):
-            hidden_states = hidden_states[step.logits_rows]
-        rows = step.rows[step.sampled]
-        sampled = self._choose(hidden_states, rows)
-        self._batch.append_tokens(rows, sampled.token_ids)
+        if len(step.hidden_rows) < len(hidden_states):
+            hidden_states = hidden_states[step.hidden_rows]
+        sampled = self._choose(hidden_states, step.logits_rows).accepted()
+        self._batch.append_tokens(sampled.rows, sampled.token_ids)
+        return _by_request(step, sampled, prompt_logprobs)
 
-        sampled_token_ids: list[tuple[int, ...]] = [()] * len(step.request_ids)
-        for index, token in zip(step.sampled.tolist(), sampled.token_ids.tolist(), strict=True):
-            sampled_token_ids[index] = (token,)
-        request_ids = [step.request_ids[index] for index in step.sampled.tolist()]
-        return ModelRunnerOutput(
-            request_ids=step.request_ids,
-            sampled_token_ids=tuple(sampled_token_ids),
-            logprobs={request_ids[i]: lists for i, lists in sampled.logprobs.items()},
-            prompt_logprobs=prompt_logprobs,
-            errors={request_ids[i]: message for i, message in sampled.errors.items()},
-            num_nans_in_logits={
-                request_ids[i]: int(sampled.num_nans[i]) for i in np.flatnonzero(sampled.num_nans)
-            },
-        )
-
-    def _choose(self, hidden_states: torch.Tensor, rows: Rows) -> SampledTokens:
-        """Return the next token of each of `rows`, whose hidden states [n, hidden_size] are."""
+    def _choose(self, hidden_states: torch.Tensor, rows: LogitsRows) -> SampledTokens:
+        """Return a token for each of `rows`, whose hidden states are [n, hidden_size]."""
         batch = self._batch
         if batch.sampling.is_greedy(rows):
             best = self.model.choose_greedily(hidden_states)
-            return SampledTokens(best.token_ids.cpu().numpy(), {}, {}, best.num_nans.cpu().numpy())
+            token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
+            return SampledTokens(rows, token_ids, {}, {}, num_nans)
         logits = self.model.compute_logits(hidden_states)
-        return batch.sampling.sample(
-            logits, rows, batch.num_output_tokens(rows), batch.output_token_ids
-        )
+        return batch.sampling.sample(logits, rows, batch.output_token_ids)
 
     def _prompt_logprobs(
         self, step: _Step, hidden_states: torch.Tensor
@@ -253,3 +237,27 @@ class ModelRunner:
 
 def _is_chunk(scheduled: tuple[str, int]) -> bool:
     return scheduled[1] > 1
+
+
+def _by_request(
+    step: _Step, sampled: SampledTokens, prompt_logprobs: dict[str, LogprobsLists]
+) -> ModelRunnerOutput:
+    requests = dict(zip(step.rows.tolist(), step.request_ids, strict=True))
+    request_ids = [requests[row] for row in sampled.rows.batch_rows.tolist()]
+    token_ids: dict[str, tuple[int, ...]] = dict.fromkeys(step.request_ids, ())
+    for request_id, token_id in zip(request_ids, sampled.token_ids.tolist(), strict=True):
+        token_ids[request_id] += (token_id,)
+    logprobs: dict[str, LogprobsLists] = {}
+    for i, lists in sampled.logprobs.items():
+        known = logprobs.get(request_ids[i])
+        logprobs[request_ids[i]] = lists if known is None else known + lists
+    return ModelRunnerOutput(
+        request_ids=step.request_ids,
+        sampled_token_ids=tuple(token_ids.values()),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        errors={request_ids[i]: error for i, error in sampled.errors.items()},
+        num_nans_in_logits={
+            request_ids[i]: int(sampled.num_nans[i]) for i in np.flatnonzero(sampled.num_nans)
+        },
+    )

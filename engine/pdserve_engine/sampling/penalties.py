@@ -1,5 +1,6 @@
 """Presence, frequency and repetition penalties, as vLLM defines them."""
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,9 +8,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve_common.engine_types import SamplingParams
-
-# Rows of the batch, token ids or positions.
-Rows = npt.NDArray[np.int64]
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 
 
 class _SeenTokens:
@@ -38,6 +37,15 @@ class _SeenTokens:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._token_ids[place] = token_id
         self._counts[place] += 1
+
+    def followed_by(self, token_ids: Sequence[int]) -> "_SeenTokens":
+        """Return what will have been seen when these output tokens have come as well."""
+        later = copy.copy(self)
+        later._places = self._places.copy()
+        later._token_ids, later._counts = self._token_ids.copy(), self._counts.copy()
+        for token_id in token_ids:
+            later.count(token_id)
+        return later
 
     @property
     def token_ids(self) -> Rows:
@@ -81,20 +89,20 @@ class Penalties:
         self._seen.pop(row, None)
 
     def count(self, rows: Rows, tokens: Rows) -> None:
-        """Take in one output token for each of `rows`."""
+        """Take in an output token for each of `rows`; a row may be there several times."""
         for index in self._asking(rows):
             self._seen[int(rows[index])].count(int(tokens[index]))
 
-    def apply(self, logits: torch.Tensor, rows: Rows) -> None:
+    def apply(self, logits: torch.Tensor, rows: LogitsRows) -> None:
         """Penalise fp32 logits [n, vocab_size] of n rows in place."""
-        indexes = self._asking(rows)
+        indexes = self._asking(rows.batch_rows)
         if not indexes:
             return
-        seen = [self._seen[int(rows[index])] for index in indexes]
+        seen = [self._seen_before(rows, index) for index in indexes]
         sizes = [len(tokens) for tokens in seen]
         token_ids = np.concatenate([tokens.token_ids for tokens in seen])
         where = self._to_device(np.repeat(indexes, sizes)), self._to_device(token_ids)
-        repetition = self._to_device(self._repetition[rows[indexes]].repeat(sizes))
+        repetition = self._to_device(self._repetition[rows.batch_rows[indexes]].repeat(sizes))
         reductions = self._to_device(np.concatenate([tokens.reductions for tokens in seen]))
         values = logits[where]
         # Each operation is rounded by itself, so that the bits are the same wherever a row lies.
@@ -103,6 +111,11 @@ class Penalties:
 
     def are_asked_for(self, rows: Rows) -> bool:
         return bool(self._is_asked[rows].any())
+
+    def _seen_before(self, rows: LogitsRows, index: int) -> _SeenTokens:
+        seen = self._seen[int(rows.batch_rows[index])]
+        assumed = rows.assumed.get(index)
+        return seen if assumed is None else seen.followed_by(assumed)
 
     def _asking(self, rows: Rows) -> list[int]:
         """Return the indexes of those rows that have penalties."""

@@ -10,8 +10,9 @@ import torch
 from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
 from pdserve_engine.request.sched_output import NewRequestData
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
-from pdserve_engine.sampling.penalties import Penalties, Rows
+from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import (
     NO_PROCESSORS,
     LogitsProcessorError,
@@ -28,8 +29,9 @@ DUMMY_TOKEN_ID = 0
 
 
 class SampledTokens(NamedTuple):
-    """One token for each of n rows; the dicts are by index into those rows."""
+    """One token for each of n rows of logits; the dicts are by index into those rows."""
 
+    rows: LogitsRows
     # [n] int64
     token_ids: Rows
     # One position each, of the rows that ask for logprobs and have no error.
@@ -38,6 +40,20 @@ class SampledTokens(NamedTuple):
     errors: dict[int, EngineError]
     # [n] int64: NaN in each row's logits, before any parameter.
     num_nans: Rows
+
+    def accepted(self) -> "SampledTokens":
+        """Leave out the rows that assume other tokens than were sampled."""
+        if not self.rows.assumed:
+            return self
+        indexes = self.rows.accepted(self.token_ids)
+        places = {old: new for new, old in enumerate(indexes.tolist())}
+        return SampledTokens(
+            self.rows.select(indexes),
+            self.token_ids[indexes],
+            {places[i]: lists for i, lists in self.logprobs.items() if i in places},
+            {places[i]: error for i, error in self.errors.items() if i in places},
+            self.num_nans[indexes],
+        )
 
 
 class SamplingState:
@@ -99,58 +115,66 @@ class SamplingState:
         self._has_rules[row] = False
         self._rules.pop(row, None)
 
-    def is_greedy(self, rows: Rows) -> bool:
+    def append_tokens(self, batch_rows: Rows, token_ids: Rows) -> None:
+        """Take in an output token for each of `batch_rows`, which may be there several times."""
+        self._penalties.count(batch_rows, token_ids)
+
+    def is_greedy(self, rows: LogitsRows) -> bool:
         """Do all these rows want the best token, and nothing else of their logits?"""
-        return not self._wants_logits[rows].any()
+        return not self._wants_logits[rows.batch_rows].any()
 
     def sample(
         self,
         logits: torch.Tensor,
-        rows: Rows,
-        positions: Rows,
+        rows: LogitsRows,
         output_token_ids: Callable[[int], Rows],
     ) -> SampledTokens:
         """Choose a token for each of `rows` from logits [n, vocab_size], which are changed.
 
-        `positions` are the rows' numbers of output tokens, `output_token_ids` returns a row's.
-        Logprobs are of the logits given, before any parameter. Waits for the device.
+        `output_token_ids` returns those of a row of the batch. No token counts as the request's
+        until `append_tokens` says so. Logprobs are of the logits given, before any parameter. Waits
+        for the device.
         """
+        batch_rows = rows.batch_rows
         num_nans = self._kernels.count_nans(logits).cpu().numpy()
-        asked = np.flatnonzero(self._num_logprobs[rows] != NO_LOGPROBS)
+        asked = np.flatnonzero(self._num_logprobs[batch_rows] != NO_LOGPROBS)
         raw_logits = logits[self._to_device(asked)] if len(asked) else None
-        if self._has_rules[rows].any() or self._penalties.are_asked_for(rows):
+        if self._has_rules[batch_rows].any() or self._penalties.are_asked_for(batch_rows):
             logits = logits.float()
         errors = self._apply_rules(logits, rows, output_token_ids)
         self._penalties.apply(logits, rows)
-        token_ids = self._kernels.sample(logits, self._describe(rows, positions)).cpu().numpy()
+        token_ids = self._kernels.sample(logits, self._describe(rows)).cpu().numpy()
         token_ids[list(errors)] = DUMMY_TOKEN_ID
-        self._penalties.count(rows, token_ids)
         logprobs: dict[int, LogprobsLists] = {}
         if raw_logits is not None:
-            logprobs = self._logprobs(raw_logits, rows, asked, token_ids)
+            logprobs = self._logprobs(raw_logits, batch_rows, asked, token_ids)
         for index in errors:
             logprobs.pop(index, None)
-        return SampledTokens(token_ids, logprobs, errors, num_nans)
+        return SampledTokens(rows, token_ids, logprobs, errors, num_nans)
 
-    def _describe(self, rows: Rows, positions: Rows) -> SamplingBatch:
+    def _describe(self, rows: LogitsRows) -> SamplingBatch:
+        batch_rows = rows.batch_rows
         return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            positions=positions,
+            temperature=self._temperature[batch_rows],
+            top_k=self._top_k[batch_rows],
+            top_p=self._top_p[batch_rows],
+            min_p=self._min_p[batch_rows],
+            seeds=self._seeds[batch_rows],
+            positions=rows.positions,
         )
 
     def _apply_rules(
-        self, logits: torch.Tensor, rows: Rows, output_token_ids: Callable[[int], Rows]
+        self, logits: torch.Tensor, rows: LogitsRows, output_token_ids: Callable[[int], Rows]
     ) -> dict[int, EngineError]:
         errors: dict[int, EngineError] = {}
         constrained: list[int] = []
-        for index in np.flatnonzero(self._has_rules[rows]).tolist():
-            row = int(rows[index])
+        for index in np.flatnonzero(self._has_rules[rows.batch_rows]).tolist():
+            row = int(rows.batch_rows[index])
+            before = output_token_ids(row)
+            if index in rows.assumed:
+                before = np.append(before, rows.assumed[index])
             try:
-                if self._rules[row].apply(logits[index], output_token_ids(row)):
+                if self._rules[row].apply(logits[index], before):
                     constrained.append(index)
             except LogitsProcessorError as error:
                 errors[index] = error.to_engine_error()
@@ -162,10 +186,10 @@ class SamplingState:
         return errors
 
     def _logprobs(
-        self, raw_logits: torch.Tensor, rows: Rows, asked: Rows, token_ids: Rows
+        self, raw_logits: torch.Tensor, batch_rows: Rows, asked: Rows, token_ids: Rows
     ) -> dict[int, LogprobsLists]:
         """Return the logprobs of the rows with indexes `asked`, of which raw_logits are."""
-        num_top = self._num_logprobs[rows[asked]].tolist()
+        num_top = self._num_logprobs[batch_rows[asked]].tolist()
         lists = compute_logprobs(raw_logits, self._to_device(token_ids[asked]), max(num_top))
         return {
             index: narrow(lists[i : i + 1], num_top[i]) for i, index in enumerate(asked.tolist())

@@ -13,6 +13,7 @@ from pdserve_common.engine_types import ErrorCode, ErrorFault, SamplingParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import validate_choice
 from pdserve_engine.request.sched_output import NewRequestData
+from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.processors import NO_PROCESSORS
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_engine.sampling.state import SamplingState
@@ -114,8 +115,8 @@ def test_a_ban_at_run_time_is_the_requests_own_and_leaves_other_rows_alone(
         )
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(3, 1)
     outputs = np.array(answer, dtype=np.int64)
-    rows = np.arange(3)
-    sampled = state.sample(logits, rows, np.full(3, len(answer)), lambda row: outputs)
+    rows = LogitsRows(np.arange(3), np.full(3, len(answer)))
+    sampled = state.sample(logits, rows, lambda row: outputs)
     assert [int(sampled.token_ids[row]) for row in (0, 2)] == [3, 3]
     left = choices(params, eos, answer)
     if left:

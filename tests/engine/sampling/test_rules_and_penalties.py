@@ -13,6 +13,7 @@ from sampling_reference import adjusted
 
 from pdserve_common.engine_types import SamplingParams
 from pdserve_common.validation import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.penalties import Penalties
 from pdserve_engine.sampling.processors import NO_PROCESSORS
 from pdserve_engine.sampling.rules import TokenRules
@@ -39,6 +40,10 @@ def make_penalties(params: SamplingParams, *, row: int = 0, num_known: int = 7) 
     penalties = Penalties(max_num_seqs=8, device=CPU)
     penalties.add(row, params, PROMPT + OUTPUT[:num_known], len(PROMPT))
     return penalties
+
+
+def rows_of(*batch_rows: int) -> LogitsRows:
+    return LogitsRows(np.array(batch_rows), np.zeros(len(batch_rows), dtype=np.int64))
 
 
 RULES = {
@@ -92,7 +97,7 @@ def test_penalties_are_those_of_the_reference(
 ) -> None:
     params = SamplingParams(**wanted)
     penalised = logits.unsqueeze(0).clone()
-    make_penalties(params).apply(penalised, np.array([0]))
+    make_penalties(params).apply(penalised, rows_of(0))
     expected = adjusted(logits, params, PROMPT, OUTPUT)
     torch.testing.assert_close(penalised[0].double(), expected, rtol=1e-5, atol=1e-5)
     seen = {*PROMPT, *OUTPUT}
@@ -111,11 +116,27 @@ def test_counting_tokens_as_they_come_is_counting_them_at_once(
     for token in OUTPUT[2:]:
         by_and_by.count(np.array([1, 3, 4]), np.array([8, token, 9]))
     both = logits.repeat(2, 1)
-    by_and_by.apply(both, np.array([1, 3]))
+    by_and_by.apply(both, rows_of(1, 3))
     at_once = logits.unsqueeze(0).clone()
-    make_penalties(params).apply(at_once, np.array([0]))
+    make_penalties(params).apply(at_once, rows_of(0))
     assert torch.equal(both[0], logits)
     assert torch.equal(both[1], at_once[0])
+
+
+@pytest.mark.parametrize("wanted", PENALTIES, ids=str)
+def test_assumed_tokens_count_for_their_own_row_of_logits(
+    logits: torch.Tensor, wanted: dict[str, float]
+) -> None:
+    params = SamplingParams(**wanted)
+    penalties = make_penalties(params, num_known=1)
+    rows = LogitsRows(np.array([0, 0]), np.array([1, 7]), {1: tuple(OUTPUT[1:])})
+    for _ in range(2):
+        both = logits.repeat(2, 1)
+        penalties.apply(both, rows)
+        for penalised, num_known in zip(both, (1, 7), strict=True):
+            expected = logits.unsqueeze(0).clone()
+            make_penalties(params, num_known=num_known).apply(expected, rows_of(0))
+            assert torch.equal(penalised, expected[0])
 
 
 @settings(deadline=None)
@@ -135,7 +156,7 @@ def test_permitted_penalties_leave_logits_finite(
     penalties = Penalties(max_num_seqs=1, device=CPU)
     penalties.add(0, params, [0, 1, 0, 1, 2], 2)
     logits = torch.tensor([values], dtype=torch.float32)
-    penalties.apply(logits, np.array([0]))
+    penalties.apply(logits, rows_of(0))
     assert (logits / MIN_TEMPERATURE).isfinite().all()
 
 
@@ -143,9 +164,9 @@ def test_a_row_forgets_its_last_request(logits: torch.Tensor) -> None:
     penalties = make_penalties(SamplingParams(presence_penalty=1.0))
     penalties.remove(0)
     plain = logits.unsqueeze(0).clone()
-    penalties.apply(plain, np.array([0]))
+    penalties.apply(plain, rows_of(0))
     assert torch.equal(plain[0], logits)
     params = SamplingParams(repetition_penalty=2.0)
     penalties.add(0, params, [17, 18], 1)
-    penalties.apply(plain, np.array([0]))
+    penalties.apply(plain, rows_of(0))
     torch.testing.assert_close(plain[0].double(), adjusted(logits, params, [17], [18]))

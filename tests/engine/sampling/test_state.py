@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_engine.request.sched_output import NewRequestData
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
 from pdserve_engine.sampling.state import SamplingState
 
@@ -100,12 +102,11 @@ class Batch:
         self, rows: Sequence[int], logits: torch.Tensor
     ) -> tuple[list[int], dict[int, LogprobsLists], dict[int, EngineError]]:
         """The dicts are by row."""
+        positions = np.array([len(self.outputs[row]) for row in rows])
         result = self.state.sample(
-            logits.clone(),
-            np.array(rows),
-            np.array([len(self.outputs[row]) for row in rows]),
-            lambda row: np.array(self.outputs[row], dtype=np.int64),
+            logits.clone(), LogitsRows(np.array(rows), positions), self.output_token_ids
         )
+        self.state.append_tokens(np.array(rows), result.token_ids)
         tokens = result.token_ids.tolist()
         for row, token in zip(rows, tokens, strict=True):
             self.outputs[row].append(token)
@@ -114,6 +115,30 @@ class Batch:
             {rows[i]: lists for i, lists in result.logprobs.items()},
             {rows[i]: error for i, error in result.errors.items()},
         )
+
+    def sample_behind(
+        self, drafts: Sequence[Sequence[int]], logits: torch.Tensor
+    ) -> list[list[tuple[list[int], dict[int, LogprobsLists], dict[int, EngineError]]]]:
+        """Sample row by row behind all it has and behind each of its drafts; return for each row
+        what `sample` would for every token that counts.
+        """
+        each = [(row, tuple(d[:i])) for row, d in enumerate(drafts) for i in range(1 + len(d))]
+        batch_rows = np.array([row for row, _ in each])
+        positions = np.array([len(self.outputs[row]) + len(assumed) for row, assumed in each])
+        assumed = {i: assumed for i, (_, assumed) in enumerate(each) if assumed}
+        rows = LogitsRows(batch_rows, positions, assumed)
+        sampled = self.state.sample(logits.clone(), rows, self.output_token_ids).accepted()
+        self.state.append_tokens(sampled.rows.batch_rows, sampled.token_ids)
+        results: list[list[Any]] = [[] for _ in drafts]
+        for i, row in enumerate(sampled.rows.batch_rows.tolist()):
+            token = int(sampled.token_ids[i])
+            self.outputs[row].append(token)
+            both = (sampled.logprobs, sampled.errors)
+            results[row].append(([token], *({row: d[i]} if i in d else {} for d in both)))
+        return results
+
+    def output_token_ids(self, row: int) -> Rows:
+        return np.array(self.outputs[row], dtype=np.int64)
 
 
 def make_logits(n: int, *, seed: int = 0) -> torch.Tensor:
@@ -168,6 +193,39 @@ def test_each_request_gets_what_it_would_get_alone(
             assert tokens[index : index + 1] == expected[0]
             assert logprobs.get(rows[index]) == expected[1].get(0)
             assert errors.get(rows[index]) == expected[2].get(0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    requests=st.lists(
+        st.tuples(PARAMS, st.lists(TOKEN_IDS, max_size=2), st.integers(0, 5), st.integers(0, 5)),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_rows_that_assume_the_right_tokens_bring_what_steps_one_by_one_would(
+    requests: list[tuple[SamplingParams, list[int], int, int]], seed: int
+) -> None:
+    one_by_one, at_once, again = Batch(), Batch(), Batch()
+    drafts, logits, expected = [], [], []
+    for row, (params, output, num_drafts, num_right) in enumerate(requests):
+        for batch in (one_by_one, at_once):
+            batch.add(row, params, output=output, seed=seed)
+        # The same ones each time: what was likely once is what penalties tell apart.
+        logits.append(make_logits(1, seed=seed + row).repeat(1 + num_drafts, 1))
+        steps = [one_by_one.sample([row], each) for each in logits[-1].split(1)]
+        right = [tokens[0] for tokens, _, _ in steps[:num_right]]
+        drafts.append(
+            [*right, *((tokens[0] + 1) % VOCAB_SIZE for tokens, _, _ in steps[num_right:])]
+        )
+        del drafts[-1][num_drafts:]
+        expected.append(steps[: 1 + num_right])
+    assert at_once.sample_behind(drafts, torch.cat(logits)) == expected
+    for row, (params, _, _, _) in enumerate(requests):
+        again.add(row, params, output=at_once.outputs[row], seed=seed)
+    rows, next_logits = range(len(requests)), torch.cat([each[:1] for each in logits])
+    assert at_once.sample(rows, next_logits) == again.sample(rows, next_logits)
 
 
 @settings(deadline=None, max_examples=20)
