@@ -44,21 +44,24 @@ class Engine:
         self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
-        pool = BlockPool(num_blocks, enable_caching=True)
-        self.kv = KVCacheManager(pool, BLOCK_SIZE, spec.windows, max_tokens_in_flight=2 * CHUNK)
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK), self.kv
-        )
         runner = ModelRunner(
             load_model(model_dir, config, device=CPU),
             self.cache,
             max_num_seqs=4,
             max_model_len=config.max_model_len,
         )
+        executor = UniprocExecutor(runner, async_scheduling=async_scheduling)  # type: ignore[arg-type]
+        self.kv = KVCacheManager(
+            BlockPool(num_blocks, enable_caching=True),
+            BLOCK_SIZE,
+            spec.windows,
+            max_tokens_in_flight=executor.max_concurrent_batches * CHUNK,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK), self.kv
+        )
         self.core = EngineCore(
-            scheduler=self.scheduler,
-            executor=UniprocExecutor(runner, async_scheduling=async_scheduling),  # type: ignore[arg-type]
-            max_model_len=config.max_model_len,
+            scheduler=self.scheduler, executor=executor, max_model_len=config.max_model_len
         )
         self.peak = 0
 
@@ -108,10 +111,13 @@ def test_greedy_text_is_that_of_transformers(
     engine.cache.close()
 
 
-def test_a_sliding_model_needs_its_window_not_its_length(make_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_sliding_model_needs_its_window_not_its_length(
+    make_model: Callable[..., Path], async_scheduling: bool
+) -> None:
     architecture, overrides = MODELS["all sliding"]
     folder = make_model(architecture, **overrides)
-    engine = Engine(folder, num_blocks=100, async_scheduling=False)
+    engine = Engine(folder, num_blocks=100, async_scheduling=async_scheduling)
     engine.generate({"long": make_prompt(700)}, 30)
     num_blocks = engine.kv.num_blocks_needed(700 + 30)
     assert engine.peak <= num_blocks < -(-700 // BLOCK_SIZE) / 4

@@ -104,6 +104,19 @@ def test_an_unsized_pool_takes_what_is_sensible(
         assert pool_of(engine).num_bytes == expected_bytes // BLOCK_BYTES * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_of_a_sliding_model_is_counted_with_the_steps_in_flight(
+    make_model: Callable[..., Path], async_scheduling: bool
+) -> None:
+    model = make_model("MistralForCausalLM", sliding_window=33)
+    fields = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 64}
+    with loaded(model, **fields) as engine:
+        # 32 tokens are seen before those of the steps, and both may begin anywhere in a block.
+        num_positions = 32 + 64 * engine.core.executor.max_concurrent_batches
+        needed = engine.core.scheduler.kv.num_blocks_needed(2048)
+    assert needed == num_positions // 16 + 1
+
+
 def test_the_largest_step_fills_token_budget_and_batch(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

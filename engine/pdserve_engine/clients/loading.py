@@ -141,7 +141,9 @@ def _make_pool(
     Raises ValueError for sizes that do not fit.
     """
     num_blocks = executor.determine_num_blocks()
-    manager = make_kv_cache_manager(config, source.spec, num_blocks)
+    manager = make_kv_cache_manager(
+        config, source.spec, num_blocks, max_concurrent_batches=executor.max_concurrent_batches
+    )
     max_model_len = fit_max_model_len(config, source.config.max_model_len, manager)
     _check_chunks(config, max_model_len)
     executor.make_pool(num_blocks, max_model_len=max_model_len)

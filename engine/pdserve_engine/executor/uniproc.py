@@ -39,7 +39,7 @@ class UniprocExecutor:
         return self.rank.load()
 
     def determine_num_blocks(self) -> int:
-        return self.rank.determine_num_blocks()
+        return self.rank.determine_num_blocks(max_concurrent_batches=self.max_concurrent_batches)
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self.rank.make_pool(num_blocks, max_model_len=max_model_len)

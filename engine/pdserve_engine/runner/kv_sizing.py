@@ -27,15 +27,14 @@ AUTO_CPU_SHARE = 0.25
 
 
 def make_kv_cache_manager(
-    config: EngineConfig, spec: KVCacheSpec, num_blocks: int
+    config: EngineConfig, spec: KVCacheSpec, num_blocks: int, *, max_concurrent_batches: int
 ) -> KVCacheManager:
-    """Return the book-keeping of a pool."""
+    """Return the book-keeping of a pool, for as many steps in flight as the executor allows."""
     return KVCacheManager(
         BlockPool(num_blocks, enable_caching=config.enable_prefix_caching),
         config.block_size,
         spec.windows,
-        # One step is being computed while the next is planned.
-        max_tokens_in_flight=2 * config.scheduler.max_num_batched_tokens,
+        max_tokens_in_flight=max_concurrent_batches * config.scheduler.max_num_batched_tokens,
     )
 
 
@@ -46,7 +45,7 @@ def measure_largest_step(
     took at its peak besides weights and pool. What it initialises stays so: it is the warm-up.
     """
     lengths = _prompt_lengths(config, model.config.max_model_len - 2)
-    arithmetic = make_kv_cache_manager(config, spec, 1)
+    arithmetic = make_kv_cache_manager(config, spec, 1, max_concurrent_batches=1)
     # Admission holds blocks back for what runs already: up to two a request and group.
     num_blocks = 2 * arithmetic.num_groups * len(lengths)
     num_blocks += sum(arithmetic.num_blocks_needed(length + 2) for length in lengths)
@@ -72,7 +71,13 @@ def measure_largest_step(
 
 
 def num_blocks_that_fit(
-    config: EngineConfig, spec: KVCacheSpec, device: torch.device, *, max_model_len: int, step: int
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    max_concurrent_batches: int,
+    step: int,
 ) -> int:
     """Return the size of the pool: as configured, or as large as is sensible. The weights are
     loaded; `step` is the number of bytes that steps take at their peak.
@@ -87,7 +92,11 @@ def num_blocks_that_fit(
     elif device.type == "cuda":
         wanted = room
     else:
-        wanted = _auto_cpu_bytes(config, spec, max_model_len, room)
+        arithmetic = make_kv_cache_manager(
+            config, spec, 1, max_concurrent_batches=max_concurrent_batches
+        )
+        one_request = arithmetic.num_blocks_needed(max_model_len) * spec.block_bytes
+        wanted = _auto_cpu_bytes(one_request, room)
     wanted = max(wanted, spec.block_bytes)
     if wanted > room:
         raise ValueError(
@@ -148,7 +157,7 @@ def _make_plain_scheduler(config: EngineConfig, pool: KVCache) -> Scheduler:
         kv_watermark=0.0,
     )
     plain = dataclasses.replace(config, enable_prefix_caching=False)
-    manager = make_kv_cache_manager(plain, pool.spec, pool.num_blocks)
+    manager = make_kv_cache_manager(plain, pool.spec, pool.num_blocks, max_concurrent_batches=1)
     return Scheduler(settings, manager)
 
 
@@ -160,8 +169,6 @@ def _room(config: EngineConfig, device: torch.device) -> int:
     return available_host_bytes()
 
 
-def _auto_cpu_bytes(config: EngineConfig, spec: KVCacheSpec, max_model_len: int, room: int) -> int:
-    arithmetic = make_kv_cache_manager(config, spec, 1)
-    one_request = arithmetic.num_blocks_needed(max_model_len) * spec.block_bytes
+def _auto_cpu_bytes(one_request: int, room: int) -> int:
     wanted = min(max(one_request, MIN_AUTO_CPU_BYTES), MAX_AUTO_CPU_BYTES)
     return min(wanted, int(room * AUTO_CPU_SHARE))

@@ -38,14 +38,19 @@ class Rank:
             kernels=name_of(select(device)),
         )
 
-    def determine_num_blocks(self) -> int:
+    def determine_num_blocks(self, *, max_concurrent_batches: int) -> int:
         spec, device = self._source.spec, self._source.device
         step_bytes = measure_largest_step(self._config, self._model, spec, device)
         logger.info("the largest step takes %.0f MiB besides weights and KV", step_bytes / 2**20)
         release_unused(device)
         max_model_len = self._model.config.max_model_len
         return num_blocks_that_fit(
-            self._config, spec, device, max_model_len=max_model_len, step=step_bytes
+            self._config,
+            spec,
+            device,
+            max_model_len=max_model_len,
+            max_concurrent_batches=max_concurrent_batches,
+            step=step_bytes,
         )
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
