@@ -38,6 +38,7 @@ from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
+from pdserve_engine.runner.rank import Rank
 from support.waiting import until
 
 PROMPT = (5, 6, 7)
@@ -149,7 +150,7 @@ async def until_idle(engine: WorkerEngine) -> None:
     assert engine.stats().num_running_reqs == engine.stats().num_waiting_reqs == 0
 
 
-async def kill(engine: WorkerEngine) -> str:
+def kill(engine: WorkerEngine, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make the engine die and return a piece of what is to be said of it."""
     if isinstance(engine, SubprocessEngineClient):
         engine._process.kill()
@@ -158,7 +159,7 @@ async def kill(engine: WorkerEngine) -> str:
     def fail(*_: object) -> None:
         raise RuntimeError("no more")
 
-    engine._core.executor.rank.execute_model = fail  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(Rank, "execute_model", fail)
     return "no more"
 
 
@@ -545,13 +546,13 @@ async def test_a_drain_that_takes_too_long_hands_the_rest_back(
 
 
 async def test_a_dead_engine_tells_every_front_end_and_takes_nothing_more(
-    kind: str, start: Callable[..., Any]
+    kind: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start(kind) as engine:
         one, two = Client(engine), Client(engine)
         one.add("a", max_tokens=LONG)
         await until(lambda: one.tokens("a"))
-        told = await kill(engine)
+        told = kill(engine, monkeypatch)
         for client in (one, two):
             await until(lambda client=client: client.messages and client.messages[-1].engine_dead)
             assert [bool(m.engine_dead) for m in client.messages].count(True) == 1
@@ -593,12 +594,14 @@ async def test_closing_gives_everything_back_and_may_be_repeated(
     await until(lambda: held() <= before)
 
 
-async def test_a_killed_engine_leaves_nothing_behind(kind: str, start: Callable[..., Any]) -> None:
+async def test_a_killed_engine_leaves_nothing_behind(
+    kind: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = held()
     async with start(kind) as engine:
         client = Client(engine)
         client.add("a", max_tokens=LONG)
-        await kill(engine)
+        kill(engine, monkeypatch)
         await until(engine.problem)
     await until(lambda: held() <= before)
 

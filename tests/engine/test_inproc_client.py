@@ -5,6 +5,7 @@ test_engine_client_contract.py.
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, Sa
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select
-from support.steps import held_steps
+from support.steps import before_steps, held_steps
 from support.waiting import until
 
 CPU = torch.device("cpu")
@@ -82,21 +83,20 @@ async def test_a_request_is_queued_from_its_arrival_on_whatever_the_engine_does(
     )
     messages: list[EngineCoreOutputs] = []
     index = engine.register_client(messages.append)
-    may_go_on = threading.Event()
-    engine._post(lambda: may_go_on.wait(60))  # as a step does
     request = EngineCoreRequest(
         request_id="a",
         prompt_token_ids=(5, 6, 7),
         sampling_params=SamplingParams(max_tokens=1),
         client_index=index,
     )
-    engine.add_request(request)
-    await asyncio.sleep(HELD_S)
-    may_go_on.set()
-    await until(lambda: any(o.finished for m in messages for o in m.outputs))
-    (stats,) = (o.prefill_stats for m in messages for o in m.outputs if o.new_token_ids)
-    assert stats is not None
-    assert stats.queue_s >= HELD_S
+    with held_steps() as held:
+        engine.add_request(request)
+        await until(held.has_begun.is_set)
+        engine.add_request(dataclasses.replace(request, request_id="b"))
+        await asyncio.sleep(HELD_S)
+    await until(lambda: sum(o.finished for m in messages for o in m.outputs) == 2)
+    outputs = {o.request_id: o for m in messages for o in m.outputs if o.new_token_ids}
+    assert outputs["b"].prefill_stats.queue_s >= HELD_S
     await engine.close()
 
 
@@ -122,11 +122,17 @@ async def test_an_engine_stays_on_its_cores_with_a_thread_for_each(
     # The loading thread would keep a team of its own.
     await until(lambda: not [name for name in thread_names() if name.startswith("load")])
     seen: list[tuple[int, set[int]]] = []
-    engine._post(
-        lambda: seen.append((ctypes.CDLL(None).omp_get_max_threads(), os.sched_getaffinity(0)))
-    )
-    await until(lambda: seen)
-    assert seen == [(1, {core})]
+    omp = ctypes.CDLL(None)
+    with before_steps(
+        lambda step: seen.append((omp.omp_get_max_threads(), os.sched_getaffinity(0)))
+    ):
+        engine.add_request(
+            EngineCoreRequest(
+                request_id="a", prompt_token_ids=(5,), sampling_params=SamplingParams(max_tokens=1)
+            )
+        )
+        await until(lambda: seen)
+    assert seen[0] == (1, {core})
     await engine.close()
 
 
@@ -158,19 +164,20 @@ async def test_compute_threads_stay_on_a_core_each_and_sleep_when_idle(
     outputs: list[EngineCoreOutputs] = []
     index = engine.register_client(outputs.append)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    engine.add_request(
-        EngineCoreRequest(
-            request_id="a", prompt_token_ids=(5, 6, 7), sampling_params=params, client_index=index
+    engines_own: list[set[int]] = []
+    with before_steps(lambda step: engines_own.append(os.sched_getaffinity(0))):
+        engine.add_request(
+            EngineCoreRequest(
+                request_id="a",
+                prompt_token_ids=(5, 6, 7),
+                sampling_params=params,
+                client_index=index,
+            )
         )
-    )
-    await until(lambda: any(o.finished for m in outputs for o in m.outputs))
+        await until(lambda: any(o.finished for m in outputs for o in m.outputs))
+    assert engines_own[0] == {first, last}
     # The loading thread's team ends some time after it.
     await until(lambda: cores_of_threads().count({last}) == 1 and {first} not in cores_of_threads())
-    engines_own: list[set[int]] = []
-    engine._post(lambda: engines_own.append(os.sched_getaffinity(0)))
-    await until(lambda: engines_own)
-    assert engines_own == [{first, last}]
-
     assert await falls_asleep()
     await engine.close()
 
