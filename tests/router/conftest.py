@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and raw_http2
@@ -160,3 +161,10 @@ async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     yield crew
     for worker in crew.workers:
         await worker.close()
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the stack's HTTP port."""
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        yield client

@@ -19,7 +19,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_router.requests.beam_search import BeamSearch
-from support.fake_worker import EOS, PREFILL_STATS
+from support.fake_worker import EOS, PREFILL_STATS, hang
 from support.waiting import until
 
 PROMPT = [40, 41, 42]
@@ -54,10 +54,6 @@ async def predict(running) -> None:
         new_logprobs=top,
         prefill_stats=PREFILL_STATS,
     )
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 def at_step(step: int, behave):

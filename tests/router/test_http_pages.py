@@ -24,12 +24,6 @@ async def stack(start_stack):
         await stack.assert_idle()
 
 
-@pytest.fixture
-async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
 async def test_the_version(http) -> None:
     assert (await http.get("/version")).json() == {"version": VERSION}
 

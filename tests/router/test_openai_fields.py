@@ -1,6 +1,5 @@
 """Fields of clients: unknown ones, those without effect, those refused, and vLLM's own."""
 
-import json
 import logging
 
 import httpx
@@ -17,7 +16,7 @@ from pdserve_router.api.openai_fields import (
 )
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.tokenizer import Tokenizer
-from support.router_stack import ANSWER_TEXT
+from support.router_stack import ANSWER_TEXT, events_of
 
 QUESTION = {"role": "user", "content": "hello"}
 CHAT = {"model": "tiny", "messages": [QUESTION]}
@@ -34,18 +33,6 @@ async def stack(start_stack):
     async with start_stack(http=True) as stack:
         yield stack
         await stack.assert_idle()
-
-
-@pytest.fixture
-async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
-def events_of(text: str) -> list:
-    *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert end == "[DONE]"
-    return list(map(json.loads, lines))
 
 
 async def answer_to(http, path: str, **changes) -> dict:

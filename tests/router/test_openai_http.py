@@ -18,8 +18,8 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
-from support.fake_worker import EOS
-from support.router_stack import ANSWER_TEXT
+from support.fake_worker import EOS, hang
+from support.router_stack import ANSWER_TEXT, events_of
 from support.waiting import until
 
 MANY = 1000
@@ -34,22 +34,6 @@ async def stack(start_stack):
     async with start_stack(http=True) as stack:
         yield stack
         await stack.assert_idle()
-
-
-@pytest.fixture
-async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url, timeout=30) as client:
-        yield client
-
-
-def events_of(text: str) -> list:
-    assert text.endswith("data: [DONE]\n\n")
-    lines = [line for line in text.split("\n\n") if line]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 async def test_a_completion(http) -> None:

@@ -35,6 +35,7 @@ from support.fake_worker import (
     Running,
     decode,
     engine_info,
+    hang,
     prefill,
 )
 from support.router_stack import TIMINGS
@@ -119,10 +120,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
             yield stage
 
     return start
-
-
-async def hang(running: Running) -> None:
-    await asyncio.Event().wait()
 
 
 async def fail(running: Running) -> None:

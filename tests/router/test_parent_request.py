@@ -11,7 +11,7 @@ from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, WorkerRole
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
-from support.fake_worker import PREFILL_STATS, decode, prefill
+from support.fake_worker import PREFILL_STATS, decode, hang, prefill
 from support.router_stack import ANSWER_TEXT, Stack
 from support.waiting import until
 
@@ -24,18 +24,11 @@ def request(**fields) -> pb2.GenerateRequest:
 
 
 async def generate(stack, timeout=None, **fields) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(request(**fields), timeout=timeout)
-    outputs = [response.output async for response in call]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return outputs
+    return await stack.generate(request(**fields), timeout=timeout)
 
 
 def index_of(running) -> int:
     return int(running.request.request_id.split("_")[0])
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 async def decode_cut(running) -> None:

@@ -22,8 +22,8 @@ from pdserve_common.engine_types import (
 from pdserve_router.requests import single_completion
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.worker_client import WorkerState
-from support.fake_worker import EOS, Running, decode, prefill
-from support.router_stack import ANSWER_TEXT
+from support.fake_worker import EOS, Running, decode, hang, prefill
+from support.router_stack import ANSWER_TEXT, text_of, tokens_of
 from support.waiting import until
 
 RETRYABLE = (
@@ -42,22 +42,7 @@ def request(**fields) -> pb2.GenerateRequest:
 
 
 async def generate(stack, timeout=30, **fields) -> list[pb2.RequestOutput]:
-    return await collect(stack, request(**fields), timeout=timeout)
-
-
-async def collect(stack, asked: pb2.GenerateRequest, timeout=30) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(asked, timeout=timeout)
-    outputs = [response.output async for response in call]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return outputs
-
-
-def tokens_of(outputs) -> list[int]:
-    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
-
-
-def text_of(outputs) -> str:
-    return "".join(output.outputs[0].text for output in outputs)
+    return await stack.generate(request(**fields), timeout=timeout)
 
 
 def ending(outputs):
@@ -66,10 +51,6 @@ def ending(outputs):
 
 def own_behaviour(running: Running):
     return prefill if running.worker.info.role is WorkerRole.PREFILL else decode
-
-
-async def hang(running: Running) -> None:
-    await asyncio.Event().wait()
 
 
 def fail(running: Running, code=ErrorCode.ENGINE_DEAD, **more) -> None:
@@ -197,7 +178,7 @@ async def test_what_a_worker_does_not_read_goes_to_another(
         params = core.SamplingParams(seed=7)
         calls = [
             asyncio.ensure_future(
-                collect(stack, pb2.GenerateRequest(tokens=prompt, sampling_params=params))
+                stack.generate(pb2.GenerateRequest(tokens=prompt, sampling_params=params))
             )
             for _ in range(100)
         ]

@@ -16,6 +16,7 @@ from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_common.logging import make_formatter
 from pdserve_router.requests import request_log
 from pdserve_router.requests.request_log import MAX_LINES_PER_S, RequestLine, RequestLog
+from support.fake_worker import hang
 from support.router_stack import ANSWER_TEXT
 from support.waiting import until
 
@@ -63,16 +64,6 @@ async def stack(start_stack: Any) -> AsyncIterator[Any]:
     async with start_stack(http=True, max_body_bytes=2000) as stack:
         yield stack
         await stack.assert_idle()
-
-
-@pytest.fixture
-async def http(stack: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
-async def hang(running: Any) -> None:
-    await asyncio.Event().wait()
 
 
 async def begin_and_hang(running: Any) -> None:

@@ -26,7 +26,7 @@ from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.parts import ToolCallDelta
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, decode, logprobs_of
-from support.router_stack import ANSWER_TEXT
+from support.router_stack import ANSWER_TEXT, parts_of, text_of, tokens_of
 from support.waiting import until
 
 CUMULATIVE = core.REQUEST_OUTPUT_KIND_CUMULATIVE
@@ -142,22 +142,7 @@ def request(resume=(), n=1, **params) -> pb2.GenerateRequest:
 
 
 async def generate(stack, **fields) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(request(**fields), timeout=30)
-    outputs = [response.output async for response in call]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return outputs
-
-
-def parts_of(outputs, index=0):
-    return [c for output in outputs for c in output.outputs if c.index == index]
-
-
-def tokens_of(outputs, index=0) -> list[int]:
-    return [token_id for part in parts_of(outputs, index) for token_id in part.token_ids]
-
-
-def text_of(outputs, index=0) -> str:
-    return "".join(part.text for part in parts_of(outputs, index))
+    return await stack.generate(request(**fields))
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """What n, best_of and beam search share: for the router's limits each is one request."""
 
-import asyncio
-
 import grpc
 import httpx
 import pytest
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
-from support.fake_worker import decode, prefill
+from support.fake_worker import decode, hang, prefill
 from support.waiting import until
 
 KINDS = {
@@ -30,10 +28,6 @@ async def status_of(call) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     return caught.value.code(), caught.value.details()
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 def hang_everywhere(stack) -> None:

@@ -21,12 +21,6 @@ async def stack(start_stack):
         await stack.assert_idle()
 
 
-@pytest.fixture
-async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
 def texts_of(chunks: list) -> dict[int, str]:
     """Text by choice."""
     texts: dict[int, str] = {}

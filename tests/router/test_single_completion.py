@@ -13,8 +13,8 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, ErrorFault, FinishReason
 from pdserve_router.requests.request_metrics import FIRST_ITL_STAGES, TTFT_STAGES
 from pdserve_router.workers.worker_client import WorkerState
-from support.fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, prefill
-from support.router_stack import ANSWER_TEXT, Stack
+from support.fake_worker import EOS, KV_STATS, PREFILL_STATS, decode, hang, prefill
+from support.router_stack import ANSWER_TEXT, Stack, text_of
 from support.waiting import until
 
 
@@ -25,22 +25,11 @@ def request(**fields) -> pb2.GenerateRequest:
 
 
 async def generate(stack, timeout=None, **fields) -> list[pb2.RequestOutput]:
-    call = stack.stub.Generate(request(**fields), timeout=timeout)
-    outputs = [response.output async for response in call]
-    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    return outputs
-
-
-def text_of(outputs) -> str:
-    return "".join(output.outputs[0].text for output in outputs)
+    return await stack.generate(request(**fields), timeout=timeout)
 
 
 def ending(outputs):
     return outputs[-1].outputs[0]
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 async def first_token(stack: Stack) -> None:

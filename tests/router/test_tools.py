@@ -34,12 +34,6 @@ async def stack(start_stack):
 
 
 @pytest.fixture
-async def http(stack):
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
 async def client(stack):
     async with openai.AsyncOpenAI(
         base_url=f"{stack.url}/v1", api_key="unused", max_retries=0

@@ -20,7 +20,7 @@ from pdserve_common.errors import NoWorkerError
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
-from support.fake_worker import MODEL, FakeWorker
+from support.fake_worker import MODEL, FakeWorker, hang
 from support.router_stack import TIMINGS
 from support.waiting import until
 
@@ -95,10 +95,6 @@ class Link:
 
     def ends(self, request_id: str) -> list:
         return [output for output in self.outputs[request_id] if output.finished]
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 @pytest.fixture

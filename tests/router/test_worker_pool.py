@@ -28,7 +28,7 @@ from pdserve_router.workers import circuit_breaker
 from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
-from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running
+from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, hang
 from support.router_stack import TIMINGS, replace_file
 from support.waiting import until
 
@@ -142,10 +142,6 @@ def start(make) -> Start:
 @pytest.fixture
 def fast_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve_router.workers.discovery.FileSource.interval_s", 0.02)
-
-
-async def hang(running) -> None:
-    await asyncio.Event().wait()
 
 
 # Lists

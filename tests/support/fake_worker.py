@@ -268,6 +268,11 @@ async def decode(running: Running) -> None:
         await asyncio.sleep(step_s)
 
 
+async def hang(running: Running) -> None:
+    """Answer nothing, until it is aborted."""
+    await asyncio.Event().wait()
+
+
 async def at_once(running: Running, num_tokens: int) -> None:
     """Keep no token back."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as inference_grpc
 from pdserve_router.api.http_server import HttpServer
 from pdserve_router.server import RouterServer
@@ -127,6 +129,15 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         return self.server.registry.get_sample_value(name, labels) or 0.0
 
+    async def generate(
+        self, request: pb2.GenerateRequest, *, timeout: float | None = 30
+    ) -> list[pb2.RequestOutput]:
+        """Return a request's outputs, of which only the last is the end."""
+        call = self.stub.Generate(request, timeout=timeout)
+        outputs: list[pb2.RequestOutput] = [response.output async for response in call]
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        return outputs
+
     async def assert_idle(self) -> None:
         """No request is left anywhere."""
         await until(lambda: self.server.router.num_in_flight == 0)
@@ -150,6 +161,26 @@ def counters(server: RouterServer) -> set[tuple[str, tuple[tuple[str, str], ...]
         for sample in family.samples
         if sample.name.endswith("_total") and sample.name != UNFORESEEN
     }
+
+
+def parts_of(outputs: Sequence[pb2.RequestOutput], index: int = 0) -> list[pb2.CompletionOutput]:
+    """What came of one completion."""
+    return [part for output in outputs for part in output.outputs if part.index == index]
+
+
+def tokens_of(outputs: Sequence[pb2.RequestOutput], index: int = 0) -> list[int]:
+    return [token_id for part in parts_of(outputs, index) for token_id in part.token_ids]
+
+
+def text_of(outputs: Sequence[pb2.RequestOutput], index: int = 0) -> str:
+    return "".join(part.text for part in parts_of(outputs, index))
+
+
+def events_of(text: str) -> list[Any]:
+    """What the events of a stream say, which ends as it should."""
+    *events, end, rest = text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
