@@ -359,7 +359,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
         400,
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
     (
