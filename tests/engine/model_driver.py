@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pdserve_common.engine_types import SamplingParams
+from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.sched_output import (
@@ -36,6 +37,7 @@ class Tracked:
     seed: int
     # Per KV group.
     block_ids: tuple[list[int], ...]
+    grammar: CompiledGrammar | None = None
     num_computed_tokens: int = 0
     is_known: bool = False
 
@@ -72,9 +74,10 @@ class Driver:
         output: Sequence[int] = (),
         params: SamplingParams = GREEDY,
         seed: int = 0,
+        grammar: CompiledGrammar | None = None,
     ) -> Tracked:
         tables = tuple([] for _ in self._groups)
-        sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables)
+        sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables, grammar)
         self.sequences[request_id] = sequence
         return sequence
 
@@ -119,8 +122,11 @@ class Driver:
         self._finished.clear()
         self._preempted.clear()
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):
-            self.sequences[request_id].num_computed_tokens += scheduled[request_id]
-            self.sequences[request_id].token_ids += tokens
+            sequence = self.sequences[request_id]
+            sequence.num_computed_tokens += scheduled[request_id]
+            if sequence.num_computed_tokens == len(sequence.token_ids) and not tokens:
+                sequence.num_computed_tokens -= 1  # its mask was late
+            sequence.token_ids += tokens
             self._spoil_skipped_blocks(self.sequences[request_id])
         return output
 
@@ -155,6 +161,7 @@ class Driver:
             eos_token_id=self.config.eos_token_ids[0],
             block_ids=tuple(map(list, sequence.block_ids)),
             num_computed_tokens=sequence.num_computed_tokens,
+            grammar=sequence.grammar,
         )
 
 

@@ -82,7 +82,7 @@ class UniprocExecutor:
         return self._model_thread is None or self._model_thread.close(STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        self.rank.kv_cache.close()
+        self.rank.close()
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ExecutedStep:
         if self._is_broken_off:

@@ -34,6 +34,12 @@ class TokenMasks(NamedTuple):
     # By index, why a row can't get a token any more.
     errors: dict[int, EngineError]
 
+    def select(self, indexes: Sequence[int]) -> "TokenMasks":
+        """Return those of the rows with these indexes, of which none is late."""
+        places = {old: new for new, old in enumerate(indexes)}
+        errors = {places[i]: error for i, error in self.errors.items()}
+        return TokenMasks(self.bitmask[list(indexes)], (), errors)
+
 
 @dataclass(slots=True)
 class _Row:
@@ -73,6 +79,11 @@ class StructuredOutputManager:
         self._rows: dict[int, _Row] = {}
         self._quick = CallThread("grammar-masks")
         self._slow = CallThread("grammar-slow-masks")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are constrained."""
+        return len(self._rows)
 
     def add(self, row: int, grammar: CompiledGrammar, output_token_ids: Sequence[int]) -> None:
         """Constrain a row of the batch, which has some output already."""

@@ -5,6 +5,7 @@ rest.
 from dataclasses import dataclass, field
 
 from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
+from pdserve_engine.grammar.native import CompiledGrammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class NewRequestData:
     # One list of physical block ids per KV cache group, in logical order.
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
+    # What its output follows.
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +59,7 @@ class ModelRunnerOutput:
     """One step's result: token ids and logprobs, never logits. Requests in `request_ids` order.
 
     A request whose chunk did not reach its last known token has no sampled token: its tuple is
-    empty.
+    empty. So is that of a request whose grammar was late: its last token has to be computed again.
     """
 
     request_ids: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from pdserve_common.engine_types import LogprobsLists
+from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.models.base import ForwardInputs, Model
 from pdserve_engine.request.sched_output import (
@@ -83,19 +85,19 @@ class ModelRunner:
         Returns after the device has finished, so the KV of this step may be announced.
         """
         self._update_state(scheduler_output)
-        if not scheduler_output.num_scheduled_tokens:
+        scheduled = self._without_late(scheduler_output.num_scheduled_tokens)
+        if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        step = self._prepare(scheduler_output.num_scheduled_tokens)
+        step = self._prepare(scheduled)
         hidden_states = self.model.forward(step.inputs)
         prompt_logprobs = self._prompt_logprobs(step, hidden_states)
         if len(step.logits_rows):
             return self._sample(step, hidden_states, prompt_logprobs)
-        self._synchronize()
-        return ModelRunnerOutput(
-            request_ids=step.request_ids,
-            sampled_token_ids=((),) * len(step.request_ids),
-            prompt_logprobs=prompt_logprobs,
-        )
+        return self._output_without_tokens(step, prompt_logprobs)
+
+    def close(self) -> None:
+        """End the threads that match grammars."""
+        self._batch.sampling.grammars.close()
 
     def _update_state(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._batch
@@ -113,6 +115,17 @@ class ModelRunner:
             batch.num_computed_tokens[row] = num_computed_tokens
             if block_ids is not None:
                 batch.append_blocks(row, block_ids)
+
+    def _without_late(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
+        """Leave out requests that got no token in the step before, though this one was planned to
+        compute it.
+        """
+        batch = self._batch
+        if not batch.sampling.grammars.num_rows:
+            return num_scheduled_tokens
+        rows = [batch.row_of(request_id) for request_id in num_scheduled_tokens]
+        has_token = batch.num_computed_tokens[rows] < batch.num_tokens[rows]
+        return dict(itertools.compress(num_scheduled_tokens.items(), has_token.tolist()))
 
     def _prepare(self, num_scheduled_tokens: dict[str, int]) -> _Step:
         batch = self._batch
@@ -180,13 +193,33 @@ class ModelRunner:
         hidden_states: torch.Tensor,
         prompt_logprobs: dict[str, LogprobsLists],
     ) -> ModelRunnerOutput:
-        if len(step.hidden_rows) < len(hidden_states):
-            hidden_states = hidden_states[step.hidden_rows]
-        sampled = self._choose(hidden_states, step.logits_rows).accepted()
+        hidden_rows, rows = step.hidden_rows, step.logits_rows
+        masks = self._batch.sampling.take_masks(rows)
+        if masks is not None and masks.late:
+            on_time = np.setdiff1d(np.arange(len(rows)), masks.late)
+            masks, rows = masks.select(on_time.tolist()), rows.select(on_time)
+            hidden_rows = hidden_rows[self._to_device(on_time)]
+        if not len(rows):
+            return self._output_without_tokens(step, prompt_logprobs)
+        if len(hidden_rows) < len(hidden_states):
+            hidden_states = hidden_states[hidden_rows]
+        sampled = self._choose(hidden_states, rows, masks).accepted()
         self._batch.append_tokens(sampled.rows, sampled.token_ids)
         return _by_request(step, sampled, prompt_logprobs)
 
-    def _choose(self, hidden_states: torch.Tensor, rows: LogitsRows) -> SampledTokens:
+    def _output_without_tokens(
+        self, step: _Step, prompt_logprobs: dict[str, LogprobsLists]
+    ) -> ModelRunnerOutput:
+        self._synchronize()
+        return ModelRunnerOutput(
+            request_ids=step.request_ids,
+            sampled_token_ids=((),) * len(step.request_ids),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _choose(
+        self, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
+    ) -> SampledTokens:
         """Return a token for each of `rows`, whose hidden states are [n, hidden_size]."""
         batch = self._batch
         if batch.sampling.is_greedy(rows):
@@ -194,7 +227,7 @@ class ModelRunner:
             token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
             return SampledTokens(rows, token_ids, {}, {}, num_nans)
         logits = self.model.compute_logits(hidden_states)
-        return batch.sampling.sample(logits, rows, batch.output_token_ids)
+        return batch.sampling.sample(logits, rows, batch.output_token_ids, masks)
 
     def _prompt_logprobs(
         self, step: _Step, hidden_states: torch.Tensor

@@ -72,6 +72,11 @@ class Rank:
             keeps_pool=_is_pool_pinned(self._config),
         )
 
+    def close(self) -> None:
+        """Give the pool's memory back."""
+        self._runner.close()
+        self.kv_cache.close()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self._runner.execute_model(scheduler_output)
 

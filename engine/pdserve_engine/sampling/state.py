@@ -9,6 +9,8 @@ import torch
 
 from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
+from pdserve_engine.grammar.manager import ALL_ALLOWED, StructuredOutputManager, TokenMasks
+from pdserve_engine.grammar.native import Bitmask
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
@@ -86,6 +88,7 @@ class SamplingState:
         self._wants_logits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, TokenRules] = {}
         self._penalties = Penalties(max_num_seqs=max_num_seqs, device=device)
+        self.grammars = StructuredOutputManager(vocab_size)
 
     def add(self, row: int, request: NewRequestData) -> None:
         """Take in a request that has all_token_ids so far."""
@@ -105,19 +108,31 @@ class SamplingState:
             or params.logprobs is not None
             or self._has_rules[row]
             or self._penalties.are_asked_for(np.array([row]))
+            or request.grammar is not None
         )
         if self._has_rules[row]:
             self._rules[row] = self._make_rules(params, request.eos_token_id)
+        if request.grammar is not None:
+            output_token_ids = request.all_token_ids[request.num_prompt_tokens :]
+            self.grammars.add(row, request.grammar, output_token_ids)
 
     def remove(self, row: int) -> None:
         self._num_logprobs[row] = self.num_prompt_logprobs[row] = NO_LOGPROBS
         self._penalties.remove(row)
         self._has_rules[row] = False
         self._rules.pop(row, None)
+        self.grammars.remove(row)
 
     def append_tokens(self, batch_rows: Rows, token_ids: Rows) -> None:
         """Take in an output token for each of `batch_rows`, which may be there several times."""
         self._penalties.count(batch_rows, token_ids)
+        if self.grammars.num_rows:
+            for row, token_id in zip(batch_rows.tolist(), token_ids.tolist(), strict=True):
+                self.grammars.accept(row, token_id)
+
+    def take_masks(self, rows: LogitsRows) -> TokenMasks | None:
+        """Return what grammars allow next; None if there are none among the rows."""
+        return self.grammars.take(rows.batch_rows.tolist())
 
     def is_greedy(self, rows: LogitsRows) -> bool:
         """Do all these rows want the best token, and nothing else of their logits?"""
@@ -128,8 +143,10 @@ class SamplingState:
         logits: torch.Tensor,
         rows: LogitsRows,
         output_token_ids: Callable[[int], Rows],
+        masks: TokenMasks | None = None,
     ) -> SampledTokens:
-        """Choose a token for each of `rows` from logits [n, vocab_size], which are changed.
+        """Choose a token for each of `rows` from logits [n, vocab_size], which are changed; only of
+        those that `masks` allow, none of which is late.
 
         `output_token_ids` returns those of a row of the batch. No token counts as the request's
         until `append_tokens` says so. Logprobs are of the logits given, before any parameter. Waits
@@ -141,7 +158,7 @@ class SamplingState:
         raw_logits = logits[self._to_device(asked)] if len(asked) else None
         if self._has_rules[batch_rows].any() or self._penalties.are_asked_for(batch_rows):
             logits = logits.float()
-        errors = self._apply_rules(logits, rows, output_token_ids)
+        errors = self._apply_rules(logits, rows, output_token_ids, masks)
         self._penalties.apply(logits, rows)
         token_ids = self._kernels.sample(logits, self._describe(rows)).cpu().numpy()
         token_ids[list(errors)] = DUMMY_TOKEN_ID
@@ -164,7 +181,11 @@ class SamplingState:
         )
 
     def _apply_rules(
-        self, logits: torch.Tensor, rows: LogitsRows, output_token_ids: Callable[[int], Rows]
+        self,
+        logits: torch.Tensor,
+        rows: LogitsRows,
+        output_token_ids: Callable[[int], Rows],
+        masks: TokenMasks | None,
     ) -> dict[int, EngineError]:
         errors: dict[int, EngineError] = {}
         constrained: list[int] = []
@@ -178,12 +199,24 @@ class SamplingState:
                     constrained.append(index)
             except LogitsProcessorError as error:
                 errors[index] = error.to_engine_error()
+        if masks is not None:  # last: no processor allows what a grammar does not
+            errors |= masks.errors
+            constrained += self._apply_masks(logits, masks.bitmask)
         if constrained:
             highest = torch.stack([logits[index].amax() for index in constrained]).tolist()
             for index, value in zip(constrained, highest, strict=True):
                 if not math.isfinite(value):
                     errors[index] = _why_unusable(value).to_engine_error()
         return errors
+
+    def _apply_masks(self, logits: torch.Tensor, bitmask: Bitmask) -> list[int]:
+        """Ban what is not allowed; return the indexes of the rows in which something is not."""
+        indexes = np.flatnonzero((bitmask != ALL_ALLOWED).any(axis=1))
+        bits = np.unpackbits(bitmask[indexes].view(np.uint8), axis=1, bitorder="little")
+        banned = torch.from_numpy(bits[:, : self._vocab_size] == 0).to(self._device)
+        for index, row in zip(indexes.tolist(), banned, strict=True):
+            logits[index].masked_fill_(row, -math.inf)
+        return list(indexes.tolist())
 
     def _logprobs(
         self, raw_logits: torch.Tensor, batch_rows: Rows, asked: Rows, token_ids: Rows
@@ -218,8 +251,8 @@ def _count_or_none(num_logprobs: int | None) -> int:
 def _why_unusable(highest: float) -> PdserveError:
     if highest == -math.inf:
         return InvalidRequestError(
-            "no token is left to choose: allowed_token_ids, bad_words, min_tokens and "
-            "logits_processors ban all of them behind this answer",
+            "no token is left to choose: allowed_token_ids, bad_words, min_tokens, "
+            "logits_processors and structured_outputs ban all of them behind this answer",
         )
     return RequestFailedError(
         f"the highest logit is {highest} after the request's parameters were applied"
