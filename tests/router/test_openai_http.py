@@ -361,7 +361,6 @@ BAD_CHATS = [
         400,
         "messages[0].tool_calls[0].function",
     ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
@@ -373,7 +372,7 @@ BAD_CHATS = [
     ({"top_logprobs": 2}, 400, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"echo": True}, 400, "echo"),
-    ({"tools": [{"type": "function"}]}, 400, "tools"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"prompt": "x"}, 400, "prompt"),
     ({"add_special_tokens": True}, 400, "add_special_tokens"),
