@@ -1,5 +1,5 @@
-"""A scheduler with a stand-in executor, whose tokens depend on the request's tokens only, and a
-stand-in connector: the test says when KV arrives.
+"""A scheduler with a stand-in executor, whose tokens depend on the request's tokens only, and
+stand-in connectors for both roles: the test says when KV arrives.
 """
 
 import time
@@ -124,7 +124,8 @@ class Engine:
         num_blocks: int = 32,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
-        connector: "ScriptedConnector | None" = None,
+        producer: "ScriptedProducer | None" = None,
+        consumer: "ScriptedConsumer | None" = None,
         enable_caching: bool = True,
         async_scheduling: bool = False,
         windows: tuple[int | None, ...] = (None,),
@@ -142,13 +143,14 @@ class Engine:
                 **config,  # type: ignore[arg-type]
             ),
             self.kv,
-            producer=connector,
-            consumer=connector,
+            producer=producer,
+            consumer=consumer,
             clock=clock,
         )
-        self.connector = connector
-        if connector is not None:
-            connector.clock = clock
+        self.producer, self.consumer = producer, consumer
+        for port in (producer, consumer):
+            if port is not None:
+                port.clock = clock
         self.rank = ScriptedRank()
         self.core = EngineCore(
             scheduler=self.scheduler,
@@ -186,7 +188,7 @@ class Engine:
     def run(self, max_steps: int = 1000) -> None:
         num_polls = 0
         for _ in range(max_steps):
-            # The connector would wake the engine up: D is asked in one poll, answers in the next.
+            # A connector would wake the engine up: D is asked in one poll, answers in the next.
             num_polls = 0 if self.core.has_work() else num_polls + 1
             if num_polls > 2:
                 return
@@ -223,15 +225,35 @@ def held(block_ids: tuple[list[int], ...]) -> list[int]:
     return [block_id for ids in block_ids for block_id in ids if block_id != NULL_BLOCK_ID]
 
 
-class ScriptedConnector:
-    """Both roles of a connector without any transport: the test says when things happen."""
+class ScriptedPort:
+    """What the connectors of both roles have; the test says when things happen."""
 
     # Its engine's.
     clock: Callable[[], float] = time.monotonic
 
     def __init__(self) -> None:
         self.pending_events: list[KVEvent] = []
-        # P: whether D reserves blocks at once, when it is asked.
+
+    def on_dispatched(self, request: EngineCoreRequest) -> None:
+        pass
+
+    def take_events(self) -> list[KVEvent]:
+        events, self.pending_events = self.pending_events, []
+        return events
+
+    def failure(self) -> str | None:
+        return None
+
+    def shutdown(self) -> None:
+        pass
+
+
+class ScriptedProducer(ScriptedPort):
+    """P's connector without any D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Whether D reserves blocks at once, when it is asked.
         self.grants_at_once = True
         self.asked: dict[str, Request] = {}
         self.revoked: set[str] = set()
@@ -239,19 +261,8 @@ class ScriptedConnector:
         self.preempted: list[str] = []
         self.held: dict[str, list[int]] = {}
         self.aborted_sessions: list[str] = []
-        # D
-        self.tickets: dict[str, Request] = {}
-        self.loading: dict[str, tuple[list[int], int]] = {}
-        self.deferred: list[str] = []
-        self.zombies: dict[str, list[int]] = {}
 
-    # ---- what the scheduler calls, and what is called for it
-
-    def on_dispatched(self, request: EngineCoreRequest) -> None:
-        pass
-
-    def on_new_request(self, request: Request) -> None:
-        self.tickets[request.request_id] = request
+    # ---- what the scheduler calls
 
     def ask(self, request: Request) -> None:
         self.asked[request.request_id] = request
@@ -271,35 +282,13 @@ class ScriptedConnector:
         self.preempted.append(request.request_id)
         self.announced.pop(request.request_id, None)
 
-    def grant(
-        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
-    ) -> bool:
-        num_external = request.num_tokens - num_cached_tokens
-        self.loading[request.request_id] = (held(block_ids), num_external)
-        return True
-
-    def defer(self, request: Request) -> None:
-        self.deferred.append(request.request_id)
-
-    def reclaim(self) -> Request | None:
-        for request_id in reversed(self.loading):
-            if request_id not in self.announced:
-                del self.loading[request_id]
-                return self.tickets[request_id]
-        return None
-
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> frozenset[int]:
-        self.tickets.pop(request.request_id, None)
-        if request.request_id in self.loading:
-            del self.loading[request.request_id]
-            self.zombies.setdefault(request.request_id, []).extend(held(block_ids))
-            return frozenset(held(block_ids))
-        if request.is_handed_off:
-            self.held[request.request_id] = held(block_ids)
-            return frozenset(held(block_ids))
-        return frozenset()
+        if not request.is_handed_off:
+            return frozenset()
+        self.held[request.request_id] = held(block_ids)
+        return frozenset(held(block_ids))
 
     def abort_session(self, request_id: str) -> None:
         self.aborted_sessions.append(request_id)
@@ -308,20 +297,10 @@ class ScriptedConnector:
         for request_id in list(self.held):
             self.release(request_id)
 
-    def take_events(self) -> list[KVEvent]:
-        events, self.pending_events = self.pending_events, []
-        return events
-
     def num_open_sessions(self) -> int:
-        return len(self.loading) + len(self.held)
+        return len(self.held)
 
-    def failure(self) -> str | None:
-        return None
-
-    def shutdown(self) -> None:
-        pass
-
-    # ---- what the test makes happen: P
+    # ---- what the test makes happen
 
     def allow(self, request_id: str) -> None:
         self.pending_events.append(StartAllowed(self.asked[request_id], self.clock()))
@@ -338,7 +317,57 @@ class ScriptedConnector:
     def release(self, request_id: str) -> None:
         self.pending_events.append(BlocksFreed(tuple(self.held.pop(request_id))))
 
-    # ---- D
+
+class ScriptedConsumer(ScriptedPort):
+    """D's connector without any P."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets: dict[str, Request] = {}
+        self.loading: dict[str, tuple[list[int], int]] = {}
+        self.confirmed: dict[str, int] = {}
+        self.deferred: list[str] = []
+        self.zombies: dict[str, list[int]] = {}
+
+    # ---- what the scheduler calls
+
+    def on_new_request(self, request: Request) -> None:
+        self.tickets[request.request_id] = request
+
+    def grant(
+        self, request: Request, block_ids: tuple[list[int], ...], num_cached_tokens: int
+    ) -> bool:
+        num_external = request.num_tokens - num_cached_tokens
+        self.loading[request.request_id] = (held(block_ids), num_external)
+        return True
+
+    def defer(self, request: Request) -> None:
+        self.deferred.append(request.request_id)
+
+    def reclaim(self) -> Request | None:
+        for request_id in reversed(self.loading):
+            if request_id not in self.confirmed:
+                del self.loading[request_id]
+                return self.tickets[request_id]
+        return None
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        del self.tickets[request.request_id]
+        if request.request_id not in self.loading:
+            return frozenset()
+        del self.loading[request.request_id]
+        self.zombies.setdefault(request.request_id, []).extend(held(block_ids))
+        return frozenset(held(block_ids))
+
+    def fence_all(self, reason: str) -> None:
+        pass
+
+    def num_open_sessions(self) -> int:
+        return len(self.loading)
+
+    # ---- what the test makes happen
 
     def claim(self, request_id: str, asked_time: float | None = None) -> None:
         """P asks for blocks, or has done so at `asked_time`."""
@@ -346,11 +375,11 @@ class ScriptedConnector:
         self.pending_events.append(BlocksClaimed(self.tickets[request_id], claimed_time))
 
     def confirm(self, request_id: str, num_tokens: int) -> None:
-        self.announced[request_id] = num_tokens
+        self.confirmed[request_id] = num_tokens
         self.pending_events.append(BlocksConfirmed(self.tickets[request_id], num_tokens))
 
     def land_all(self, request_id: str) -> None:
-        """All KV is here, and P's first token; P has not acknowledged its release."""
+        """All KV is here, and P's first token; the release is not acknowledged."""
         request = self.tickets[request_id]
         del self.loading[request_id]
         tokens = (next_token(list(request.all_token_ids)),)
@@ -362,7 +391,7 @@ class ScriptedConnector:
         self.accept(request_id)
 
     def accept(self, request_id: str) -> None:
-        """P says that what has landed is right."""
+        """The release is acknowledged: what has landed is right."""
         stats = KVTransferStats(
             num_bytes=1,
             num_blocks=1,
@@ -380,14 +409,14 @@ class ScriptedConnector:
     def lose(self, request_id: str) -> None:
         """P is gone; what is confirmed stays."""
         lost = KVLost(
-            num_confirmed_tokens=self.announced.get(request_id, 0), reason="test", message="lost"
+            num_confirmed_tokens=self.confirmed.get(request_id, 0), reason="test", message="lost"
         )
         self.pending_events.append(PullLost(self.tickets[request_id], lost))
 
     def give_back(self, request_id: str, *, is_reading: bool) -> None:
         """P has preempted the request; a READ may still land in its blocks."""
         block_ids, _ = self.loading.pop(request_id)
-        self.announced.pop(request_id, None)
+        self.confirmed.pop(request_id, None)
         if is_reading:
             self.zombies.setdefault(request_id, []).extend(block_ids)
         kept = frozenset(block_ids if is_reading else ())

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConnector, expected
+from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_engine.core import engine_core
@@ -84,8 +84,8 @@ def test_blocks_of_a_request_that_ends_in_flight_are_not_given_to_a_pull(
     make_engine: Callable[..., Engine],
 ) -> None:
     """A pull's bytes land whenever they like, so its blocks must be out of every step's use."""
-    connector = ScriptedConnector()
-    engine = make_engine(connector=connector, enable_caching=False, num_blocks=8)
+    consumer = ScriptedConsumer()
+    engine = make_engine(consumer=consumer, enable_caching=False, num_blocks=8)
     engine.add("a", [1] * 12, max_tokens=20)
     gate = Gate(engine)
     engine.step()
@@ -93,10 +93,10 @@ def test_blocks_of_a_request_that_ends_in_flight_are_not_given_to_a_pull(
     engine.core.abort_requests(["a"])
     assert engine.pool.num_free_blocks == 8 - len(used), "a step in flight still uses them"
     engine.add("d", [2] * 20, max_tokens=2, kv_transfer_params=ON_D)
-    connector.claim("d")
+    consumer.claim("d")
     engine.scheduler.update_from_kv_transfer()
     plan = engine.scheduler.schedule()
-    assert not connector.loading
+    assert not consumer.loading
     assert not plan.num_scheduled_tokens
     gate.open()
     engine.core.finish_steps()

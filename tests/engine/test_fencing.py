@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import ON_P, Engine, ScriptedConnector
+from scripted_engine import ON_P, Engine, ScriptedConsumer, ScriptedProducer
 
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core import scheduler
@@ -32,7 +32,7 @@ HARMLESS = {
 }
 
 
-class Witness(ScriptedConnector):
+class Witness(ScriptedProducer):
     """Writes down what it is told, and when blocks of the pool are freed."""
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ Drive = Callable[[Engine], object]
 
 def make_running() -> Engine:
     """A request whose first chunk is computed and announced."""
-    engine = Engine(connector=Witness(), max_num_batched_tokens=8)
+    engine = Engine(producer=Witness(), max_num_batched_tokens=8)
     engine.add("a", [1] * 12, kv_transfer_params=ON_P, deadline=time.monotonic() + 60)
     while not engine.scheduler.running:
         engine.step()
-    assert connector_of(engine).announced == {"a": 8}
+    assert producer_of(engine).announced == {"a": 8}
     return engine
 
 
@@ -88,14 +88,14 @@ def make_handed_off() -> Engine:
     """A request that is over here but for its session, which keeps its blocks."""
     engine = make_running()
     engine.run()
-    assert list(connector_of(engine).held) == ["a"]
+    assert list(producer_of(engine).held) == ["a"]
     return engine
 
 
-def connector_of(engine: Engine) -> Witness:
-    connector = engine.connector
-    assert isinstance(connector, Witness)
-    return connector
+def producer_of(engine: Engine) -> Witness:
+    producer = engine.producer
+    assert isinstance(producer, Witness)
+    return producer
 
 
 def fail_a_step(engine: Engine) -> None:
@@ -161,51 +161,51 @@ def test_what_was_handed_off_is_fenced_before_its_blocks_are_free(path: str) -> 
 
 
 def check_order(engine: Engine, path: Drive, told: str) -> None:
-    connector = connector_of(engine)
-    connector.watch(engine)
+    producer = producer_of(engine)
+    producer.watch(engine)
     assert engine.pool.num_free_blocks < engine.pool.num_blocks
     path(engine)
     engine.step()
-    assert connector.events[0] == told
-    assert "free" in connector.events, "this path frees"
+    assert producer.events[0] == told
+    assert "free" in producer.events, "this path frees"
 
 
 def test_a_failed_step_fences_each_request_of_it_before_it_frees_any_block_of_that() -> None:
-    connector = Witness()
-    engine = Engine(connector=connector, max_num_batched_tokens=32)
+    producer = Witness()
+    engine = Engine(producer=producer, max_num_batched_tokens=32)
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 12, kv_transfer_params=ON_P)
-    connector.watch(engine)
+    producer.watch(engine)
     fail_a_step(engine)
     assert engine.rank.steps[-1].num_scheduled_tokens == {"a": 12, "b": 12}
-    assert connector.events == ["on_preempted", "free"] * 2
+    assert producer.events == ["on_preempted", "free"] * 2
 
 
 def test_blocks_under_a_step_in_flight_are_fenced_at_once_and_free_when_it_is_over() -> None:
     engine = make_running()
-    connector = connector_of(engine)
-    connector.watch(engine)
+    producer = producer_of(engine)
+    producer.watch(engine)
 
     def abort(step: object) -> None:
         engine.rank.on_step = lambda step: None
         engine.core.abort_requests(["a"])
-        assert connector.events == ["request_finished"]
+        assert producer.events == ["request_finished"]
 
     engine.rank.on_step = abort
     engine.step()
-    assert connector.events == ["request_finished", "free"]
+    assert producer.events == ["request_finished", "free"]
 
 
 def test_requests_without_a_handoff_are_no_business_of_the_ports() -> None:
-    connector = Witness()
-    engine = Engine(connector=connector, max_num_batched_tokens=8)
-    connector.watch(engine)
+    producer, consumer = Witness(), ScriptedConsumer()
+    engine = Engine(producer=producer, consumer=consumer, max_num_batched_tokens=8)
+    producer.watch(engine)
     engine.add("a", [1] * 12)
     engine.step()
     engine.scheduler._preempt(engine.scheduler.requests["a"])
     engine.run()
-    assert set(connector.events) == {"free"}
-    assert (connector.tickets, connector.asked, connector.announced) == ({}, {}, {})
+    assert set(producer.events) == {"free"}
+    assert (consumer.tickets, producer.asked, producer.announced) == ({}, {}, {})
 
 
 def test_the_paths_above_are_all() -> None:

@@ -1,7 +1,7 @@
 """Requests that share the prompt of another one (n > 1): one prefill, blocks by reference."""
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConnector, expected
+from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import FinishReason
 
@@ -47,15 +47,15 @@ def test_branches_compute_the_prompt_once(
 
 
 def test_branches_share_what_was_pulled() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector, enable_caching=False)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer, enable_caching=False)
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
     assert not engine.rank.steps or not engine.rank.steps[-1].num_scheduled_tokens
-    connector.claim(names[0])
+    consumer.claim(names[0])
     engine.step()
     engine.step()
-    connector.finish_load(names[0])
+    consumer.finish_load(names[0])
     engine.step()
     engine.run()
     for name in names:
@@ -68,19 +68,19 @@ def test_branches_share_what_was_pulled() -> None:
 
 
 def test_branches_wait_for_the_next_attempt_of_their_source() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
-    connector.lose(names[0])
+    consumer.lose(names[0])
     engine.step()
     engine.outputs.clear()
     engine.add(names[0], PROMPT, kv_transfer_params=ON_D, attempt=1)
     engine.run()
     assert not engine.outputs, "nobody computes what is about to be pulled"
-    connector.claim(names[0])
+    consumer.claim(names[0])
     engine.run()
-    connector.finish_load(names[0])
+    consumer.finish_load(names[0])
     engine.run()
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, 4)
@@ -90,7 +90,7 @@ def test_branches_wait_for_the_next_attempt_of_their_source() -> None:
 
 
 def test_branches_do_not_wait_for_an_attempt_with_another_prompt() -> None:
-    engine = Engine(connector=ScriptedConnector())
+    engine = Engine(consumer=ScriptedConsumer())
     names = add_branches(engine, 2, kv_transfer_params=ON_D)
     engine.step()
     engine.add(names[0], PROMPT[:-1], attempt=1)
@@ -101,8 +101,8 @@ def test_branches_do_not_wait_for_an_attempt_with_another_prompt() -> None:
 
 
 def test_branches_outlive_their_source() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     names = add_branches(engine, 3, kv_transfer_params=ON_D)
     engine.step()
     engine.core.abort_requests([names[0]])

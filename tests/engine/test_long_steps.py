@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from prometheus_client import CollectorRegistry
-from scripted_engine import ON_D, ON_P, ScriptedConnector
+from scripted_engine import ON_D, ON_P, ScriptedConsumer
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.kv_types import (
@@ -36,7 +36,7 @@ def request(request_id: str, **fields: Any) -> EngineCoreRequest:
     )
 
 
-class Connector(ScriptedConnector):
+class Connector(ScriptedConsumer):
     """Notes what has come; a real one dials."""
 
     def __init__(self) -> None:

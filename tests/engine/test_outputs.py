@@ -1,17 +1,17 @@
 """What a request's outputs say of where its time went."""
 
-from scripted_engine import ON_D, Clock, Engine, ScriptedConnector
+from scripted_engine import ON_D, Clock, Engine, ScriptedConsumer
 
 
 def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> None:
-    """The connector is done in the middle of a step; the scheduler hears of it after that."""
-    connector = ScriptedConnector()
-    engine = Engine(clock=clock, connector=connector)
+    """The consumer is done in the middle of a step; the scheduler hears of it after that."""
+    consumer = ScriptedConsumer()
+    engine = Engine(clock=clock, consumer=consumer)
     engine.add("a", list(range(10)), max_tokens=3, kv_transfer_params=ON_D)
     engine.step()
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
-    connector.finish_load("a")
+    consumer.finish_load("a")
     clock.now_s += 30
     engine.rank.on_step = lambda step: setattr(clock, "now_s", clock.now_s + 2)
     engine.run()
@@ -22,15 +22,15 @@ def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> No
 
 
 def test_only_the_worker_that_computes_the_prompt_tells_how_long_it_took() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     engine.add("local", list(range(10)), max_tokens=3)
     engine.run()
     engine.add("pulled", list(range(20, 30)), max_tokens=3, kv_transfer_params=ON_D)
     engine.step()
-    connector.claim("pulled")
+    consumer.claim("pulled")
     engine.step()
-    connector.finish_load("pulled")
+    consumer.finish_load("pulled")
     engine.run()
     first, *others = [output.prefill_stats for output in engine.outputs["local"]]
     assert first is not None

@@ -3,7 +3,16 @@
 import contextlib
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, ON_P, Clock, Engine, ScriptedConnector, expected
+from scripted_engine import (
+    BLOCK_SIZE,
+    ON_D,
+    ON_P,
+    Clock,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
+)
 
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
@@ -16,8 +25,8 @@ NUM_STEPS = 6
 
 
 @pytest.fixture
-def connector() -> ScriptedConnector:
-    return ScriptedConnector()
+def consumer() -> ScriptedConsumer:
+    return ScriptedConsumer()
 
 
 def add_probe(engine: Engine, name: str, **fields: object) -> None:
@@ -63,58 +72,57 @@ def test_a_probe_runs_beside_a_full_batch(policy: str, mode: str, is_async: bool
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("mode", ["v1", "v0"])
 def test_a_full_decode_worker_grants_a_probe_and_runs_it(
-    connector: ScriptedConnector, clock: Clock, policy: str, mode: str
+    consumer: ScriptedConsumer, clock: Clock, policy: str, mode: str
 ) -> None:
     engine = Engine(
         clock=clock,
-        connector=connector,
+        consumer=consumer,
         max_num_seqs=2,
         scheduling_policy=policy,
         scheduling_mode=mode,
     )
     engine.add("claims", [1] * 8, kv_transfer_params=ON_D)
     fill(engine)
-    connector.claim("claims")
+    consumer.claim("claims")
     engine.step()
     clock.now_s += 10 * remote_prefill.OVERDUE_S  # nobody may overtake them
     add_probe(engine, "probe", kv_transfer_params=ON_D)
-    connector.claim("probe")
+    consumer.claim("probe")
     engine.step()
-    assert list(connector.loading) == ["probe"]
-    connector.finish_load("probe")
+    assert list(consumer.loading) == ["probe"]
+    consumer.finish_load("probe")
     step_until_ended(engine, "probe")
     assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-    assert not connector.loading, "a probe's seat is nobody else's"
-    assert connector.deferred == ["claims"]
+    assert not consumer.loading, "a probe's seat is nobody else's"
+    assert consumer.deferred == ["claims"]
 
 
-def test_a_prefill_worker_asks_for_a_probe_at_once_and_computes_it_beside_a_long_prompt(
-    connector: ScriptedConnector,
-) -> None:
-    connector.grants_at_once = False
-    engine = Engine(connector=connector, max_num_batched_tokens=2 * len(PROMPT), num_blocks=64)
+def test_a_prefill_worker_asks_for_a_probe_at_once_and_computes_it_beside_a_long_prompt() -> None:
+    producer = ScriptedProducer()
+    producer.grants_at_once = False
+    engine = Engine(producer=producer, max_num_batched_tokens=2 * len(PROMPT), num_blocks=64)
     for index in range(5):
         engine.add(f"{index}", [index] * 40, kv_transfer_params=ON_P)
     engine.step()
-    connector.allow("0")
+    producer.allow("0")
     while not engine.scheduler.running:
         engine.step()
     (running,) = engine.scheduler.running
     assert running.num_uncomputed_tokens > engine.scheduler.config.max_num_batched_tokens
     add_probe(engine, "probe", kv_transfer_params=ON_P)
     engine.scheduler.update_from_kv_transfer()
-    assert "probe" in connector.asked
-    assert "4" not in connector.asked
-    connector.allow("probe")
+    assert "probe" in producer.asked
+    assert "4" not in producer.asked
+    producer.allow("probe")
     engine.step()
     assert engine.tokens("probe") == expected(PROMPT, 1)
     assert engine.scheduler.running == [running]
 
 
 def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_probe(
-    connector: ScriptedConnector,
+    consumer: ScriptedConsumer,
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=12, max_num_seqs=2, enable_caching=False)
+    engine = Engine(consumer=consumer, num_blocks=12, max_num_seqs=2, enable_caching=False)
     engine.add("a", [1] * 16, 20)
     engine.add("b", [2] * 16, 20)
     while not engine.scheduler.num_preemptions:
@@ -123,10 +131,10 @@ def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_pro
         engine.step()
     assert len(engine.scheduler.waiting) == 1
     add_probe(engine, "probe", kv_transfer_params=ON_D)
-    connector.claim("probe")
+    consumer.claim("probe")
     engine.step()
-    assert list(connector.loading) == ["probe"]
-    connector.finish_load("probe")
+    assert list(consumer.loading) == ["probe"]
+    consumer.finish_load("probe")
     step_until_ended(engine, "probe")
     engine.run()
     assert engine.tokens("a") == expected([1] * 16, 20)
@@ -135,15 +143,15 @@ def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_pro
 
 
 def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
-    connector: ScriptedConnector,
+    consumer: ScriptedConsumer,
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=128, max_num_seqs=2)
+    engine = Engine(consumer=consumer, num_blocks=128, max_num_seqs=2)
     fill(engine, max_tokens=30)
     names = [f"p{index}" for index in range(5 * NUM_PROBE_SEATS)]
     for index, name in enumerate(names):
         add_probe(engine, name, kv_transfer_params=ON_D if index % 2 else None)
         if index % 2:
-            connector.claim(name)
+            consumer.claim(name)
     most = 0
     while not set(names).isdisjoint(engine.scheduler.requests):
         engine.step()
@@ -151,8 +159,8 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
         held = [*running, *ready, *engine.scheduler.remote_prefills.with_blocks()]
         most = max(most, sum(request.is_probe for request in held))
         assert sum(not request.is_probe for request in running) == 2, "they go on"
-        for name in list(connector.loading):
-            connector.finish_load(name)
+        for name in list(consumer.loading):
+            consumer.finish_load(name)
     assert most == NUM_PROBE_SEATS
     for name in names:
         assert engine.tokens(name) == expected(PROMPT, MAX_PROBE_TOKENS)

@@ -1,7 +1,7 @@
 """P's scheduler: nothing is computed for another worker before it has reserved blocks."""
 
 import pytest
-from scripted_engine import ON_P, Clock, Engine, ScriptedConnector, expected
+from scripted_engine import ON_P, Clock, Engine, ScriptedProducer, expected
 
 from pdserve_common.engine_types import FinishReason, KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
@@ -11,173 +11,173 @@ ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 
 
 @pytest.fixture
-def connector() -> ScriptedConnector:
-    connector = ScriptedConnector()
-    connector.grants_at_once = False
-    return connector
+def producer() -> ScriptedProducer:
+    producer = ScriptedProducer()
+    producer.grants_at_once = False
+    return producer
 
 
 def started(engine: Engine) -> list[str]:
     return [new.request_id for step in engine.rank.steps for new in step.scheduled_new_reqs]
 
 
-def test_a_request_holds_no_block_before_its_grant(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector)
+def test_a_request_holds_no_block_before_its_grant(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
-    assert list(connector.asked) == ["a"]
+    assert list(producer.asked) == ["a"]
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
-    connector.allow("a")
+    producer.allow("a")
     engine.run()
     assert engine.tokens("a") == expected([1] * 10, 1)
-    connector.release("a")
+    producer.release("a")
     engine.run()
     engine.assert_idle()
 
 
 def test_only_the_next_requests_of_each_decode_worker_are_asked_for(
-    connector: ScriptedConnector,
+    producer: ScriptedProducer,
 ) -> None:
-    engine = Engine(connector=connector, max_num_batched_tokens=16)
+    engine = Engine(producer=producer, max_num_batched_tokens=16)
     for i in range(4):
         engine.add(f"d{i}", [1] * 10, kv_transfer_params=ON_P)
         engine.add(f"e{i}", [2] * 10, kv_transfer_params=ON_P_FOR_E)
     engine.run()
-    assert sorted(connector.asked) == ["d0", "d1", "e0", "e1"], "as many as fill a step, or two"
-    connector.allow("e0")
+    assert sorted(producer.asked) == ["d0", "d1", "e0", "e1"], "as many as fill a step, or two"
+    producer.allow("e0")
     engine.run()
-    assert "e2" in connector.asked
-    assert "d2" not in connector.asked
+    assert "e2" in producer.asked
+    assert "d2" not in producer.asked
 
 
-def test_many_short_requests_are_asked_for_at_once(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector, max_num_batched_tokens=16)
+def test_many_short_requests_are_asked_for_at_once(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer, max_num_batched_tokens=16)
     for i in range(8):
         engine.add(f"d{i}", [1] * 2, kv_transfer_params=ON_P)
     engine.run()
-    assert len(connector.asked) == 8
+    assert len(producer.asked) == 8
 
 
-def test_one_that_has_to_wait_is_overtaken(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector)
+def test_one_that_has_to_wait_is_overtaken(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer)
     for name in ("a", "b"):
         engine.add(name, [ord(name)] * 10, kv_transfer_params=ON_P)
     engine.run()
-    connector.allow("b")
+    producer.allow("b")
     engine.run()
     assert started(engine) == ["b"]
-    connector.allow("a")
+    producer.allow("a")
     engine.run()
     assert started(engine) == ["b", "a"]
 
 
-def test_a_revoked_grant_does_not_start(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector)
+def test_a_revoked_grant_does_not_start(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
-    connector.allow("a")
-    connector.forbid("a")
+    producer.allow("a")
+    producer.forbid("a")
     engine.run()
     assert not started(engine)
     assert len(engine.scheduler.waiting) == 0
-    connector.revoked.clear()
-    connector.allow("a")
+    producer.revoked.clear()
+    producer.allow("a")
     engine.run()
     assert engine.tokens("a") == expected([1] * 10, 1)
 
 
 def test_a_grant_revoked_behind_the_schedulers_back_does_not_start(
-    connector: ScriptedConnector,
+    producer: ScriptedProducer,
 ) -> None:
     """D has granted it, but the scheduler has not applied that yet."""
-    engine = Engine(connector=connector)
+    engine = Engine(producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
-    connector.revoked.add("a")
-    connector.allow("a")
+    producer.revoked.add("a")
+    producer.allow("a")
     engine.step()
     assert not started(engine)
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
 
 
 def test_blocks_are_announced_when_they_are_whole_and_computed(
-    connector: ScriptedConnector,
+    producer: ScriptedProducer,
 ) -> None:
-    engine = Engine(connector=connector, max_num_batched_tokens=6)
+    engine = Engine(producer=producer, max_num_batched_tokens=6)
     engine.add("a", [1] * 16, kv_transfer_params=ON_P)
     engine.run()
-    connector.allow("a")
+    producer.allow("a")
     seen = []
     while "a" not in engine.outputs:
         engine.step()
-        seen.append(connector.announced.get("a"))
+        seen.append(producer.announced.get("a"))
     assert seen == [None, 6, 12, 16]
 
 
 def test_a_cached_prefix_is_announced_before_anything_is_computed(
-    connector: ScriptedConnector,
+    producer: ScriptedProducer,
 ) -> None:
-    connector.grants_at_once = True
-    engine = Engine(connector=connector)
+    producer.grants_at_once = True
+    engine = Engine(producer=producer)
     engine.add("first", [1] * 12)
     engine.run()
     announced_at_first: list[int | None] = []
-    engine.rank.on_step = lambda step: announced_at_first.append(connector.announced.get("a"))
+    engine.rank.on_step = lambda step: announced_at_first.append(producer.announced.get("a"))
     engine.add("a", [1] * 16, kv_transfer_params=ON_P)
     engine.run()
     assert announced_at_first[0] == 12
 
 
 def test_the_fence_comes_before_the_blocks_are_free() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector, max_num_batched_tokens=4)
+    producer = ScriptedProducer()
+    engine = Engine(producer=producer, max_num_batched_tokens=4)
     engine.add("a", [1] * 12, kv_transfer_params=ON_P)
     while not engine.scheduler.running:
         engine.step()
     held_when_fenced = []
-    fence = connector.on_preempted
-    connector.on_preempted = lambda request: (  # type: ignore[method-assign]
+    fence = producer.on_preempted
+    producer.on_preempted = lambda request: (  # type: ignore[method-assign]
         held_when_fenced.append(engine.kv.num_blocks_of(request.request_id)),
         fence(request),
     )[1]
     engine.scheduler._preempt(engine.scheduler.requests["a"])
     assert held_when_fenced == [1]
     assert engine.scheduler.requests["a"].status is RequestStatus.PREEMPTED
-    connector.asked.clear()
+    producer.asked.clear()
     engine.run()
-    assert list(connector.asked) == ["a"], "it needs a grant again"
+    assert list(producer.asked) == ["a"], "it needs a grant again"
     assert engine.tokens("a") == expected([1] * 12, 1)
 
 
-def test_requests_sent_again_come_before_new_ones(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector)
+def test_requests_sent_again_come_before_new_ones(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer)
     for name in ("a", "b", "c"):
         engine.add(name, [1] * 20, kv_transfer_params=ON_P)
     engine.add("again", [2] * 20, kv_transfer_params=ON_P, attempt=1)
     engine.run()
-    assert list(connector.asked) == ["again", "a"]
+    assert list(producer.asked) == ["again", "a"]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
-    connector: ScriptedConnector, policy: str
+    producer: ScriptedProducer, policy: str
 ) -> None:
-    engine = Engine(connector=connector, max_num_batched_tokens=4, scheduling_policy=policy)
+    engine = Engine(producer=producer, max_num_batched_tokens=4, scheduling_policy=policy)
     engine.add("a", [1] * 12, kv_transfer_params=ON_P, priority=1)
     engine.run()
-    connector.allow("a")
+    producer.allow("a")
     while not engine.scheduler.running:
         engine.step()
     for i in range(3):
         engine.add(f"{i}", [2] * 12, kv_transfer_params=ON_P)
     engine.step()
-    assert list(connector.asked) == ["a", "0", "1"]
+    assert list(producer.asked) == ["a", "0", "1"]
     engine.scheduler._preempt(engine.scheduler.requests["a"])
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
-    connector.asked.clear()
+    producer.asked.clear()
     engine.step()
-    assert list(connector.asked) == ["a"]
-    connector.allow("a")
+    assert list(producer.asked) == ["a"]
+    producer.allow("a")
     engine.run()
     assert engine.tokens("a") == expected([1] * 12, 1)
     assert not engine.scheduler.has_admitted_requests()
@@ -185,37 +185,37 @@ def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
 
 @pytest.mark.parametrize("pause_state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_a_pause_gives_back_what_decode_workers_hold_for_it(
-    connector: ScriptedConnector, pause_state: PauseState
+    producer: ScriptedProducer, pause_state: PauseState
 ) -> None:
-    engine = Engine(connector=connector)
+    engine = Engine(producer=producer)
     for name in ("a", "b", "c"):
         engine.add(name, [ord(name)] * 20, kv_transfer_params=ON_P)
     engine.run()
-    assert list(connector.asked) == ["a", "b"]
-    connector.allow("b")
+    assert list(producer.asked) == ["a", "b"]
+    producer.allow("b")
     engine.scheduler.pause_state = pause_state
     engine.run()
-    assert connector.preempted == ["a", "b"]
+    assert producer.preempted == ["a", "b"]
     assert not started(engine)
-    connector.allow("a")  # the grant was on its way
-    connector.asked.clear()
+    producer.allow("a")  # the grant was on its way
+    producer.asked.clear()
     engine.run()
-    assert not connector.asked
+    assert not producer.asked
     engine.scheduler.pause_state = PauseState.UNPAUSED
     engine.run()
-    assert list(connector.asked) == ["a", "b"], "in their old order"
+    assert list(producer.asked) == ["a", "b"], "in their old order"
     for name in ("a", "b", "c"):
-        connector.allow(name)
+        producer.allow(name)
         engine.run()
         assert engine.tokens(name) == expected([ord(name)] * 20, 1)
-        connector.release(name)
+        producer.release(name)
     engine.run()
     engine.assert_idle()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_tokens_that_wait_are_counted(connector: ScriptedConnector, policy: str) -> None:
-    engine = Engine(connector=connector, scheduling_policy=policy)
+def test_the_tokens_that_wait_are_counted(producer: ScriptedProducer, policy: str) -> None:
+    engine = Engine(producer=producer, scheduling_policy=policy)
 
     def num_waiting() -> int:
         stats = engine.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
@@ -224,9 +224,9 @@ def test_the_tokens_that_wait_are_counted(connector: ScriptedConnector, policy: 
     for i in range(4):
         engine.add(f"{i}", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
-    assert len(connector.asked) < 4
+    assert len(producer.asked) < 4
     assert num_waiting() == 40
-    connector.allow("0")
+    producer.allow("0")
     engine.scheduler.update_from_kv_transfer()
     assert num_waiting() == 40, "it may start, and waits as others do"
     engine.core.abort_requests(["1", "3"])
@@ -255,26 +255,26 @@ def decode_queue_s(engine: Engine, name: str) -> float:
 
 
 def test_what_is_behind_a_later_waits_for_d_as_well(
-    connector: ScriptedConnector, clock: Clock
+    producer: ScriptedProducer, clock: Clock
 ) -> None:
-    engine = Engine(clock=clock, connector=connector)
+    engine = Engine(clock=clock, producer=producer)
     for name in ("a", "b", "c", "d"):
         engine.add(name, [1] * 10, kv_transfer_params=ON_P)
     engine.add("other", [2] * 10, kv_transfer_params=ON_P_FOR_E)
     engine.run()
-    assert sorted(connector.asked) == ["a", "b", "other"]
+    assert sorted(producer.asked) == ["a", "b", "other"]
     assert load_of(engine) == (0, 50)
     clock.now_s += 1  # D has not answered: it is in the midst of a step
     for name in ("a", "b"):
-        connector.later(name)
+        producer.later(name)
     engine.run()
     assert load_of(engine) == (4, 10)
     clock.now_s += 5
     for name in ("a", "b", "other"):
-        connector.allow(name)
+        producer.allow(name)
     engine.run()
     for name in ("c", "d"):
-        connector.allow(name)
+        producer.allow(name)
     engine.run()
     assert load_of(engine) == (0, 0)
     assert {name: decode_queue_s(engine, name) for name in ("a", "b", "c", "d", "other")} == {
@@ -283,18 +283,18 @@ def test_what_is_behind_a_later_waits_for_d_as_well(
 
 
 def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
-    connector: ScriptedConnector, clock: Clock
+    producer: ScriptedProducer, clock: Clock
 ) -> None:
-    engine = Engine(clock=clock, connector=connector, num_blocks=128, max_num_seqs=1)
+    engine = Engine(clock=clock, producer=producer, num_blocks=128, max_num_seqs=1)
     for name in ("a", "b", "c", "d"):
         engine.add(name, [ord(name)] * 60, kv_transfer_params=ON_P)
     engine.run()
-    connector.allow("a")
-    connector.allow("b")
+    producer.allow("a")
+    producer.allow("b")
     for _ in range(3):
         engine.step()
-    assert "c" in connector.asked
-    connector.later("c")
+    assert "c" in producer.asked
+    producer.later("c")
     engine.step()
     clock.now_s += 3  # P computes a, and has b
     assert load_of(engine)[0] == 0
@@ -302,54 +302,54 @@ def test_while_p_has_granted_ones_to_start_it_waits_for_itself(
         engine.step()
     clock.now_s += 4
     assert load_of(engine)[0] == 2
-    connector.allow("c")
+    producer.allow("c")
     engine.run()
-    connector.allow("d")
+    producer.allow("d")
     engine.run()
     assert decode_queue_s(engine, "b") == 0
     assert decode_queue_s(engine, "c") == decode_queue_s(engine, "d") == 4
 
 
-def test_a_grant_taken_back_waits_for_d_again(connector: ScriptedConnector, clock: Clock) -> None:
-    engine = Engine(clock=clock, connector=connector)
+def test_a_grant_taken_back_waits_for_d_again(producer: ScriptedProducer, clock: Clock) -> None:
+    engine = Engine(clock=clock, producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
-    connector.allow("a")
-    connector.forbid("a")
+    producer.allow("a")
+    producer.forbid("a")
     engine.run()
-    connector.revoked.clear()
+    producer.revoked.clear()
     assert load_of(engine) == (1, 0)
     clock.now_s += 2
-    connector.allow("a")
+    producer.allow("a")
     engine.run()
     assert decode_queue_s(engine, "a") == 2
 
 
-def test_one_that_ends_holds_up_nobody(connector: ScriptedConnector, clock: Clock) -> None:
-    engine = Engine(clock=clock, connector=connector)
+def test_one_that_ends_holds_up_nobody(producer: ScriptedProducer, clock: Clock) -> None:
+    engine = Engine(clock=clock, producer=producer)
     for name in ("a", "b"):
         engine.add(name, [1] * 20, kv_transfer_params=ON_P)
     engine.run()
-    connector.later("a")
+    producer.later("a")
     engine.run()
     clock.now_s += 2
     engine.core.abort_requests(["a"])
     engine.run()
     assert load_of(engine) == (0, 20)
     clock.now_s += 1
-    connector.allow("b")
+    producer.allow("b")
     engine.run()
     assert decode_queue_s(engine, "b") == 3
 
 
 def test_an_answer_that_comes_while_p_computes_ends_the_wait_for_d(
-    connector: ScriptedConnector, clock: Clock
+    producer: ScriptedProducer, clock: Clock
 ) -> None:
-    engine = Engine(clock=clock, connector=connector)
+    engine = Engine(clock=clock, producer=producer)
     engine.add("a", [1] * 10, kv_transfer_params=ON_P)
     engine.run()
     clock.now_s += 2
-    connector.allow("a")
+    producer.allow("a")
     clock.now_s += 3  # the rest of P's step
     engine.run()
     stats = engine.outputs["a"][0].prefill_stats

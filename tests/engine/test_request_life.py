@@ -1,7 +1,15 @@
 """A request's life inside an engine: its statuses, what is told of them, and its early end."""
 
 import pytest
-from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Engine, ScriptedConnector, expected
+from scripted_engine import (
+    MAX_MODEL_LEN,
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
+)
 
 from pdserve_common.engine_types import (
     EngineCoreEventType,
@@ -51,19 +59,19 @@ def events(engine: Engine, request_id: str) -> list[E]:
     return [event.type for event in found]
 
 
-def pulled(engine: Engine, connector: ScriptedConnector, name: str, *, is_lost: bool) -> None:
+def pulled(engine: Engine, consumer: ScriptedConsumer, name: str, *, is_lost: bool) -> None:
     prompt = [len(name)] * 10
     engine.add(name, prompt, kv_transfer_params=ON_D)
-    connector.claim(name)
+    consumer.claim(name)
     engine.step()
     engine.step()
-    assert name in connector.loading
+    assert name in consumer.loading
     if is_lost:
-        connector.lose(name)
+        consumer.lose(name)
         engine.step()
-        connector.fail(name, LOST)
+        consumer.fail(name, LOST)
     else:
-        connector.finish_load(name)
+        consumer.finish_load(name)
     engine.run()
     engine.step()
 
@@ -72,10 +80,10 @@ def test_every_status_is_reached_from_where_it_may_be(
     transitions: set[tuple[S | None, S]],
 ) -> None:
     tight_engine().run()
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
-    pulled(engine, connector, "pulled", is_lost=False)
-    pulled(engine, connector, "lost", is_lost=True)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
+    pulled(engine, consumer, "pulled", is_lost=False)
+    pulled(engine, consumer, "lost", is_lost=True)
     whole = expected([1, 2], 3)
     engine.add("stopped", [1, 2], sampling_params=SamplingParams(stop_token_ids=(whole[1],)))
     loop = RepetitionDetectionParams(max_pattern_size=1)
@@ -113,10 +121,10 @@ def test_events_come_with_the_next_output_and_once() -> None:
 
 
 def test_a_pull_has_events_of_its_own() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
-    pulled(engine, connector, "pulled", is_lost=False)
-    pulled(engine, connector, "lost", is_lost=True)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
+    pulled(engine, consumer, "pulled", is_lost=False)
+    pulled(engine, consumer, "lost", is_lost=True)
     accepted, lost = events(engine, "pulled"), events(engine, "lost")
     assert accepted[0] == lost[0] == E.QUEUED
     assert accepted.index(E.KV_ACCEPTED) < accepted.index(E.SCHEDULED)
@@ -135,7 +143,7 @@ def test_trace_headers_come_back_with_the_end() -> None:
 
 
 def test_a_handed_off_request_ends_with_the_params_its_decode_leg_needs() -> None:
-    engine = Engine(connector=ScriptedConnector())
+    engine = Engine(producer=ScriptedProducer())
     engine.add("a", [1] * 10, kv_transfer_params=ON_P, trace_headers={"t": "a"})
     engine.run()
     (output,) = engine.outputs["a"]

@@ -3,7 +3,16 @@
 import time
 
 import pytest
-from scripted_engine import MAX_MODEL_LEN, ON_D, ON_P, Clock, Engine, ScriptedConnector, expected
+from scripted_engine import (
+    MAX_MODEL_LEN,
+    ON_D,
+    ON_P,
+    Clock,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
+)
 
 from pdserve_common.engine_types import (
     EngineError,
@@ -203,8 +212,8 @@ def test_nan_logits_fail_only_their_request() -> None:
 
 
 def test_a_prefill_worker_stops_after_the_first_token_and_keeps_the_blocks_until_released() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    producer = ScriptedProducer()
+    engine = Engine(producer=producer)
     prompt = list(range(10))
     engine.add("a", prompt, max_tokens=8, kv_transfer_params=ON_P)
     engine.run()
@@ -213,23 +222,23 @@ def test_a_prefill_worker_stops_after_the_first_token_and_keeps_the_blocks_until
     assert last.finish_reason == FinishReason.LENGTH
     assert last.kv_transfer_params == ON_P
     assert engine.pool.num_free_blocks == engine.pool.num_blocks - 3
-    connector.release("a")
+    producer.release("a")
     engine.step()
     engine.assert_idle()
 
 
 def test_aborting_a_handed_off_request_ends_its_session() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    producer = ScriptedProducer()
+    engine = Engine(producer=producer)
     engine.add("a", [1, 2, 3], kv_transfer_params=ON_P)
     engine.run()
     engine.core.abort_requests(["a"])
-    assert connector.aborted_sessions == ["a"]
+    assert producer.aborted_sessions == ["a"]
 
 
 def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    producer = ScriptedProducer()
+    engine = Engine(producer=producer)
     (first,) = expected([1, 2, 3], 1)
     params = SamplingParams(max_tokens=8, stop_token_ids=(first,))
     engine.add("a", [1, 2, 3], sampling_params=params, kv_transfer_params=ON_P)
@@ -240,8 +249,8 @@ def test_a_prefill_that_ends_for_good_is_not_handed_off() -> None:
 
 
 def test_a_ticket_holds_no_blocks_until_it_is_announced() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     engine.add("a", list(range(10)), kv_transfer_params=ON_D)
     engine.step()
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
@@ -252,17 +261,17 @@ def test_a_ticket_holds_no_blocks_until_it_is_announced() -> None:
 def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_first(
     prompt_len: int,
 ) -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     prompt = list(range(prompt_len))
     engine.add("a", prompt, max_tokens=6, kv_transfer_params=ON_D)
     engine.step()
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
     engine.step()
-    assert connector.loading["a"][1] == prompt_len
+    assert consumer.loading["a"][1] == prompt_len
     assert not engine.core.has_work()
-    connector.finish_load("a")
+    consumer.finish_load("a")
     engine.step()
     engine.run()
     assert engine.tokens("a") == expected(prompt, 6)
@@ -274,18 +283,18 @@ def test_a_decode_worker_goes_on_after_the_transferred_token_and_repeats_it_firs
 
 
 def test_a_pull_skips_what_the_decode_worker_has_cached() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     prompt = list(range(10))
     engine.add("a", prompt)
     engine.run()
     engine.add("b", prompt, kv_transfer_params=ON_D)
     engine.step()
-    connector.claim("b")
+    consumer.claim("b")
     engine.step()
     engine.step()
-    assert connector.loading["b"][1] == 2
-    connector.finish_load("b")
+    assert consumer.loading["b"][1] == 2
+    consumer.finish_load("b")
     engine.step()
     engine.run()
     assert engine.tokens("b") == engine.tokens("a")
@@ -293,29 +302,29 @@ def test_a_pull_skips_what_the_decode_worker_has_cached() -> None:
 
 
 def test_blocks_of_an_aborted_pull_come_back_only_when_its_read_has_landed() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     engine.add("a", list(range(10)), kv_transfer_params=ON_D)
     engine.step()
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
     engine.step()
     engine.core.abort_requests(["a"])
     engine.step()
     assert engine.finish_reason("a") == FinishReason.ABORT
     assert engine.pool.num_free_blocks == engine.pool.num_blocks - 3
-    connector.land("a")
+    consumer.land("a")
     engine.step()
     engine.assert_idle()
 
 
 def test_a_failed_pull_ends_the_request_with_the_connectors_error() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer)
     engine.add("a", list(range(10)), kv_transfer_params=ON_D)
     engine.step()
     error = EngineError(code=ErrorCode.KV_EXPIRED, message="gone", is_retryable=True)
-    connector.fail("a", error)
+    consumer.fail("a", error)
     engine.step()
     assert engine.outputs["a"][-1].error == error
     engine.assert_idle()

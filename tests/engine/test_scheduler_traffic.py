@@ -13,7 +13,8 @@ from scripted_engine import (
     ON_D,
     ON_P,
     Engine,
-    ScriptedConnector,
+    ScriptedConsumer,
+    ScriptedProducer,
     expected,
 )
 
@@ -63,9 +64,16 @@ class Added:
 class Traffic:
     """Random events around an engine, and the checks after each of its steps."""
 
-    def __init__(self, engine: Engine, connector: ScriptedConnector, rng: random.Random) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        producer: ScriptedProducer,
+        consumer: ScriptedConsumer,
+        rng: random.Random,
+    ) -> None:
         self.engine = engine
-        self.connector = connector
+        self.producer = producer
+        self.consumer = consumer
         self.rng = rng
         self.added: dict[str, Added] = {}
         self.claimed: set[str] = set()
@@ -76,8 +84,8 @@ class Traffic:
         engine.rank.on_step = self._maybe_fail
 
     def event(self) -> None:
-        pools = (self.connector.loading, self.connector.zombies, self.connector.held)
-        ends = (self.connector.finish_load, self.connector.land, self.connector.release)
+        pools = (self.consumer.loading, self.consumer.zombies, self.producer.held)
+        ends = (self.consumer.finish_load, self.consumer.land, self.producer.release)
         kind = self.rng.choices(list(EVENTS), weights=list(EVENTS.values()))[0]
         if kind.startswith("add"):
             self.add(kind, {"add": None, "add_p": ON_P, "add_d": ON_D}[kind])
@@ -134,38 +142,38 @@ class Traffic:
         return request_id
 
     def claim(self, limit: int) -> None:
-        tickets = [rid for rid in self.connector.tickets if rid not in self.claimed]
+        tickets = [rid for rid in self.consumer.tickets if rid not in self.claimed]
         for request_id in tickets[:limit]:
             self.claimed.add(request_id)
-            self.connector.claim(request_id)
+            self.consumer.claim(request_id)
 
     def grant(self, kind: str) -> None:
         """P: D gives its blocks, or takes them back from a request that has not started."""
         decodes = self.engine.scheduler.remote_decodes
-        asked = [r for r in decodes if r.request_id in self.connector.asked]
+        asked = [r for r in decodes if r.request_id in self.producer.asked]
         if kind == "forbid":
             asked = [r for r in self.engine.scheduler.waiting if r in decodes._granted]
         if not asked:
             return
         request_id = self.rng.choice(asked).request_id
         if kind == "allow":
-            self.connector.revoked.discard(request_id)
-            self.connector.allow(request_id)
+            self.producer.revoked.discard(request_id)
+            self.producer.allow(request_id)
         else:
-            self.connector.forbid(request_id)
+            self.producer.forbid(request_id)
 
     def disturb_pull(self, kind: str) -> None:
-        connector = self.connector
-        if not connector.loading:
+        consumer = self.consumer
+        if not consumer.loading:
             return
-        request_id = self.rng.choice(list(connector.loading))
+        request_id = self.rng.choice(list(consumer.loading))
         if kind == "confirm":
-            num_tokens = connector.tickets[request_id].num_tokens
-            connector.confirm(request_id, self.rng.randrange(num_tokens + 1))
+            num_tokens = consumer.tickets[request_id].num_tokens
+            consumer.confirm(request_id, self.rng.randrange(num_tokens + 1))
         elif kind == "lose":
-            connector.lose(request_id)
+            consumer.lose(request_id)
         else:
-            connector.give_back(request_id, is_reading=self.rng.random() < 0.5)
+            consumer.give_back(request_id, is_reading=self.rng.random() < 0.5)
             self.claimed.discard(request_id)
 
     def send_again(self, request_id: str) -> None:
@@ -177,8 +185,8 @@ class Traffic:
         delivered = tuple(token for output in outputs for token in output.new_token_ids)
         added = self.added[request_id]
         self.claimed.discard(request_id)
-        self.connector.asked.pop(request_id, None)
-        self.connector.revoked.discard(request_id)
+        self.producer.asked.pop(request_id, None)
+        self.producer.revoked.discard(request_id)
         self.engine.add(
             request_id,
             added.prompt,
@@ -228,19 +236,19 @@ class Traffic:
         for _ in range(MAX_SETTLE_STEPS):
             self.claim(limit=1000)
             for request in self.engine.scheduler.remote_decodes:
-                if request.request_id in self.connector.asked:
-                    self.connector.revoked.discard(request.request_id)
-                    self.connector.allow(request.request_id)
+                if request.request_id in self.producer.asked:
+                    self.producer.revoked.discard(request.request_id)
+                    self.producer.allow(request.request_id)
             for pool, end in (
-                (self.connector.loading, self.connector.finish_load),
-                (self.connector.zombies, self.connector.land),
-                (self.connector.held, self.connector.release),
+                (self.consumer.loading, self.consumer.finish_load),
+                (self.consumer.zombies, self.consumer.land),
+                (self.producer.held, self.producer.release),
             ):
                 for request_id in list(pool):
                     end(request_id)
             self.step()
             is_busy = self.engine.scheduler.has_requests() or self.engine.core.has_work()
-            if not (is_busy or self.connector.held or self.connector.zombies):
+            if not (is_busy or self.producer.held or self.consumer.zombies):
                 self.engine.step()
                 return
         raise AssertionError("does not settle: somebody starves")
@@ -289,11 +297,12 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
     watermark: float,
     num_blocks: int,
 ) -> None:
-    connector = ScriptedConnector()
-    connector.grants_at_once = False
+    producer, consumer = ScriptedProducer(), ScriptedConsumer()
+    producer.grants_at_once = False
     engine = Engine(
         num_blocks=num_blocks * len(windows),
-        connector=connector,
+        producer=producer,
+        consumer=consumer,
         max_num_seqs=4,
         max_num_batched_tokens=MAX_MODEL_LEN if mode == "v0" else 16,
         enable_caching=enable_caching,
@@ -304,7 +313,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
         long_prefill_token_threshold=threshold,
         kv_watermark=watermark,
     )
-    traffic = Traffic(engine, connector, random.Random(seed))
+    traffic = Traffic(engine, producer, consumer, random.Random(seed))
     try:
         for _ in range(NUM_STEPS):
             traffic.event()

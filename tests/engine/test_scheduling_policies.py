@@ -1,7 +1,7 @@
 """What decides who computes how much: chunk limits, watermark, V0 mode, pauses, loops."""
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConnector, expected
+from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import (
     FinishReason,
@@ -74,13 +74,13 @@ def test_v0_mode_computes_whole_prompts_apart_from_decodes() -> None:
 
 
 def test_v0_mode_decodes_what_was_pulled() -> None:
-    connector = ScriptedConnector()
-    engine = Engine(connector=connector, scheduling_mode="v0", max_num_batched_tokens=32)
+    consumer = ScriptedConsumer()
+    engine = Engine(consumer=consumer, scheduling_mode="v0", max_num_batched_tokens=32)
     engine.add("pulled", [5] * 10, kv_transfer_params=ON_D)
     engine.add("local", [6] * 10)
-    connector.claim("pulled")
+    consumer.claim("pulled")
     engine.step()
-    connector.finish_load("pulled")
+    consumer.finish_load("pulled")
     engine.run()
     assert engine.tokens("pulled") == expected([5] * 10, 4)
     assert engine.tokens("local") == expected([6] * 10, 4)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from scripted_engine import EOS, ON_D, Clock, Engine, ScriptedConnector, expected
+from scripted_engine import EOS, ON_D, Clock, Engine, ScriptedConsumer, expected
 
 from pdserve_engine.core.seats import Outlook, Seats
 
@@ -53,9 +53,9 @@ class Outcome:
 def serve(load: Load) -> Outcome:
     """Have D serve NUM_REQUESTS, all of which P has from the beginning."""
     chance = random.Random(0)
-    connector = ScriptedConnector()
+    consumer = ScriptedConsumer()
     engine = Engine(
-        connector=connector, num_blocks=4096, max_num_seqs=NUM_SEATS, max_num_batched_tokens=64
+        consumer=consumer, num_blocks=4096, max_num_seqs=NUM_SEATS, max_num_batched_tokens=64
     )
     lengths: dict[str, int] = {}
     for number in range(NUM_REQUESTS):
@@ -73,12 +73,12 @@ def serve(load: Load) -> Outcome:
             break
         while queue and len(asked) < load.num_asked:
             asked.add(queue[0])
-            connector.claim(queue.popleft())
-        for name in [name for name in connector.loading if landing.get(name, -1) == step]:
+            consumer.claim(queue.popleft())
+        for name in [name for name in consumer.loading if landing.get(name, -1) == step]:
             landed[name] = step
-            connector.finish_load(name)
+            consumer.finish_load(name)
         engine.step()
-        for name in connector.loading:
+        for name in consumer.loading:
             if name in asked:
                 asked.discard(name)
                 landing[name] = step + load.steps_to_land(chance)
@@ -115,8 +115,8 @@ def test_who_has_a_first_token_soon_has_a_seat_and_seats_do_not_stay_empty(
 
 
 @pytest.fixture
-def connector() -> ScriptedConnector:
-    return ScriptedConnector()
+def consumer() -> ScriptedConsumer:
+    return ScriptedConsumer()
 
 
 def add_ticket(engine: Engine, name: str, **fields: object) -> None:
@@ -127,44 +127,44 @@ def running(engine: Engine) -> set[str]:
     return {request.request_id for request in engine.scheduler.running}
 
 
-def test_a_claim_waits_for_a_seat_although_there_are_blocks(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=2)
+def test_a_claim_waits_for_a_seat_although_there_are_blocks(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.add("y", [2] * 4, max_tokens=12)
     engine.step()
     for name in ("a", "b"):
         add_ticket(engine, name)
-        connector.claim(name)
+        consumer.claim(name)
     engine.step()
-    assert connector.deferred == ["a", "b"]
+    assert consumer.deferred == ["a", "b"]
     while "x" in engine.scheduler.requests:
-        assert not connector.loading
+        assert not consumer.loading
         engine.step()
     engine.step()
-    assert list(connector.loading) == ["a"]
-    connector.finish_load("a")
+    assert list(consumer.loading) == ["a"]
+    consumer.finish_load("a")
     engine.run()
-    connector.finish_load("b")
+    consumer.finish_load("b")
     engine.run()
     assert engine.tokens("b") == expected([ord("b")] * 8, 4)
     engine.assert_idle()
 
 
 def test_a_local_request_leaves_the_seat_that_a_pull_was_promised(
-    connector: ScriptedConnector,
+    consumer: ScriptedConsumer,
 ) -> None:
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=2)
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
     engine.add("x", [1] * 4, max_tokens=20)
     engine.step()
     add_ticket(engine, "a", max_tokens=6)
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
-    assert "a" in connector.loading
+    assert "a" in consumer.loading
     engine.add("local", [2] * 4)
     for _ in range(3):
         engine.step()
     assert running(engine) == {"x"}
-    connector.finish_load("a")
+    consumer.finish_load("a")
     engine.step()
     assert running(engine) == {"x", "a"}
     engine.run()
@@ -172,61 +172,61 @@ def test_a_local_request_leaves_the_seat_that_a_pull_was_promised(
     engine.assert_idle()
 
 
-def test_a_request_that_was_sent_again_takes_the_next_seat(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=1)
+def test_a_request_that_was_sent_again_takes_the_next_seat(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
     engine.add("x", [1] * 4, max_tokens=6)
     engine.step()
     engine.add("again", [2] * 4, max_tokens=6, attempt=1, resume_output_token_ids=(7,))
     add_ticket(engine, "a")
-    connector.claim("a")
+    consumer.claim("a")
     while "x" in engine.scheduler.requests:
         engine.step()
     while "again" in engine.scheduler.requests:
         engine.step()
         assert running(engine) <= {"again"}
     engine.step()
-    assert "a" in connector.loading
+    assert "a" in consumer.loading
 
 
-def test_forks_need_seats_as_well(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=4)
+def test_forks_need_seats_as_well(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=4)
     add_ticket(engine, "a", max_tokens=12)
     for name in ("f", "g", "h"):
         engine.add(name, [ord("a")] * 8, max_tokens=12, fork_of="a")
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
-    assert list(connector.loading) == ["a"]
+    assert list(consumer.loading) == ["a"]
     add_ticket(engine, "b")
-    connector.claim("b")
+    consumer.claim("b")
     engine.step()
-    assert list(connector.loading) == ["a"], "the other seats are its forks'"
-    connector.finish_load("a")
-    while "b" not in connector.loading:
+    assert list(consumer.loading) == ["a"], "the other seats are its forks'"
+    consumer.finish_load("a")
+    while "b" not in consumer.loading:
         engine.step()
         assert running(engine) == {"a", "f", "g", "h"} or len(running(engine)) < 4
-    connector.finish_load("b")
+    consumer.finish_load("b")
     engine.run()
     engine.assert_idle()
 
 
-def test_a_pull_that_is_lost_gives_its_seat_up(connector: ScriptedConnector) -> None:
-    engine = Engine(connector=connector, num_blocks=64, max_num_seqs=1)
+def test_a_pull_that_is_lost_gives_its_seat_up(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
     add_ticket(engine, "a")
-    connector.claim("a")
+    consumer.claim("a")
     engine.step()
-    connector.lose("a")
+    consumer.lose("a")
     add_ticket(engine, "b")
-    connector.claim("b")
+    consumer.claim("b")
     engine.step()
-    assert "b" in connector.loading
+    assert "b" in consumer.loading
 
 
 @pytest.mark.parametrize("others_are_local", [True, False])
 def test_under_a_stream_of_others_nobody_starves(
-    connector: ScriptedConnector, clock: Clock, others_are_local: bool
+    consumer: ScriptedConsumer, clock: Clock, others_are_local: bool
 ) -> None:
     """Each second two more come than there are seats, in one way; one comes in the other way."""
-    engine = Engine(clock=clock, connector=connector, num_blocks=64, max_num_seqs=2)
+    engine = Engine(clock=clock, consumer=consumer, num_blocks=64, max_num_seqs=2)
     numbers = itertools.count()
 
     def come(is_local: bool) -> str:
@@ -235,7 +235,7 @@ def test_under_a_stream_of_others_nobody_starves(
             engine.add(name, [3] * 4, max_tokens=8)
         else:
             add_ticket(engine, name, max_tokens=8)
-            connector.claim(name)
+            consumer.claim(name)
         return name
 
     for _ in range(4):
@@ -248,8 +248,8 @@ def test_under_a_stream_of_others_nobody_starves(
         clock.now_s += 0.3
         for _ in range(4):
             engine.step()
-            for pulled in list(connector.loading):
-                connector.finish_load(pulled)
+            for pulled in list(consumer.loading):
+                consumer.finish_load(pulled)
         if name not in engine.scheduler.requests:
             return
     raise AssertionError(f"{name} starves")

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from scripted_engine import BLOCK_SIZE, EOS, ON_D, Clock, Engine, ScriptedConnector, expected
+from scripted_engine import BLOCK_SIZE, EOS, ON_D, Clock, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, SamplingParams
 from pdserve_engine.core.scheduler import PauseState
@@ -17,21 +17,21 @@ PROMPT = [7] * 15  # with P's token four full blocks
 
 @pytest.fixture
 def engine(clock: Clock) -> Engine:
-    return Engine(connector=ScriptedConnector(), clock=clock)
+    return Engine(consumer=ScriptedConsumer(), clock=clock)
 
 
-def connector_of(engine: Engine) -> ScriptedConnector:
-    connector = engine.connector
-    assert isinstance(connector, ScriptedConnector)
-    return connector
+def consumer_of(engine: Engine) -> ScriptedConsumer:
+    consumer = engine.consumer
+    assert isinstance(consumer, ScriptedConsumer)
+    return consumer
 
 
 def pull(engine: Engine, name: str = "a", **fields: object) -> None:
     """All of a request's blocks have landed."""
     engine.add(name, PROMPT, kv_transfer_params=ON_D, **fields)
-    connector_of(engine).claim(name)
+    consumer_of(engine).claim(name)
     engine.step()
-    connector_of(engine).land_all(name)
+    consumer_of(engine).land_all(name)
 
 
 def run_first_step(engine: Engine, name: str = "a", **fields: object) -> None:
@@ -66,7 +66,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
     run_first_step(engine)
     assert not engine.core.has_work()
     num_steps = len(engine.rank.steps)
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.step()
     assert len(engine.rank.steps) == num_steps
     assert engine.tokens("a") == expected(PROMPT, 2), "its tokens wait for no step"
@@ -79,7 +79,7 @@ def test_it_waits_without_work(engine: Engine) -> None:
 
 def test_an_ack_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) -> None:
     engine.rank.on_step = lambda step: (
-        connector_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
+        consumer_of(engine).accept("a") if "a" in step.num_scheduled_tokens else None
     )
     pull(engine, max_tokens=2)
     engine.step()
@@ -92,7 +92,7 @@ def test_an_ack_that_comes_while_the_step_runs_holds_up_nothing(engine: Engine) 
 
 def test_an_ack_that_comes_before_the_step_does_too(engine: Engine) -> None:
     pull(engine)
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert engine.outputs["a"][0].first_token_index == 0, "P's token is repeated"
@@ -108,7 +108,7 @@ def test_nobody_shares_its_blocks(engine: Engine) -> None:
     engine.step()
     assert num_computed(engine, "fork") == 0, "it waits for its source"
     assert num_computed(engine, "same") == len(PROMPT), "it does not"
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert num_computed(engine, "fork") == len(PROMPT) - 3 * BLOCK_SIZE + 3
     for name in ("a", "fork", "same"):
@@ -119,7 +119,7 @@ def test_nobody_shares_its_blocks(engine: Engine) -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_it_is_not_preempted(policy: str) -> None:
     engine = Engine(
-        connector=ScriptedConnector(),
+        consumer=ScriptedConsumer(),
         num_blocks=8,
         enable_caching=False,
         scheduling_policy=policy,
@@ -130,7 +130,7 @@ def test_it_is_not_preempted(policy: str) -> None:
     while not engine.scheduler.num_preemptions:
         engine.step()
     assert engine.scheduler.requests["a"].status is RequestStatus.RUNNING
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert engine.tokens("other") == expected([1] * 8, 20)
@@ -140,7 +140,7 @@ def test_it_is_not_preempted(policy: str) -> None:
 def test_during_a_pause_an_ack_still_counts(engine: Engine) -> None:
     run_first_step(engine)
     engine.scheduler.pause_state = PauseState.PAUSED_ALL
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 2)
     engine.scheduler.pause_state = PauseState.UNPAUSED
@@ -157,7 +157,7 @@ def test_the_step_may_bring_the_end(engine: Engine, reason: FinishReason) -> Non
     engine.rank.script["a"] = [EOS] if is_stop else []
     run_first_step(engine, max_tokens=9 if is_stop else 2)
     assert "a" not in engine.outputs
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.step()
     assert len(engine.tokens("a")) == 2
     assert engine.finish_reason("a") is reason
@@ -170,7 +170,7 @@ def test_nothing_runs_if_ps_token_is_the_last(engine: Engine) -> None:
     pull(engine, max_tokens=1)
     engine.run()
     assert num_computed(engine) == 0
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 1)
     assert engine.finish_reason("a") is FinishReason.LENGTH
@@ -183,7 +183,7 @@ def test_ps_token_may_be_the_end_though_it_seemed_not(engine: Engine) -> None:
     pull(engine, sampling_params=SamplingParams(max_tokens=9, stop_token_ids=(last,)))
     engine.step()
     engine.step()
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == [last]
     assert engine.finish_reason("a") is FinishReason.STOP
@@ -194,7 +194,7 @@ def test_a_step_that_failed_for_it_alone_fails_it_with_the_ack(engine: Engine) -
     engine.rank.num_nans["a"] = 3
     run_first_step(engine)
     assert "a" not in engine.outputs
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.finish_reason("a") is FinishReason.ERROR
     assert engine.tokens("a") == expected(PROMPT, 1), "what P has sampled"
@@ -214,7 +214,7 @@ def pass_deadline(engine: Engine) -> None:
 
 def hear_of_ps_end(engine: Engine) -> None:
     error = EngineError(code=ErrorCode.CANCELLED, message="", is_retryable=False)
-    connector_of(engine).fail("a", error)
+    consumer_of(engine).fail("a", error)
 
 
 def supersede(engine: Engine) -> None:
@@ -246,7 +246,7 @@ def test_the_first_step_of_a_lost_request_is_rolled_back(
     engine.rank.script["a"] = [3]  # as if it had read what is not its own
     stage(engine)
     request = engine.scheduler.requests["a"]
-    connector_of(engine).lose("a")
+    consumer_of(engine).lose("a")
     engine.step()
     (output,) = engine.outputs["a"]
     assert output.kv_lost is not None
@@ -270,7 +270,7 @@ def test_the_first_step_of_a_lost_request_is_rolled_back(
 def test_the_others_of_its_step_go_on(engine: Engine) -> None:
     engine.add("other", [1] * 4, max_tokens=8)
     run_first_step(engine)
-    connector_of(engine).lose("a")
+    consumer_of(engine).lose("a")
     engine.run()
     assert engine.tokens("other") == expected([1] * 4, 8)
     assert "a" not in engine.rank.tokens, "the model forgets it"
@@ -290,7 +290,7 @@ def test_a_step_that_raises_takes_its_chance_but_not_its_blocks(engine: Engine) 
     assert "a" not in engine.outputs
     assert engine.scheduler.requests["a"].num_in_flight_tokens == 0
     engine.rank.on_step = lambda step: None
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     assert engine.tokens("other") == expected([1] * 4, 8)
@@ -309,7 +309,7 @@ def test_a_step_of_it_alone_that_raises_is_rolled_back(engine: Engine) -> None:
     assert num_computed(engine) == 1
     assert "a" not in engine.outputs, "it waits for the ack, as if it had not run"
     engine.rank.on_step = lambda step: None
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     engine.assert_idle()
@@ -325,7 +325,7 @@ def test_what_p_has_ended_is_no_error_of_ds(
 ) -> None:
     stage(engine)
     error = EngineError(code=code, message="why")
-    connector_of(engine).fail("a", error)
+    consumer_of(engine).fail("a", error)
     engine.run()
     assert engine.finish_reason("a") is reason
     assert engine.outputs["a"][-1].error == error, "the router tells by it that a ticket is void"
@@ -337,7 +337,7 @@ def test_what_p_has_ended_is_no_error_of_ds(
 
 @pytest.mark.parametrize("end", ["accept", "lose", "abort", "supersede"])
 def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> None:
-    engine = Engine(connector=ScriptedConnector(), async_scheduling=True, enable_caching=False)
+    engine = Engine(consumer=ScriptedConsumer(), async_scheduling=True, enable_caching=False)
     engine.core._last = engine.core._last._replace(duration_s=0.0)  # as if steps were short
     pull(engine)
     is_open = threading.Event()
@@ -351,7 +351,7 @@ def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> No
     elif end == "supersede":
         engine.add("a", PROMPT, attempt=1)
     else:
-        getattr(connector_of(engine), end)("a")
+        getattr(consumer_of(engine), end)("a")
         engine.scheduler.update_from_kv_transfer()
     assert engine.pool.num_free_blocks <= engine.pool.num_blocks - 4, "the step still uses them"
     is_open.set()
@@ -374,12 +374,12 @@ def test_only_what_the_step_does_not_hide_counts_as_waiting_for_the_ack(
     def compute(step: SchedulerOutput) -> None:
         clock.now_s += 2
         if "b" in step.num_scheduled_tokens:
-            connector_of(engine).accept("b")
+            consumer_of(engine).accept("b")
 
     engine.rank.on_step = compute
     run_first_step(engine, max_tokens=2)
     clock.now_s += 20
-    connector_of(engine).accept("a")
+    consumer_of(engine).accept("a")
     engine.step()
     pull(engine, "b", max_tokens=2)
     engine.run()
