@@ -101,12 +101,14 @@ class EngineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A grammar the output has to follow: exactly one of the four is set."""
+    """A grammar the output has to follow: exactly one is set (`pdserve_common.structured`)."""
 
-    json_schema: str | None = None
+    json_schema: str | None = None  # JSON
     regex: str | None = None
     choice: tuple[str, ...] = ()
-    grammar: str | None = None
+    grammar: str | None = None  # EBNF
+    json_object: bool = False
+    structural_tag: str | None = None  # JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

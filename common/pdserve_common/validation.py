@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 
 from pdserve_common.capabilities import NO_EXTRAS, Capabilities, check_served
 from pdserve_common.engine_types import (
@@ -13,10 +12,10 @@ from pdserve_common.engine_types import (
     KVTransferParams,
     RepetitionDetectionParams,
     SamplingParams,
-    StructuredOutputsParams,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import validate_structured_outputs
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
@@ -70,7 +69,7 @@ def validate_sampling_params(
     capabilities.
     """
     if params.structured_outputs is not None:
-        _validate_structured_outputs(params.structured_outputs)
+        validate_structured_outputs(params)
     check_served(params, capabilities)
     _validate_branches(params)
     _check_range("presence_penalty", params.presence_penalty, low=-2.0, high=2.0)
@@ -100,20 +99,6 @@ def validate_sampling_params(
     _validate_logits_processors(params.logits_processors, capabilities.logits_processors)
     if params.repetition_detection is not None:
         _validate_repetition_detection(params.repetition_detection)
-
-
-def _validate_structured_outputs(params: StructuredOutputsParams) -> None:
-    """A oneof on the wire, which would keep the last one."""
-    constraints = [
-        field.name for field in fields(params) if getattr(params, field.name) != field.default
-    ]
-    if len(constraints) != 1:
-        every = ", ".join(field.name for field in fields(params))
-        raise InvalidRequestError(
-            f"structured_outputs has {len(constraints)} constraints "
-            f"({', '.join(constraints) or 'none'}), must be exactly one of {every}",
-            field="structured_outputs",
-        )
 
 
 def _validate_branches(params: SamplingParams) -> None:

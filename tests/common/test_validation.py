@@ -179,6 +179,24 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
             "structured_outputs has 2 constraints (regex, choice), must be exactly one of json_",
         ),
         (
+            {
+                "structured_outputs": StructuredOutputsParams(json_object=True),
+                "ignore_eos": True,
+            },
+            "ignore_eos is True, must be False with structured_outputs",
+        ),
+        (
+            {"structured_outputs": StructuredOutputsParams(json_object=True), "min_tokens": 3},
+            "min_tokens is 3, must be 0 with structured_outputs",
+        ),
+        (
+            {
+                "structured_outputs": StructuredOutputsParams(json_object=True),
+                "use_beam_search": True,
+            },
+            "use_beam_search is True, must be False with structured_outputs",
+        ),
+        (
             {"structured_outputs": StructuredOutputsParams()},
             "structured_outputs has 0 constraints (none), must be exactly one of json_schema",
         ),

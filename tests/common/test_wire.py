@@ -20,6 +20,7 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types as types
 from pdserve_common import kv_types, wire
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.validation import validate_sampling_params
 from pdserve_common.wire import codec
 
 # What time.monotonic() says while generated values cross. Seconds are multiples of 1/8: nanoseconds
@@ -93,10 +94,11 @@ def a_request() -> st.SearchStrategy[types.EngineCoreRequest]:
 
 def a_grammar() -> st.SearchStrategy[types.StructuredOutputsParams]:
     choice = st.lists(SCALARS[str], min_size=1, max_size=3).map(tuple)
-    texts = dict.fromkeys(("json_schema", "regex", "grammar"), SCALARS[str])
+    texts = dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), SCALARS[str])
+    others = {"choice": choice, "json_object": st.just(True)}
     return st.one_of(
         st.builds(types.StructuredOutputsParams, **{name: one})
-        for name, one in (texts | {"choice": choice}).items()
+        for name, one in (texts | others).items()
     )
 
 
@@ -264,6 +266,15 @@ def test_an_empty_grammar_is_refused() -> None:
     empty = core_pb2.SamplingParams(structured_outputs=core_pb2.StructuredOutputsParams())
     with pytest.raises(InvalidRequestError, match="structured_outputs is empty, set one of"):
         wire.from_proto(types.SamplingParams, empty)
+
+
+def test_no_json_object_is_no_constraint() -> None:
+    no_object = core_pb2.StructuredOutputsParams(json_object=False)
+    read = wire.from_proto(types.StructuredOutputsParams, no_object)
+    assert read == types.StructuredOutputsParams()
+    params = types.SamplingParams(structured_outputs=read)
+    with pytest.raises(InvalidRequestError, match="structured_outputs has 0 constraints"):
+        validate_sampling_params(params, vocab_size=9)
 
 
 def test_a_stop_token_and_a_stop_string_stay_apart() -> None:

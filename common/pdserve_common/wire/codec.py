@@ -58,7 +58,8 @@ _REQUIRED: Mapping[type, tuple[str, str, str]] = {
     engine_types.StructuredOutputsParams: (
         "constraint",
         "structured_outputs",
-        "structured_outputs is empty, set one of json_schema, regex, choice, grammar",
+        "structured_outputs is empty, set one of json_schema, regex, choice, grammar, json_object, "
+        "structural_tag",
     ),
     engine_types.EngineCoreRequest: (
         "params",
@@ -83,6 +84,12 @@ _DIFFERENT: Mapping[tuple[type, str], tuple[str, Convert, Convert]] = {
         "choice",
         lambda choice: core_pb2.StructuredOutputsParams.Choice(choices=choice) if choice else None,
         lambda message: tuple(message.choices),
+    ),
+    # False is nothing, and would take the place of another constraint.
+    (engine_types.StructuredOutputsParams, "json_object"): (
+        "json_object",
+        lambda is_wanted: is_wanted or None,
+        None,
     ),
     (engine_types.SamplingParams, "bad_words_token_ids"): (
         "bad_words_token_ids",

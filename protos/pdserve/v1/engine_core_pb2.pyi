@@ -99,7 +99,7 @@ class EngineError(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., retryable: bool = ..., retry_after_ms: _Optional[int] = ..., fault: _Optional[_Union[ErrorFault, str]] = ...) -> None: ...
 
 class StructuredOutputsParams(_message.Message):
-    __slots__ = ("json_schema", "regex", "choice", "grammar")
+    __slots__ = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
     class Choice(_message.Message):
         __slots__ = ("choices",)
         CHOICES_FIELD_NUMBER: _ClassVar[int]
@@ -109,11 +109,15 @@ class StructuredOutputsParams(_message.Message):
     REGEX_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     choice: StructuredOutputsParams.Choice
     grammar: str
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[StructuredOutputsParams.Choice, _Mapping]] = ..., grammar: _Optional[str] = ...) -> None: ...
+    json_object: bool
+    structural_tag: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[StructuredOutputsParams.Choice, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., structural_tag: _Optional[str] = ...) -> None: ...
 
 class RepetitionDetectionParams(_message.Message):
     __slots__ = ("max_pattern_size", "min_pattern_size", "min_count")

@@ -1,0 +1,121 @@
+"""Structured outputs: each kind of constraint becomes one structural tag, xgrammar's JSON form.
+
+Nothing is compiled here. What is refused is not known to be enforced; an answer that ends by itself
+under what is accepted is valid.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+
+from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import tags
+from pdserve_common.structured.json_text import check_size, parse_json
+from pdserve_common.structured.node import Json
+
+MAX_CHOICES = 1000
+# A structural tag may have the schemas of many tools.
+MAX_TAG_BYTES = 256 * 1024
+_FIELD = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuralTag:
+    """What the grammar compiler takes. Constraints that say the same in another order of keywords,
+    with other names of definitions, annotations or spaces, have the same text.
+    """
+
+    # JSON in ASCII.
+    text: str
+    # SHA-256 of the text, in hexadecimal digits.
+    digest: str
+
+    @classmethod
+    def of(cls, format: tags.Format) -> "StructuralTag":
+        """Return the tag that is this format."""
+        tag = {"type": "structural_tag", "format": format}
+        text = json.dumps(tag, separators=(",", ":"))
+        return cls(text=text, digest=hashlib.sha256(text.encode()).hexdigest())
+
+
+def to_structural_tag(params: StructuredOutputsParams) -> StructuralTag:
+    """Return the tag of a constraint. Raises InvalidRequestError for more or less than one, for one
+    that is malformed or too large, and for what is not enforced.
+    """
+    return StructuralTag.of(_format(params))
+
+
+def _format(params: StructuredOutputsParams) -> tags.Format:
+    _check_one_constraint(params)
+    if params.json_object:
+        return tags.object_format()
+    if params.json_schema is not None:
+        field = f"{_FIELD}.json_schema"
+        return tags.schema_format(parse_json(params.json_schema, field=field), field=field)
+    if params.regex is not None:
+        field = f"{_FIELD}.regex"
+        check_size(params.regex, field=field)
+        return tags.regex_format(params.regex, field=field)
+    if params.grammar is not None:
+        check_size(params.grammar, field=f"{_FIELD}.grammar", limit=tags.MAX_GRAMMAR_BYTES)
+        return tags.grammar_format(params.grammar)
+    if params.structural_tag is not None:
+        return _tag_format(params.structural_tag)
+    return _choice_format(params.choice)
+
+
+def _choice_format(choices: tuple[str, ...]) -> tags.Format:
+    field = f"{_FIELD}.choice"
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{field} has {len(choices)} texts, at most {MAX_CHOICES}", field=_FIELD
+        )
+    if "" in choices:
+        raise InvalidRequestError(f"{field} has an empty text", field=_FIELD)
+    check_size("".join(choices), field=field)
+    return tags.choice_format(choices)
+
+
+def _tag_format(text: str) -> tags.Format:
+    field = f"{_FIELD}.structural_tag"
+    value = parse_json(text, field=field, limit=MAX_TAG_BYTES)
+    if not isinstance(value, dict) or {*value} - {"type", "format"} or "format" not in value:
+        raise InvalidRequestError(f"{field} must be an object of type and format", field=_FIELD)
+    if value.get("type", "structural_tag") != "structural_tag":
+        raise InvalidRequestError(f"{field}: type must be structural_tag", field=_FIELD)
+    return tags.read_format(value["format"], field=field)
+
+
+def check_json_schema(schema: Json, *, field: str) -> None:
+    """Raise InvalidRequestError with JSON pointer and keyword if a schema, parsed JSON of bounded
+    size and depth, is not enforced. `field` says where it stands.
+    """
+    tags.schema_format(schema, field=field)
+
+
+def validate_structured_outputs(params: SamplingParams) -> None:
+    """Raise InvalidRequestError unless exactly one constraint is set, and nothing that it cannot
+    hold beside: an answer ends where its grammar does. Costs nothing; `to_structural_tag` looks at
+    the constraint itself.
+    """
+    assert params.structured_outputs is not None
+    _check_one_constraint(params.structured_outputs)
+    for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("use_beam_search", False)):
+        value = getattr(params, name)
+        if value != nothing:
+            raise InvalidRequestError(
+                f"{name} is {value}, must be {nothing} with {_FIELD}", field=name
+            )
+
+
+def _check_one_constraint(params: StructuredOutputsParams) -> None:
+    """A oneof on the wire, which would keep the last one."""
+    names = [field.name for field in fields(params) if getattr(params, field.name) != field.default]
+    if len(names) != 1:
+        every = ", ".join(field.name for field in fields(params))
+        raise InvalidRequestError(
+            f"{_FIELD} has {len(names)} constraints ({', '.join(names) or 'none'}), must be "
+            f"exactly one of {every}",
+            field=_FIELD,
+        )

@@ -1,0 +1,66 @@
+"""Random schemas: what their grammars allow is valid by jsonschema, what is valid they allow."""
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pdserve_common.errors import InvalidRequestError
+from support.schemas import Judge, RandomSchemas, closed, dump
+
+NUM_SCHEMAS = 60
+NUM_VALUES = 12
+NUM_ANSWERS = 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_schema_is_enforced_or_refused(seed: int) -> None:
+    schemas, seen = RandomSchemas(seed), Counter[str]()
+    for n in range(NUM_SCHEMAS):
+        schema = schemas.schema()
+        try:
+            judge = Judge.of_schema(schema)
+        except InvalidRequestError:
+            seen["refused"] += 1
+            continue
+        for _ in range(NUM_VALUES):
+            seen[_check_value(judge, schema, schemas.value(schema))] += 1
+        rng = random.Random(seed * NUM_SCHEMAS + n)
+        for _ in range(NUM_ANSWERS):
+            seen[_check_answer(judge, schema, rng)] += 1
+    assert seen["refused"] < NUM_SCHEMAS / 2
+    assert min(seen[kind] for kind in ("allowed", "invalid", "answered")) >= NUM_SCHEMAS
+
+
+def _check_value(judge: Judge, schema: Any, value: Any) -> str:
+    text = dump(value)
+    is_allowed = judge.allows(text)
+    if is_allowed:
+        assert Draft202012Validator(schema).is_valid(value), f"{dump(schema)} allows {text}"
+        return "allowed"
+    if not Draft202012Validator(closed(schema)).is_valid(value):
+        return "invalid"
+    assert _is_spelled_otherwise(schema, text), f"{dump(schema)} does not allow {text}"
+    return "narrower"
+
+
+def _is_spelled_otherwise(schema: Any, text: str) -> bool:
+    """Strings with a pattern have no escapes, and \\d, \\w, \\D and \\W are of ASCII."""
+    return "\\" in text or (not text.isascii() and "\\" in dump(schema))
+
+
+def _check_answer(judge: Judge, schema: Any, rng: random.Random) -> str:
+    answer = judge.answer(rng)
+    if answer is None:
+        return "long"
+    try:
+        text = answer.decode()
+    except UnicodeDecodeError:
+        # Strings of any kind take halves of surrogate pairs, which no text has.
+        assert b"\xed" in answer, f"{dump(schema)} allows {answer!r}"
+        return "surrogates"
+    assert Draft202012Validator(schema).is_valid(json.loads(text)), f"{dump(schema)} allows {text}"
+    return "answered"
