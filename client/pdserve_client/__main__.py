@@ -195,7 +195,7 @@ def _stream(client: Client, args: argparse.Namespace) -> int:
     )
     for output in client.generate(prompt, params, timeout_s=args.timeout_s):
         for completion in output.outputs:
-            print(completion.text, end="", flush=True)
+            print(completion.reasoning + completion.text, end="", flush=True)
             if completion.HasField("error"):
                 print(f"\npdserve: {completion.error.message}", file=sys.stderr)
                 return 1

@@ -24,8 +24,8 @@ from pdserve_common.rpc import open_blocking_channel, open_channel
 from pdserve_common.tls import Tls
 from pdserve_common.wire import to_proto
 
-# Text, a chat as mappings with "role" and "content", or token ids.
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+# Text, a chat as mappings with the fields of ChatMessage, or token ids.
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 DEFAULT_MAX_RESUMES = 3
 
@@ -43,7 +43,7 @@ def build_request(
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):
         for message in prompt:
-            request.chat.messages.add(role=message["role"], content=message["content"])  # type: ignore[index]
+            request.chat.messages.add(**message)  # type: ignore[arg-type]
     else:
         request.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
     return request

@@ -18,6 +18,7 @@ from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, Pdser
 from pdserve_common.rpc import status_of
 from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
+from pdserve_router.api.grpc_chat import add_parts, chat_messages, chat_tools, check_chat
 from pdserve_router.api.offload import write_off_loop
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.requests.input_processor import (
@@ -31,7 +32,6 @@ from pdserve_router.requests.output_processor import CompletionOutput, RequestOu
 from pdserve_router.requests.request_limits import (
     INLINE_BYTES,
     MAX_DETOKENIZE_BYTES,
-    MAX_MESSAGES,
     MAX_PARAMS,
     check_lengths,
     check_wire_counts,
@@ -40,8 +40,6 @@ from pdserve_router.requests.request_limits import (
 from pdserve_router.requests.request_log import note_request_id
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.router import Router
-from pdserve_router.text.messages import ChatMessage
-from pdserve_router.text.parts import Content
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.worker_pool import ModelLimits
 
@@ -197,12 +195,12 @@ async def prepare_generate(
     params = request.sampling_params
     check_lengths(
         [
-            ("messages", len(request.chat.messages), MAX_MESSAGES),
             ("resume", len(request.resume), MAX_N),
             ("bad_words_token_ids", len(params.bad_words_token_ids), 2 * MAX_BAD_WORDS),
             *((name, len(getattr(params, name)), limit) for name, limit in MAX_PARAMS.items()),
         ]
     )
+    check_chat(request.chat)
     return await processor.process(_generation_request(request, call), limits)
 
 
@@ -210,11 +208,13 @@ async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelL
     """Return a TokenizeResponse."""
     request = _parse(pb2.TokenizeRequest, raw)
     processor.check_model(request.model)
-    check_lengths([("messages", len(request.chat.messages), MAX_MESSAGES)])
+    check_chat(request.chat)
     kind = request.WhichOneof("prompt")
+    tools = chat_tools(request.chat)
     token_ids = await processor.tokenize(
         text=request.text if kind == "text" else None,
-        messages=_messages(request.chat) if kind == "chat" else None,
+        messages=chat_messages(request.chat) if kind == "chat" else None,
+        tools=tools.tools if tools is not None else (),
         max_model_len=limits.max_model_len,
     )
     response = pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
@@ -246,7 +246,8 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
         model=request.model,
         text=request.text if kind == "text" else None,
-        messages=_messages(request.chat) if kind == "chat" else None,
+        messages=chat_messages(request.chat) if kind == "chat" else None,
+        tools=chat_tools(request.chat),
         token_ids=tuple(request.tokens.token_ids) if kind == "tokens" else None,
         sampling_params=wire.from_proto(SamplingParams, request.sampling_params),
         priority=request.priority,
@@ -270,10 +271,6 @@ def _resumed_completion(message: pb2.ResumedCompletion) -> ResumedCompletion:
 def _text_metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
     metadata = context.invocation_metadata() or ()
     return {key: value for key, value in metadata if isinstance(value, str)}
-
-
-def _messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:
-    return [ChatMessage(role=m.role, parts=(Content(m.content),)) for m in chat.messages]
 
 
 def _trailers(output: RequestOutput) -> tuple[tuple[str, str], ...]:
@@ -319,6 +316,7 @@ def _completion_to_proto(
         token_ids=completion.token_ids,
         origin=completion.origin,
     )
+    add_parts(message, completion.parts)
     if completion.logprobs is not None:
         message.logprobs.CopyFrom(
             wire.logprobs_to_proto(completion.logprobs, token_text=token_text)

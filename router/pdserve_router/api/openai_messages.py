@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, WithJsonSchema
-from pydantic_core import from_json
 
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import (
@@ -20,6 +19,7 @@ from pdserve_router.requests.request_limits import (
     MAX_TOOL_CALLS,
     check_num_entries,
 )
+from pdserve_router.requests.tool_use import past_call
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content, MessagePart, Reasoning, ToolCall
 
@@ -128,15 +128,12 @@ def _parts(message: ChatMessageBody, path: str) -> tuple[MessagePart, ...]:
 
 
 def _tool_call(call: ToolCallBody, path: str) -> ToolCall:
-    field = f"{path}.function.arguments"
-    arguments = call.function.arguments or "{}"
-    try:
-        is_object = isinstance(from_json(arguments), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise InvalidRequestError(f"{field} is no JSON object", field=field)
-    return ToolCall(id=call.id or "", name=call.function.name, arguments=arguments)
+    return past_call(
+        id=call.id or "",
+        name=call.function.name,
+        arguments=call.function.arguments,
+        field=f"{path}.function.arguments",
+    )
 
 
 def _content(message: ChatMessageBody, field: str) -> tuple[Content, ...]:

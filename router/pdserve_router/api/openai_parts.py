@@ -7,14 +7,14 @@ from pdserve_router.text.parts import (
     OutputPart,
     ToolCallDelta,
     content_of,
-    join_parts,
+    join_calls,
     reasoning_of,
 )
 
 
 def message_object(parts: Sequence[OutputPart]) -> dict[str, Any]:
     """Return an assistant's message of all parts of an answer."""
-    calls = [_call(call) for call in _calls(parts)]
+    calls = [_call(call) for call in join_calls(parts)]
     # As with OpenAI: no content beside calls is null, otherwise it is empty.
     content = content_of(parts) or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -32,17 +32,10 @@ def delta_object(parts: Sequence[OutputPart]) -> dict[str, Any]:
         delta["content"] = content
     if reasoning := reasoning_of(parts):
         delta["reasoning"] = reasoning
-    if calls := _calls(parts):
+    # Clients add up what has the same index, but not within a delta.
+    if calls := join_calls(parts):
         delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in calls]
     return delta
-
-
-def _calls(parts: Sequence[OutputPart]) -> Sequence[ToolCallDelta]:
-    """Return each call once: clients add up what has the same index, but not within a delta."""
-    calls = sorted(
-        (part for part in parts if isinstance(part, ToolCallDelta)), key=lambda call: call.index
-    )
-    return [call for call in join_parts(calls) if isinstance(call, ToolCallDelta)]
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Tools as OpenAI's clients offer them, and what they say of their use."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,9 +8,8 @@ from pydantic import BaseModel, WithJsonSchema
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import UnknownNames
 from pdserve_router.api.openai_model import CONFIG, Items
-from pdserve_router.requests.tool_use import ToolMode, ToolUse
+from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool, check_names
 
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NAMED = {
     "type": "object",
     "properties": {
@@ -83,31 +81,17 @@ def tool_use(
     """Return what an answer may call; None: nothing. Raises InvalidRequestError naming the
     field.
     """
-    by_name = _by_name(tools or ())
+    tools = tools or ()
+    check_names([tool.function.name for tool in tools], field="tools[{}].function.name")
+    by_name = {tool.function.name: tool for tool in tools}
     mode, names = _read_choice(choice, by_name)
     if not names or mode is ToolMode.NONE:
         return None
     return ToolUse(
-        tools=tuple(_for_template(by_name[name]) for name in names),
+        tools=tuple(_for_template(by_name[name].function) for name in names),
         mode=mode,
         is_parallel=is_parallel,
     )
-
-
-def _by_name(tools: Sequence[ToolBody]) -> Mapping[str, ToolBody]:
-    by_name: dict[str, ToolBody] = {}
-    for index, tool in enumerate(tools):
-        name = tool.function.name
-        field = f"tools[{index}].function.name"
-        if _NAME.fullmatch(name) is None:
-            raise InvalidRequestError(
-                f"{field} is {name[:128]!r}, must be 1 to 128 letters, digits and _.:/-",
-                field=field,
-            )
-        if name in by_name:
-            raise InvalidRequestError(f"{field} is {name!r}, which is there already", field=field)
-        by_name[name] = tool
-    return by_name
 
 
 def _read_choice(choice: object, known: Mapping[str, ToolBody]) -> tuple[ToolMode, Sequence[str]]:
@@ -155,9 +139,10 @@ def _known_name(tool: object, field: str, known: Mapping[str, ToolBody]) -> str:
     return name
 
 
-def _for_template(tool: ToolBody) -> dict[str, Any]:
-    function = tool.function.model_dump(exclude={"strict"}, exclude_none=True)
-    return {"type": "function", "function": function}
+def _for_template(function: FunctionBody) -> dict[str, Any]:
+    return as_tool(
+        name=function.name, description=function.description, parameters=function.parameters
+    )
 
 
 def _invalid(field: str, problem: str) -> InvalidRequestError:

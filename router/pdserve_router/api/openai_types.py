@@ -359,7 +359,6 @@ class ChatCompletionBody(GenerationBody):
         prompt = {
             "messages": chat_messages(self.messages),
             "tools": self.tool_use(),
-            "wants_parts": True,
             "template_variables": variables,
         }
         return [prompt]

@@ -54,8 +54,6 @@ class GenerationRequest:
     token_ids: Sequence[int] | None = None
     # What an answer to messages may call.
     tools: ToolUse | None = None
-    # Reasoning and calls apart from what is said; else all of it is text.
-    wants_parts: bool = False
     # Of the chat template, besides those that it gets anyway.
     template_variables: Mapping[str, object] = field(default_factory=dict)
     # The model's own around a text.
@@ -187,7 +185,7 @@ class InputProcessor:
             trace_headers=request.trace_headers,
         )
         parsing = None
-        if request.wants_parts and request.messages is not None:
+        if request.messages is not None:
             parsing = parser_options(self._chat_format, request.tools, token_ids, self._tokenizer)
         return ProcessedInput(
             core_request=engine_request,

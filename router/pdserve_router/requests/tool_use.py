@@ -1,17 +1,24 @@
 """Which tools an answer may call, and what reads its text."""
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.errors import InvalidRequestError
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart
+from pdserve_router.text.parts import ToolCall
 from pdserve_router.text.tokenizer import Tokenizer
 
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class ToolMode(enum.Enum):
@@ -37,6 +44,43 @@ class ToolUse:
         """The JSON schema of each tool's parameters, by name."""
         functions = (tool["function"] for tool in self.tools)
         return {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
+
+
+def check_names(names: Sequence[str], *, field: str) -> None:
+    """Raise InvalidRequestError for a name that no tool can have, or that two have. `field` has a
+    place for its number.
+    """
+    known: set[str] = set()
+    for index, name in enumerate(names):
+        path = field.format(index)
+        if _NAME.fullmatch(name) is None:
+            raise InvalidRequestError(
+                f"{path} is {name[:128]!r}, must be 1 to 128 letters, digits and _.:/-", field=path
+            )
+        if name in known:
+            raise InvalidRequestError(f"{path} is {name!r}, which is there already", field=path)
+        known.add(name)
+
+
+def as_tool(*, name: str, description: str | None, parameters: object) -> dict[str, Any]:
+    """Return a tool as chat templates get it, without what is None."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def past_call(*, id: str, name: str, arguments: str, field: str) -> ToolCall:
+    """Return a call of the conversation so far. Raises InvalidRequestError for `field` if its
+    arguments are no JSON object.
+    """
+    arguments = arguments or "{}"
+    try:
+        is_object = isinstance(from_json(arguments), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise InvalidRequestError(f"{field} is no JSON object", field=field)
+    return ToolCall(id=id, name=name, arguments=arguments)
 
 
 def check_tool_use(

@@ -1,6 +1,6 @@
 """What messages and answers are made of, besides tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -50,6 +50,13 @@ def join_parts(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
     if len(parts) < 2:
         return parts
     return tuple(_join(list(pieces)) for _, pieces in groupby(parts, _kind))
+
+
+def join_calls(parts: Iterable[OutputPart]) -> Sequence[ToolCallDelta]:
+    """Return the calls among them, what is new of each in one piece."""
+    calls = (part for part in parts if isinstance(part, ToolCallDelta))
+    ordered = sorted(calls, key=lambda call: call.index)
+    return [call for call in join_parts(ordered) if isinstance(call, ToolCallDelta)]
 
 
 def content_of(parts: Iterable[OutputPart | MessagePart]) -> str:

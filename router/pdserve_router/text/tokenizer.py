@@ -228,11 +228,11 @@ class Tokenizer:
                 f"messages do not fit the model's chat template: {error}", field="messages"
             ) from error
         except Exception as error:
-            if not variables:
+            field = "chat_template_kwargs" if variables else "tools"
+            if not variables and not tools:
                 raise
             raise InvalidRequestError(
-                f"chat_template_kwargs do not fit the model's chat template: {error}",
-                field="chat_template_kwargs",
+                f"{field} do not fit the model's chat template: {error}", field=field
             ) from error
         assert isinstance(text, str), "tokenize=False returns text"
         # The template writes the special tokens itself.

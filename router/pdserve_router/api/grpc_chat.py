@@ -1,0 +1,131 @@
+"""Conversations and parts of answers as the gRPC API has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.errors import InvalidRequestError
+from pdserve_router.requests.request_limits import (
+    MAX_MESSAGES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    check_lengths,
+)
+from pdserve_router.requests.tool_use import (
+    ToolMode,
+    ToolUse,
+    as_tool,
+    check_names,
+    past_call,
+)
+from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.parts import (
+    Content,
+    MessagePart,
+    OutputPart,
+    Reasoning,
+    join_calls,
+)
+
+_MODES = {
+    pb2.TOOL_CHOICE_UNSPECIFIED: ToolMode.AUTO,
+    pb2.TOOL_CHOICE_NONE: ToolMode.NONE,
+    pb2.TOOL_CHOICE_AUTO: ToolMode.AUTO,
+    pb2.TOOL_CHOICE_REQUIRED: ToolMode.REQUIRED,
+}
+
+
+def check_chat(chat: pb2.ChatPrompt) -> None:
+    """Raise InvalidRequestError for what has too many entries."""
+    most_calls = max((len(message.tool_calls) for message in chat.messages), default=0)
+    check_lengths(
+        [
+            ("messages", len(chat.messages), MAX_MESSAGES),
+            ("tools", len(chat.tools), MAX_TOOLS),
+            ("allowed_tools", len(chat.allowed_tools), MAX_TOOLS),
+            ("tool_calls", most_calls, MAX_TOOL_CALLS),
+        ]
+    )
+
+
+def chat_messages(chat: pb2.ChatPrompt) -> Sequence[ChatMessage]:
+    """Return them as the chat template gets them. Raises InvalidRequestError naming the field."""
+    return [
+        ChatMessage(
+            role=message.role,
+            parts=_parts(message, f"messages[{index}]"),
+            name=message.name if message.HasField("name") else None,
+            tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+        )
+        for index, message in enumerate(chat.messages)
+    ]
+
+
+def chat_tools(chat: pb2.ChatPrompt) -> ToolUse | None:
+    """Return what an answer may call; None: nothing. Raises InvalidRequestError naming the
+    field.
+    """
+    check_names([tool.name for tool in chat.tools], field="tools[{}].name")
+    tools = {tool.name: _tool(tool, index) for index, tool in enumerate(chat.tools)}
+    for name in chat.allowed_tools:
+        if name not in tools:
+            raise InvalidRequestError(
+                f"allowed_tools has {name[:128]!r}, which tools lacks", field="allowed_tools"
+            )
+    mode = _MODES.get(chat.tool_choice)
+    if mode is None:
+        raise InvalidRequestError(
+            f"tool_choice is {chat.tool_choice}, which is unknown", field="tool_choice"
+        )
+    if mode is ToolMode.REQUIRED and not tools:
+        raise InvalidRequestError(
+            "tool_choice is TOOL_CHOICE_REQUIRED, tools is empty", field="tool_choice"
+        )
+    if not tools or mode is ToolMode.NONE:
+        return None
+    names = dict.fromkeys(chat.allowed_tools or tools)
+    return ToolUse(
+        tools=tuple(tools[name] for name in names),
+        mode=mode,
+        is_parallel=not chat.single_tool_call,
+    )
+
+
+def add_parts(message: pb2.CompletionOutput, parts: Sequence[OutputPart]) -> None:
+    """Write what an answer has besides what is said."""
+    message.reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    for call in join_calls(parts):
+        message.tool_calls.add(
+            index=call.index, id=call.id, name=call.name, arguments=call.arguments
+        )
+
+
+def _parts(message: pb2.ChatMessage, path: str) -> tuple[MessagePart, ...]:
+    return (
+        *((Reasoning(message.reasoning),) if message.reasoning else ()),
+        Content(message.content),
+        *(
+            past_call(
+                id=call.id,
+                name=call.name,
+                arguments=call.arguments,
+                field=f"{path}.tool_calls[{index}].arguments",
+            )
+            for index, call in enumerate(message.tool_calls)
+        ),
+    )
+
+
+def _tool(tool: pb2.Tool, index: int) -> dict[str, Any]:
+    field = f"tools[{index}].parameters"
+    parameters: object = None
+    if tool.parameters:
+        try:
+            parameters = from_json(tool.parameters)
+        except ValueError as error:
+            raise InvalidRequestError(f"{field} is no JSON: {error}", field=field) from error
+        if not isinstance(parameters, dict):
+            raise InvalidRequestError(f"{field} is no JSON object", field=field)
+    return as_tool(name=tool.name, description=tool.description or None, parameters=parameters)
