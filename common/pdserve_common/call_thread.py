@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class CallThread:
-    """Calls functions one after the other. A daemon: a call that hangs does not keep the process
-    from exiting, as an executor of the standard library would.
+    """Calls functions one after the other; begins with the first. A daemon: a call that hangs does
+    not keep the process from exiting, as an executor of the standard library would.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._start_lock = threading.Lock()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Call after what was submitted before; the future holds the result or the exception."""
@@ -30,10 +30,15 @@ class CallThread:
                 future.set_exception(error)
 
         self._calls.put(call)
+        with self._start_lock:
+            if self._thread.ident is None:
+                self._thread.start()
         return future
 
     def close(self, timeout_s: float) -> bool:
         """End after the calls under way; False if one of them hangs."""
+        if self._thread.ident is None:
+            return True
         self._calls.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -47,3 +47,10 @@ def test_nothing_runs_behind_a_step_that_failed_until_it_recovers(executor: Any)
     assert executor.rank.computed == ["good"]
     executor.recover()
     assert executor.submit("next").result().output[0] == "next"
+
+
+def test_an_executor_that_never_ran_anything_has_no_thread() -> None:
+    before = set(threading.enumerate())
+    executor = UniprocExecutor(Rank(), async_scheduling=True)  # type: ignore[arg-type]
+    assert set(threading.enumerate()) == before
+    assert executor.stop()
