@@ -38,3 +38,11 @@ class AwakeClock:
         passed_s, self._ticked_at = now - self._ticked_at, now
         self._awake_s += min(passed_s, self._interval_s)
         return max(0.0, passed_s - self._interval_s)
+
+
+async def sleep_awake(seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    """Sleep until this process was awake for so long."""
+    awake = AwakeClock(HEARTBEAT_S, clock=clock)
+    while (left_s := seconds - awake()) > 0:
+        await asyncio.sleep(min(left_s, HEARTBEAT_S))
+        awake.tick()

@@ -1,8 +1,10 @@
 """Time that a process was awake, by which it measures the silence of others."""
 
+import asyncio
+
 import pytest
 
-from pdserve_common.liveness import AwakeClock
+from pdserve_common.liveness import AwakeClock, sleep_awake
 
 
 class World:
@@ -43,3 +45,19 @@ def test_before_a_late_tick_it_stands_still(world: World) -> None:
     assert world.awake.tick() == 59.0
     assert heard == [1.0, 1.0, 1.0]
     assert world.awake() == 1.0, "nothing was heard later than now"
+
+
+@pytest.mark.parametrize(("hangs_s", "num_sleeps"), [(0.0, 5), (60.0, 5)])
+async def test_a_sleep_is_not_over_because_the_process_hung(
+    world: World, monkeypatch: pytest.MonkeyPatch, hangs_s: float, num_sleeps: int
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        world.now += seconds + hangs_s
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await sleep_awake(4.5, clock=lambda: world.now)
+    assert len(slept) == num_sleeps
+    assert max(slept) == 1.0

@@ -13,8 +13,8 @@ from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common.attach_protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
-from pdserve_worker import attach_service as service_module
 from pdserve_worker import attachment as attachment_module
+from pdserve_worker import router_stream as stream_module
 from support.steps import slowed_steps
 from support.waiting import until
 from support.worker import LONG, TIMEOUT_S, Worker, add, beat, until_idle
@@ -284,7 +284,7 @@ async def test_a_silent_router_is_taken_for_gone_and_may_come_back(
     worker: Worker, network: Network, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await router.stop_beating()
-    monkeypatch.setattr(service_module, "ROUTER_TIMEOUT_S", 0.2)  # from the next message on
+    monkeypatch.setattr(stream_module, "ROUTER_TIMEOUT_S", 0.2)
     await router.add("a", 60)
     assert await router.read_status() is grpc.StatusCode.DEADLINE_EXCEEDED
     monkeypatch.undo()

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple
 
 import grpc
 
@@ -21,15 +20,12 @@ from pdserve_common.engine_types import (
     FinishReason,
 )
 from pdserve_common.errors import (
-    ClientTooSlowError,
-    DeadlineExceededError,
     EngineDeadError,
     FailedPreconditionError,
     InvalidRequestError,
     PdserveError,
-    RequestAbortedError,
 )
-from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S
+from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.rpc import rpc_errors
 from pdserve_common.validation import validate_engine_core_request
 from pdserve_common.version import VERSION
@@ -47,13 +43,13 @@ from pdserve_worker.attachment import (
     Resume,
 )
 from pdserve_worker.outbox import Outbox
+from pdserve_worker.router_stream import RouterStream
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "pdserve.v1.EngineCoreService"
-# Silence after which a router is taken for dead, and how long one write to it may take.
-ROUTER_TIMEOUT_S = SILENCE_S
-WRITE_TIMEOUT_S = 10.0
+# How long a router may take to say who it is.
+HELLO_TIMEOUT_S = 5.0
 
 
 class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
@@ -135,39 +131,58 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self, requests: AsyncIterator[service_pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> None:
         async with rpc_errors(context):
-            hello = await _read_hello(requests)
-            version = _agreed_version(hello)
-            router = (hello.router_id, hello.router_epoch)
-            attachment, adopted = self._attachments.attach(router, _resume_of(hello))
-            stream = _Stream(attachment, attachment.open_stream())
-            logger.info(
-                "router %s attached as client %d, %d requests adopted",
-                hello.router_id,
-                attachment.client_index,
-                len(adopted),
-            )
-            welcome = service_pb2.AttachWelcome(
-                info=to_proto(self._engine.info),
-                client_index=attachment.client_index,
-                adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
-                protocol_version=version,
-            )
-            reader = asyncio.create_task(self._read(requests, stream))
-            reader.add_done_callback(lambda _: attachment.outbox.wake())
+            stream, welcome = self._open(await _read_hello(requests), context)
             is_over = False
             try:
-                await _write_in_time(context, service_pb2.AttachResponse(welcome=welcome))
-                await self._write(context, stream, reader)
+                await self._carry(requests, stream, welcome)
                 is_over = True
             except InvalidRequestError:
                 is_over = True
                 raise
             finally:
                 self._detach(stream, is_over=is_over)
-                reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
 
-    def _detach(self, stream: "_Stream", *, is_over: bool) -> None:
+    def _open(
+        self, hello: service_pb2.AttachHello, context: grpc.aio.ServicerContext
+    ) -> tuple[RouterStream, service_pb2.AttachWelcome]:
+        version = _agreed_version(hello)
+        router = (hello.router_id, hello.router_epoch)
+        attachment, adopted = self._attachments.attach(router, _resume_of(hello))
+        logger.info(
+            "router %s attached as client %d, %d requests adopted",
+            hello.router_id,
+            attachment.client_index,
+            len(adopted),
+        )
+        welcome = service_pb2.AttachWelcome(
+            info=to_proto(self._engine.info),
+            client_index=attachment.client_index,
+            adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
+            protocol_version=version,
+        )
+        return RouterStream(attachment, context, clock=self._clock), welcome
+
+    async def _carry(
+        self,
+        requests: AsyncIterator[service_pb2.AttachRequest],
+        stream: RouterStream,
+        welcome: service_pb2.AttachWelcome,
+    ) -> None:
+        """Read and write until the stream is over, and watch it."""
+        reader = asyncio.create_task(self._read(requests, stream))
+        reader.add_done_callback(lambda _: stream.attachment.outbox.wake())
+        writer = asyncio.create_task(self._write(stream, welcome, reader))
+        watch = asyncio.create_task(every(HEARTBEAT_S, stream.tick))
+        try:
+            done, _ = await asyncio.wait([writer, watch], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (reader, writer, watch):
+                task.cancel()
+            await asyncio.gather(reader, writer, watch, return_exceptions=True)
+
+    def _detach(self, stream: RouterStream, *, is_over: bool) -> None:
         """A stream has ended. What runs for its router ends if the stream `is_over` for good, and
         is kept if it broke.
         """
@@ -182,11 +197,15 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             self._attachments.keep(attachment)
 
     async def _write(
-        self, context: grpc.aio.ServicerContext, stream: "_Stream", reader: "asyncio.Task[None]"
+        self,
+        stream: RouterStream,
+        welcome: service_pb2.AttachWelcome,
+        reader: "asyncio.Task[None]",
     ) -> None:
         """Send outputs as they come, and at least a heartbeat each second, until the router ends
         the stream, another one takes over, or we stop.
         """
+        await stream.write(service_pb2.AttachResponse(welcome=welcome))
         told = (False, False)
         outbox = stream.attachment.outbox
         while stream.is_current and not reader.done():
@@ -200,14 +219,14 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 told = self._availability()
                 messages.append(self._heartbeat())
             for message in messages:
-                await _write_in_time(context, message)
+                await stream.write(message)
             if is_last:
                 return
         if not stream.is_current:
             raise FailedPreconditionError("the router has attached anew")
         reader.result()
         # A stream that broke looks half-closed at first, but carries nothing any more.
-        await _write_in_time(context, self._heartbeat())
+        await stream.write(self._heartbeat())
 
     def _availability(self) -> tuple[bool, bool]:
         """Return (draining, paused)."""
@@ -224,22 +243,12 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         return service_pb2.AttachResponse(heartbeat=heartbeat)
 
     async def _read(
-        self, requests: AsyncIterator[service_pb2.AttachRequest], stream: "_Stream"
+        self, requests: AsyncIterator[service_pb2.AttachRequest], stream: RouterStream
     ) -> None:
-        """Take the router's messages. Returns when it half-closes, raises DeadlineExceededError
-        on silence.
-        """
+        """Take the router's messages until it half-closes."""
         attachment = stream.attachment
-        iterator = requests.__aiter__()
-        while True:
-            try:
-                message = await asyncio.wait_for(iterator.__anext__(), ROUTER_TIMEOUT_S)
-            except StopAsyncIteration:
-                return
-            except asyncio.TimeoutError:
-                raise DeadlineExceededError(
-                    f"router has been silent for {ROUTER_TIMEOUT_S:g} s"
-                ) from None
+        async for message in requests:
+            stream.note_heard()
             if not stream.is_current:
                 return
             kind = message.WhichOneof("message")
@@ -276,34 +285,11 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         return dataclasses.replace(request, deadline=deadline)
 
 
-class _Stream(NamedTuple):
-    """One Attach call."""
-
-    attachment: Attachment
-    number: int
-
-    @property
-    def is_current(self) -> bool:
-        """False once the router has another one, or is forgotten."""
-        return self.attachment.is_current(self.number)
-
-
-async def _write_in_time(
-    context: grpc.aio.ServicerContext, message: service_pb2.AttachResponse
-) -> None:
-    try:
-        await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise ClientTooSlowError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s") from None
-    except grpc.aio.InternalError:  # gRPC says nothing better of a stream that is gone
-        raise RequestAbortedError("the stream broke") from None
-
-
 async def _read_hello(
     requests: AsyncIterator[service_pb2.AttachRequest],
 ) -> service_pb2.AttachHello:
     try:
-        first = await asyncio.wait_for(requests.__aiter__().__anext__(), ROUTER_TIMEOUT_S)
+        first = await asyncio.wait_for(requests.__aiter__().__anext__(), HELLO_TIMEOUT_S)
     except (StopAsyncIteration, asyncio.TimeoutError):
         raise InvalidRequestError("no hello", field="hello") from None
     if first.WhichOneof("message") != "hello":

@@ -13,11 +13,12 @@ from typing import NamedTuple
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.errors import PdserveError
+from pdserve_common.liveness import sleep_awake
 from pdserve_worker.outbox import MAX_PENDING_BYTES, Outbox, size_of
 
 logger = logging.getLogger(__name__)
 
-# How long a router whose stream broke keeps its requests.
+# How long a router whose stream broke keeps its requests, while this process is awake.
 REATTACH_S = 5.0
 # Of frames that a router has not acknowledged. One that lacks older ones cannot resume.
 MAX_KEPT_BYTES = MAX_PENDING_BYTES
@@ -177,7 +178,7 @@ class Attachments:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._by_router: dict[tuple[str, str], Attachment] = {}
-        self._expiries: dict[Attachment, asyncio.TimerHandle] = {}
+        self._expiries: dict[Attachment, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         """Those whose stream broke count: they come back with their requests."""
@@ -201,8 +202,7 @@ class Attachments:
     def keep(self, attachment: Attachment) -> None:
         """The stream broke: leave the router REATTACH_S to come back."""
         attachment.close_stream()
-        loop = asyncio.get_running_loop()
-        self._expiries[attachment] = loop.call_later(REATTACH_S, self._expire, attachment)
+        self._expiries[attachment] = asyncio.create_task(self._expire(attachment))
 
     def end(self, attachment: Attachment) -> None:
         """Abort a router's requests and forget it."""
@@ -224,7 +224,9 @@ class Attachments:
         is_ours = resume.worker_epoch == self._engine.info.epoch
         return is_ours and attachment.can_resume(resume)
 
-    def _expire(self, attachment: Attachment) -> None:
+    async def _expire(self, attachment: Attachment) -> None:
+        await sleep_awake(REATTACH_S)
+        del self._expiries[attachment]
         logger.warning("router %s did not come back: its requests end", attachment.router_id)
         self.end(attachment)
 
