@@ -24,16 +24,17 @@ import grpc
 import httpx
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "router"))
 
 from fake_model import make_model_dir
-from fake_worker import FakeWorker, Running
 from machine import describe, free_ports
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_common.engine_types import FinishReason, WorkerRole
+from support.fake_worker import FakeWorker, Running
 
 MiB = 1 << 20
 VICTIM = "victim"

@@ -26,10 +26,10 @@ import httpx
 import psutil
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "router"))
 
 from fake_model import make_model_dir
-from fake_worker import FakeWorker
 from machine import free_ports
 
 from pdserve.v1 import engine_core_pb2 as core
@@ -39,6 +39,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import WorkerRole
+from support.fake_worker import FakeWorker
 
 # ASCII: every token has a text of its own, so that the first event is the first token.
 FIRST_TOKEN_ID = 40
