@@ -207,7 +207,7 @@ def test_threads_are_no_more_than_a_container_has_time_for_unless_asked_for(
     expected: int,
 ) -> None:
     threads_before = torch.get_num_threads()
-    monkeypatch.setattr("pdserve_engine.runner.model_source.cpu_limit", lambda: limit)
+    monkeypatch.setattr("pdserve_engine.runner.threads.cpu_limit", lambda: limit)
     torch.set_num_threads(2)
     try:
         with loaded(model, num_threads=num_threads):

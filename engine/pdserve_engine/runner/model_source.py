@@ -1,10 +1,7 @@
 """The model that a config names, and the device it runs on."""
 
-import contextlib
-
 import torch
 
-from pdserve_common.cores import cpu_limit
 from pdserve_common.kv_types import new_epoch
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.kv_cache import KVCacheSpec
@@ -13,8 +10,6 @@ from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_d
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.runner.plugins import load_logits_processors
-from pdserve_kernels.cpu.compiled import pin_threads
-from pdserve_kernels.cpu.isa import KernelsUnavailable
 
 
 class ModelSource:
@@ -71,15 +66,4 @@ class ModelSource:
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
-    torch.set_num_threads(config.num_threads or _default_num_threads(config))
-    if config.cores and config.device == "cpu":
-        # Without compiled kernels nothing can place the threads: they share the process's cores.
-        with contextlib.suppress(KernelsUnavailable):
-            pin_threads(config.cores)
     return torch.device(config.device)
-
-
-def _default_num_threads(config: EngineConfig) -> int:
-    """One for each core, but no more than the container has time for."""
-    num_threads, limit = len(config.cores) or torch.get_num_threads(), cpu_limit()
-    return num_threads if limit is None else max(1, min(num_threads, int(limit)))

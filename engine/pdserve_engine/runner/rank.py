@@ -15,6 +15,7 @@ from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.numerics import numerics_id
 from pdserve_engine.runner.profiler import StepProfiler
 from pdserve_engine.runner.sleep import SleepingMemory
+from pdserve_engine.runner.threads import use_threads
 from pdserve_kernels import name_of, select
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Rank:
         self.profiler = StepProfiler(config.profile_dir, name=name)
 
     def load(self) -> LoadedModel:
+        use_threads(self._config)
         self._model: Model = self._source.load()
         device = self._source.device
         return LoadedModel(
