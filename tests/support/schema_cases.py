@@ -762,7 +762,7 @@ REFUSALS = [
     Refusal("required", OBJECT | {"required": [1]}),
     Refusal("required", OBJECT | {"required": [[]]}),
     Refusal("properties", OBJECT | {"properties": []}),
-    Refusal("properties", properties(**{"n" * 129: NULL})),
+    Refusal("properties", properties(**{"n" * 65: NULL})),
     Refusal("propertyNames", properties(a=NULL) | {"propertyNames": {"maxLength": 1}}),
     Refusal("propertyNames", OBJECT | {"propertyNames": INTEGER}),
     Refusal("propertyNames", OBJECT | {"propertyNames": {"enum": ["a", 1]}}),

@@ -17,6 +17,8 @@ from pdserve_common.structured.node import Json
 MAX_CHOICES = 1000
 # A structural tag may have the schemas of many tools.
 MAX_TAG_BYTES = 256 * 1024
+# Of what is compiled.
+MAX_TEXT_BYTES = 1024 * 1024
 _FIELD = "structured_outputs"
 
 
@@ -43,7 +45,13 @@ def to_structural_tag(params: StructuredOutputsParams) -> StructuralTag:
     """Return the tag of a constraint. Raises InvalidRequestError for more or less than one, for one
     that is malformed or too large, and for what is not enforced.
     """
-    return StructuralTag.of(_format(params))
+    tag = StructuralTag.of(_format(params))
+    if len(tag.text) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            f"{_FIELD} has {len(tag.text)} bytes as a structural tag, at most {MAX_TEXT_BYTES}",
+            field=_FIELD,
+        )
+    return tag
 
 
 def _format(params: StructuredOutputsParams) -> tags.Format:

@@ -15,10 +15,12 @@ from pdserve_common.structured.json_text import field_name
 
 # Of one document.
 LIMITS = {
+    "schemas": 5000,
     "properties": 512,
     "values of enum and const": 1000,
     "different $ref": 128,
     "characters of patterns": 4096,
+    "comparisons within oneOf": 20_000,
 }
 _MAX_REFS = 8
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
@@ -91,7 +93,7 @@ class Node:
         self.document.counts[what] += amount
         total = self.document.counts[what]
         if total > LIMITS[what]:
-            self.refuse(keyword, f"makes {total} {what}, at most {LIMITS[what]}")
+            self.refuse(keyword, f"makes more than {LIMITS[what]} {what}")
 
     def pointer_of(self, ref: Json) -> str:
         """The JSON pointer of a $ref within the document."""
@@ -174,15 +176,14 @@ def kind(value: Json) -> str:
     return "an object"
 
 
-def short(value: Json) -> str:
-    """A JSON value, cut for errors."""
-    text = value if isinstance(value, str) else kind(value) if _is_long(value) else str(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _is_long(value: Json) -> bool:
+def short(value: Json | Decimal) -> str:
+    """A value for errors: strings are cut, others than numbers only named."""
+    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     # Python writes no integers of more than some thousand digits.
-    return isinstance(value, dict | list) or (isinstance(value, int) and abs(value) > 10**100)
+    if is_number and abs(value) < 10**100:
+        return str(value)
+    text = value if isinstance(value, str) else kind(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def if_set(**keywords: int | float | None) -> Written:

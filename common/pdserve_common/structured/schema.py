@@ -23,7 +23,7 @@ MAX_ONE_OF = 64
 _MAX_DISJOINT_DEPTH = 8
 
 # They say nothing about a value, or hold what is read where it is referred to.
-_ANNOTATIONS = words(
+ANNOTATIONS = words(
     "title description default example examples deprecated readOnly writeOnly "
     "discriminator contentEncoding contentMediaType contentSchema $comment $schema $anchor "
     "$defs definitions"
@@ -47,7 +47,7 @@ _READERS: Mapping[str, Callable[[Node], Written]] = {
     "array": read_array,
     "object": read_object,
 }
-_ENFORCED = words("type enum const $ref allOf anyOf oneOf").union(*_KEYWORDS.values())
+ENFORCED = words("type enum const $ref allOf anyOf oneOf").union(*_KEYWORDS.values())
 # Keywords of any version of JSON Schema, and of OpenAPI.
 _NOT_ENFORCED = words(
     "not if then else dependentRequired dependentSchemas dependencies contains minContains "
@@ -78,13 +78,14 @@ def read_schema(schema: Json, *, field: str) -> Written | bool:
 
 
 def _read(node: Node) -> Written:
+    node.spend("schemas", 1, "")
     if isinstance(node.schema, bool):
         return {} if node.schema else node.refuse("", "is false, which no value satisfies")
     if not isinstance(node.schema, dict):
         node.refuse("", f"is {kind(node.schema)}, must be an object or a boolean")
     keywords = [key for key in node.schema if not _is_annotation(key, node)]
     for keyword in keywords:
-        if keyword not in _ENFORCED:
+        if keyword not in ENFORCED:
             known = keyword in _NOT_ENFORCED
             node.refuse(keyword, "is not enforced" if known else "is no known keyword")
     for keyword, read in _COMPOSITIONS.items():
@@ -99,7 +100,7 @@ def _read(node: Node) -> Written:
 
 
 def _is_annotation(key: str, node: Node) -> bool:
-    return key in _ANNOTATIONS or key.startswith("x-") or (key == "$id" and not node.pointer)
+    return key in ANNOTATIONS or key.startswith("x-") or (key == "$id" and not node.pointer)
 
 
 def _check_alone(node: Node, keyword: str, keywords: Collection[str]) -> None:
@@ -228,8 +229,9 @@ def _is_finite(written: Written, finite: Collection[int]) -> bool:
 
 
 def _check_disjoint(node: Node, options: Sequence[Written], definitions: Sequence[Written]) -> None:
+    comparison = _Comparison(node, definitions)
     for (m, left), (n, right) in combinations(enumerate(options), 2):
-        if not _are_disjoint(left, right, definitions, _MAX_DISJOINT_DEPTH):
+        if not comparison.are_disjoint(left, right, _MAX_DISJOINT_DEPTH):
             node.refuse(
                 "oneOf",
                 f"is enforced only where its schemas exclude each other: {m} and {n} may both "
@@ -237,30 +239,34 @@ def _check_disjoint(node: Node, options: Sequence[Written], definitions: Sequenc
             )
 
 
-def _are_disjoint(
-    left: Written, right: Written, definitions: Sequence[Written], depth: int
-) -> bool:
-    """Whether no value is valid by both, as far as it shows: in types, in listed values, or in a
-    property that both require.
-    """
-    if depth == 0:
-        return False
-    for one, other in ((left, right), (right, left)):
-        if "$ref" in one:
-            return _are_disjoint(definitions[_number(one)], other, definitions, depth - 1)
-        if "anyOf" in one:
-            return all(_are_disjoint(o, other, definitions, depth - 1) for o in one["anyOf"])
-    if not left or not right:
-        return False
-    if "enum" in left or "enum" in right:
-        return _are_values_disjoint(left, right)
-    if not _overlap(left["type"], right["type"]):
-        return True
-    return any(
-        _are_disjoint(left["properties"][name], right["properties"][name], definitions, depth - 1)
-        for name in left.get("required", ())
-        if name in right.get("required", ())
-    )
+class _Comparison:
+    """Of the options of a oneOf."""
+
+    def __init__(self, node: Node, definitions: Sequence[Written]) -> None:
+        self._node = node
+        self._definitions = definitions
+
+    def are_disjoint(self, left: Written, right: Written, depth: int) -> bool:
+        """Whether no value is valid by both, as far as it shows: in types, in listed values, or in
+        a property that both require.
+        """
+        self._node.spend("comparisons within oneOf", 1, "oneOf")
+        if depth == 0:
+            return False
+        for one, other in ((left, right), (right, left)):
+            if "$ref" in one:
+                return self.are_disjoint(self._definitions[_number(one)], other, depth - 1)
+            if "anyOf" in one:
+                return all(self.are_disjoint(o, other, depth - 1) for o in one["anyOf"])
+        if not left or not right:
+            return False
+        if "enum" in left or "enum" in right:
+            return _are_values_disjoint(left, right)
+        return not _overlap(left["type"], right["type"]) or any(
+            self.are_disjoint(left["properties"][name], right["properties"][name], depth - 1)
+            for name in left.get("required", ())
+            if name in right.get("required", ())
+        )
 
 
 def _overlap(left: str, right: str) -> bool:
