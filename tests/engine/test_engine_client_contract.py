@@ -39,6 +39,7 @@ from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.runner.rank import Rank
+from support.metrics import samples_of
 from support.waiting import until
 
 PROMPT = (5, 6, 7)
@@ -411,9 +412,7 @@ async def test_the_load_is_seen_while_requests_run(engine: WorkerEngine, client:
 
 async def scrape(registry: CollectorRegistry) -> dict[str, float]:
     """As the metrics server does, on another thread."""
-    text = (await asyncio.to_thread(generate_latest, registry)).decode()
-    samples = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in samples}
+    return samples_of((await asyncio.to_thread(generate_latest, registry)).decode())
 
 
 async def test_metrics_are_those_of_the_engine(

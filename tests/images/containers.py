@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from support.metrics import scrape, total
 
 ROOT = Path(__file__).parents[2]
 (VERSION,) = re.findall('^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -266,15 +267,11 @@ class Stack:
         address = self.docker.inspect(
             container, f'(index .NetworkSettings.Networks "{self.network}").IPAddress'
         )
-        with urllib.request.urlopen(f"http://{address}:9090/metrics", timeout=5) as response:
-            lines = response.read().decode().splitlines()
-        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {sample: float(value) for sample, value in samples}
+        return scrape(f"http://{address}:9090/metrics", timeout_s=5)
 
     def total(self, container: str, name: str) -> float:
         """Return a metric's sum over its labels."""
-        samples = self.metrics(container).items()
-        return sum(value for sample, value in samples if sample.split("{")[0] == name)
+        return total(self.metrics(container), name)
 
     def wait_for_workers(self, router: str, *, prefill: int, decode: int) -> None:
         """Wait until a router uses so many workers, and every pair of them."""

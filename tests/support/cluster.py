@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.controls import ControlError, Controls
+from support.metrics import scrape
 from support.network import CLIENT, Network
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
@@ -302,10 +302,7 @@ class Cluster:
     def metrics(self, name: str) -> dict[str, float]:
         """Return a process's samples, by name with labels. Raises OSError if it does not answer."""
         url = f"http://{self.members[name].host}:{METRICS_PORT}/metrics"
-        with urllib.request.urlopen(url, timeout=METRICS_TIMEOUT_S) as response:
-            lines = response.read().decode().splitlines()
-        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {sample: float(value) for sample, value in samples}
+        return scrape(url, timeout_s=METRICS_TIMEOUT_S)
 
     def is_serving(self, name: str) -> bool:
         """Return whether its gRPC server says so, within PROBE_TIMEOUT_S."""

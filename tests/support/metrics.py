@@ -40,6 +40,13 @@ def scrape(url: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, float]
         return samples_of(response.read().decode())
 
 
+def total(samples: dict[str, float], name: str) -> float:
+    """Return a sample of a scrape, or the sum over the labels it has."""
+    if name in samples:
+        return samples[name]
+    return sum(value for sample, value in samples.items() if sample.startswith(name + "{"))
+
+
 def samples_of(text: str) -> dict[str, float]:
     """Return the samples of a scrape's text, by name with labels."""
     lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
+from support.metrics import scrape, total
 
 # Of what has to happen, however busy the machine is.
 READY_TIMEOUT_S = 120.0
@@ -39,11 +39,7 @@ class RunningStack(Stack):
     def metrics(self, name: str) -> dict[str, float]:
         """Return the samples of one process, by name with labels as Prometheus prints them."""
         (process,) = [process for process in self.processes if process.name == name]
-        url = f"http://127.0.0.1:{process.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S) as response:
-            lines = response.read().decode().splitlines()
-        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {sample: float(value) for sample, value in samples}
+        return scrape(f"http://127.0.0.1:{process.metrics_port}/metrics")
 
     @property
     def served_model(self) -> ServedModel:
@@ -76,7 +72,7 @@ class RunningStack(Stack):
     def wait_for(self, name: str, sample: str, value: float) -> None:
         """Wait until a process's sample, or its sum over labels, is `value`."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while (found := _value(self.metrics(name), sample)) != value:
+        while (found := total(self.metrics(name), sample)) != value:
             assert time.monotonic() < deadline, f"{name}: {sample} is {found:g}, not {value:g}"
             time.sleep(0.01)
 
@@ -149,18 +145,11 @@ class RunningStack(Stack):
                 "pdserve_requests_running",
                 "pdserve_requests_waiting",
             ):
-                if value := _value(samples, sample):
+                if value := total(samples, sample):
                     left[f"{name} {sample}"] = value
         if in_flight := self.metrics("router")["pdserve_requests_in_flight"]:
             left["router in flight"] = in_flight
         return left
-
-
-def _value(samples: dict[str, float], name: str) -> float:
-    """A sample, or the sum over the labels it has."""
-    if name in samples:
-        return samples[name]
-    return sum(value for sample, value in samples.items() if sample.startswith(name + "{"))
 
 
 def own_ports() -> range:
