@@ -246,15 +246,23 @@ async def test_an_end_that_does_not_read_is_given_up(
 async def test_a_slow_end_that_reads_on_is_not(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "STALL_TIMEOUT_S", 30.0)
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def watch(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay, *args, **kwargs)
+        if delay == channel_module.STALL_TIMEOUT_S:
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", watch)
     left, right = ends
     right.transport.pause_reading()
     left.channel.send(Answer.of("x" * 4_000_000))
-    await until(lambda: left.channel._stall)
+    await until(lambda: timers)
     right.transport.resume_reading()
     await until(lambda: right.messages)
-    assert left.channel._stall is not None
-    assert left.channel._stall.cancelled()
+    assert all(timer.cancelled() for timer in timers)
     assert not left.lost
 
 

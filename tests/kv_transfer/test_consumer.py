@@ -45,7 +45,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ConsumerState,
 )
 from pdserve_engine.kv_transfer.pull import LossReason
-from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
+from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
 from pdserve_engine.request.request import Request
 from support.handoff import Pair, Wire, make_identity, welcome_of
 from support.metrics import series, value
@@ -172,9 +172,13 @@ class World:
         assert sorted(self.pair.d_blocks.free) == list(range(64))
         assert self.d.num_open_sessions() == 0
         assert self.gauge("zombie_reads") == 0
-        machine = self.d._machine
+        machine = self.machine
         assert machine.pulls == machine.by_session == {}
         assert +machine.num_in == {}
+
+    @property
+    def machine(self) -> PullMachine:
+        return self.d._machine
 
     def gauge(self, name: str, *labels: str) -> float:
         return value(getattr(self.pair.d_metrics, name), *labels)
@@ -699,7 +703,7 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
 
 
 def test_the_connector_carries_out_every_action_of_the_table(world: World) -> None:
-    assert set(world.d._machine._actions) == set(ConsumerAction)
+    assert set(world.machine._actions) == set(ConsumerAction)
 
 
 @pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "confirmed"])
