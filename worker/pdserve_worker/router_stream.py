@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 import grpc
+from google.protobuf.message import Message
 
-from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common.errors import ClientTooSlowError, DeadlineExceededError, RequestAbortedError
 from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
 from pdserve_worker.attachment import Attachment
@@ -54,7 +54,7 @@ class RouterStream:
         if self._write_began is not None and now - self._write_began > WRITE_TIMEOUT_S:
             raise ClientTooSlowError(f"router has read nothing for {WRITE_TIMEOUT_S:g} s")
 
-    async def write(self, message: service_pb2.AttachResponse) -> None:
+    async def write(self, message: Message) -> None:
         """As bounded as `tick` says. Raises RequestAbortedError if the stream broke."""
         self._write_began = self._awake()
         try:
