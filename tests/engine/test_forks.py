@@ -3,7 +3,7 @@
 import pytest
 from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import FinishReason, LoRARequest, MultiModalFeatureSpec
 
 PROMPT = list(range(10))  # two full blocks and a half
 
@@ -126,8 +126,19 @@ def test_a_branch_that_comes_late_shares_at_once_and_one_without_source_is_compu
     engine.assert_idle()
 
 
+PICTURE = MultiModalFeatureSpec(modality="image", identifier="a", position=1, length=3)
+ADAPTER = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a")
+
+
 @pytest.mark.parametrize(
-    "other", [{"cache_salt": "other tenant"}, {"client_index": 7}, {"prompt": [9] * 10}]
+    "other",
+    [
+        {"cache_salt": "other tenant"},
+        {"client_index": 7},
+        {"prompt": [9] * 10},
+        {"lora_request": ADAPTER},
+        {"mm_features": (PICTURE,)},
+    ],
 )
 def test_nothing_is_shared_with_a_request_that_only_names_a_source(
     other: dict[str, object],
