@@ -4,11 +4,16 @@ import time
 
 import pytest
 from tokenizers import processors
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
+from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.structured import to_structural_tag
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
+from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content
 from pdserve_router.workers.worker_pool import ModelLimits
@@ -213,3 +218,49 @@ async def test_a_long_text_does_not_block_the_event_loop(processor) -> None:
     assert len(tokenizing.result()) > 50_000
     # Of about 100. Two if it ran on the loop, few if its thread kept the interpreter to itself.
     assert num_turns > 10
+
+
+ENFORCING = dataclasses.replace(
+    LIMITS,
+    max_model_len=1000,
+    capabilities=Capabilities(fields=frozenset(("structured_outputs",))),
+)
+QUESTION = [ChatMessage(role="user", parts=(Content("hello"),))]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+UNENFORCED = {"type": "object", "allOf": [SCHEMA]}
+CALL = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+
+
+def required(parameters, **fields) -> ToolUse:
+    tool = as_tool(name="f", description=None, parameters=parameters)
+    return ToolUse(tools=[tool], mode=ToolMode.REQUIRED, **fields)
+
+
+async def grammar_of(processor, use: ToolUse) -> Grammar:
+    wanted = request(messages=QUESTION, tools=use)
+    params = (await processor.process(wanted, ENFORCING)).core_request.sampling_params
+    tag = to_structural_tag(params.structured_outputs)
+    return Grammar.from_structural_tag(tag.text)
+
+
+async def test_a_call_is_enforced_where_workers_can(processor) -> None:
+    grammar = await grammar_of(processor, required(SCHEMA, strict=frozenset("f")))
+    assert is_accepted(grammar, CALL % '{"x": 1}')
+    assert is_accepted(grammar, "<think>\nhm</think>\n\n" + CALL % '{"x": 1}')
+    for wrong in (CALL % '{"x": "1"}', "hello", CALL.replace('"f"', '"g"') % '{"x": 1}'):
+        assert not is_accepted(grammar, wrong)
+    twice = CALL % '{"x": 1}' + CALL % '{"x": 2}'
+    assert is_accepted(grammar, twice)
+    assert not is_accepted(await grammar_of(processor, required(SCHEMA, is_parallel=False)), twice)
+    with pytest.raises(InvalidRequestError, match="no worker enforces") as error:
+        await processor.process(request(messages=QUESTION, tools=required(SCHEMA)), LIMITS)
+    assert error.value.field == "tool_choice"
+
+
+async def test_a_schema_that_is_not_enforced_is_refused_if_it_is_strict(processor) -> None:
+    assert is_accepted(await grammar_of(processor, required(UNENFORCED)), CALL % '{"y": []}')
+    with pytest.raises(InvalidRequestError, match=r"tools\.f\.parameters.*allOf"):
+        await grammar_of(processor, required(UNENFORCED, strict=frozenset("f")))
+    wanted = request(messages=QUESTION, tools=required(SCHEMA), params={"ignore_eos": True})
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        await processor.process(wanted, ENFORCING)

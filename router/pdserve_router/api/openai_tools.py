@@ -45,7 +45,7 @@ class FunctionBody(BaseModel):
     parameters: dict[str, Any] | None = None
     """A JSON schema of its arguments, an object."""
     strict: bool | None = None
-    """Without effect yet: arguments are as the model writes them."""
+    """Where calls are enforced: refuse a schema that cannot be; else arguments are any object."""
 
 
 class ToolBody(BaseModel):
@@ -91,6 +91,7 @@ def tool_use(
         tools=tuple(_for_template(by_name[name].function) for name in names),
         mode=mode,
         is_parallel=is_parallel,
+        strict=frozenset(name for name in names if by_name[name].function.strict),
     )
 
 

@@ -62,7 +62,8 @@ class Answer:
         self._max_calls = None if options.is_parallel else 1
 
     def content(self, text: str) -> None:
-        self._parts.append(Content(text))
+        if text:
+            self._parts.append(Content(text))
 
     def reasoning(self, text: str) -> None:
         self._parts.append(Reasoning(text))
@@ -177,7 +178,8 @@ class ChatFormat(ABC):
         if (yield from self.read_call(reader, answer, trigger)):
             reader.unmark()
         else:
-            reader.rewind()
+            # It is not read again, for a call within it: each could go on to the end.
+            answer.content(reader.since_mark())
 
 
 class TextParser:

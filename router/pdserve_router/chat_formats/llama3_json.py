@@ -39,16 +39,17 @@ class Llama3Json(ChatFormat):
             reader.unmark()
             yield from self._read_more(reader, answer)
         else:
-            reader.rewind()
+            answer.content(reader.since_mark())
 
     def _read_one(self, reader: Reader, answer: Answer) -> Steps[bool]:
         names = answer.options.tools
         return (yield from read_json_call(reader, answer, names=names, needs_arguments=True))
 
     def _read_more(self, reader: Reader, answer: Answer) -> Steps[None]:
+        reader.mark()
         while (yield from reader.accept(";")):
-            reader.mark()
             if not (yield from self._read_one(reader, answer)):
-                reader.rewind()
+                answer.content(reader.since_mark())
                 return
-            reader.unmark()
+            reader.mark()
+        reader.unmark()

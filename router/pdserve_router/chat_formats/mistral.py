@@ -54,12 +54,12 @@ class Mistral(ChatFormat):
         yield from reader.accept("[")
         if not (yield from read_json_call(reader, answer)):
             return False
+        reader.mark()
         while (yield from reader.accept(",")):
-            reader.mark()
             if not (yield from read_json_call(reader, answer)):
-                reader.rewind()
+                answer.content(reader.since_mark())
                 return True
-            reader.unmark()
+            reader.mark()
         yield from reader.accept("]")
         return True
 

@@ -40,17 +40,18 @@ class Reader:
         self._is_ended = True
 
     def mark(self) -> None:
-        """Remember this place for `rewind`, until `unmark`."""
+        """Remember what is read from here on, for `since_mark`, until `unmark`."""
         self._taken = []
 
     def unmark(self) -> None:
         self._taken = None
 
-    def rewind(self) -> None:
-        """Go back to the mark."""
+    def since_mark(self) -> str:
+        """Return what was read since the mark, and take that away."""
         assert self._taken is not None, "only behind a mark"
-        self._text = "".join(self._taken) + self._text
+        taken = "".join(self._taken)
         self._taken = None
+        return taken
 
     def put_back(self, text: str) -> None:
         """Undo that this was taken last."""
@@ -65,8 +66,11 @@ class Reader:
         """Pass on all text up to the first of the markers, take that too and return it; "" if none
         comes. With `holds_blanks` blank space before a marker is dropped.
         """
+        starts = {marker[0] for marker in markers}
         while True:
-            found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
+            # Of most text neither a marker nor the beginning of one.
+            likely = markers if any(start in self._text for start in starts) else ()
+            found = [(at, m) for m in likely if (at := self._text.find(m)) >= 0]
             if found:
                 at, marker = min(found)
                 before = self._take(at)
@@ -76,7 +80,7 @@ class Reader:
             if self._is_ended:
                 self._pass_on(self._take(len(self._text)), emit)
                 return ""
-            self._pass_on(self._take(self._num_free(markers, holds_blanks)), emit)
+            self._pass_on(self._take(self._num_free(likely, holds_blanks)), emit)
             yield
 
     def accept(self, marker: str) -> Steps[bool]:

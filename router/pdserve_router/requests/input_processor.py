@@ -29,7 +29,13 @@ from pdserve_router.chat_formats.registry import AUTO, choose_format
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
-from pdserve_router.requests.tool_use import ToolUse, check_tool_use, parser_options
+from pdserve_router.requests.tool_use import (
+    ToolMode,
+    ToolUse,
+    calling_params,
+    check_tool_use,
+    parser_options,
+)
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.worker_pool import ModelLimits
@@ -164,6 +170,11 @@ class InputProcessor:
             limits,
             max_logprob_entries=request.max_logprob_entries,
         )
+        parsing = self._parsing(request, token_ids)
+        if request.tools is not None and request.tools.mode is ToolMode.REQUIRED:
+            assert self._chat_format is not None, "check_tool_use needs it"
+            assert parsing is not None, "tools are those of messages"
+            params = calling_params(params, request.tools, self._chat_format, parsing.reasoning)
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         _check_message(params, len(token_ids), limit=request.max_logprob_entries)
         params = dataclasses.replace(
@@ -184,9 +195,6 @@ class InputProcessor:
             deadline=self._deadline(request.deadline, arrival_time),
             trace_headers=request.trace_headers,
         )
-        parsing = None
-        if request.messages is not None:
-            parsing = parser_options(self._chat_format, request.tools, token_ids, self._tokenizer)
         return ProcessedInput(
             core_request=engine_request,
             parsing=parsing,
@@ -195,6 +203,13 @@ class InputProcessor:
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,
         )
+
+    def _parsing(
+        self, request: GenerationRequest, token_ids: Sequence[int]
+    ) -> ParserOptions | None:
+        if request.messages is None or self._chat_format is None:
+            return None
+        return parser_options(self._chat_format, request.tools, token_ids, self._tokenizer)
 
     async def tokenize(
         self,

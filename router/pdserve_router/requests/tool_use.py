@@ -1,6 +1,8 @@
 """Which tools an answer may call, and what reads its text."""
 
+import dataclasses
 import enum
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +11,16 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve_common.capabilities import Capabilities
+from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import check_json_schema, validate_structured_outputs
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart
+from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.text.parts import ToolCall
 from pdserve_router.text.tokenizer import Tokenizer
 
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
-
-
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -38,6 +41,8 @@ class ToolUse:
     mode: ToolMode = ToolMode.AUTO
     # More than one call in an answer.
     is_parallel: bool = True
+    # Names of tools whose schema is enforced or refused; arguments of others are any object then.
+    strict: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -100,15 +105,42 @@ def check_tool_use(
         )
 
 
+def calling_params(
+    params: SamplingParams, use: ToolUse, chat_format: ChatFormat, reasoning: ReasoningStart
+) -> SamplingParams:
+    """Return the parameters of an answer that has to call. Raises InvalidRequestError for a strict
+    tool whose schema cannot be enforced, and for parameters that a grammar cannot hold beside.
+    """
+    rules = CallRules(
+        tools={name: _enforced(name, schema, use) for name, schema in use.parameters.items()},
+        at_least_one=True,
+        stop_after_first=not use.is_parallel,
+    )
+    tag = json.dumps(chat_format.structural_tag(rules, reasoning))
+    constraint = StructuredOutputsParams(structural_tag=tag)
+    params = dataclasses.replace(params, structured_outputs=constraint)
+    validate_structured_outputs(params)
+    return params
+
+
+def _enforced(name: str, schema: Any, use: ToolUse) -> Any:
+    """Return the schema that the grammar has."""
+    try:
+        check_json_schema(schema, field=f"tools.{name}.parameters")
+    except InvalidRequestError:
+        if name in use.strict:
+            raise
+        return {"type": "object"}
+    return schema
+
+
 def parser_options(
-    chat_format: ChatFormat | None,
+    chat_format: ChatFormat,
     use: ToolUse | None,
     prompt_token_ids: Sequence[int],
     tokenizer: Tokenizer,
-) -> ParserOptions | None:
-    """Return how answers to a chat are read; None: they are text."""
-    if chat_format is None:
-        return None
+) -> ParserOptions:
+    """Return how answers to a chat are read."""
     last = tokenizer.decode(prompt_token_ids[-_NUM_LAST_TOKENS:])
     return ParserOptions(
         format=chat_format.name,
