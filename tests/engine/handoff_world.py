@@ -391,7 +391,7 @@ class Worker:
     def preempt(self) -> None:
         victims = [r for r in self.scheduler.running if not r.needs_remote_kv]
         if victims:
-            self.scheduler._preempt(self.world.random.choice(victims))
+            self.scheduler.places.preempt(self.world.random.choice(victims))
 
     @property
     def is_busy(self) -> bool:
@@ -405,10 +405,10 @@ class Worker:
         assert self.pool.num_free_blocks == self.pool.num_blocks, "blocks have leaked"
         assert not len(self.owners)
         assert not len(self.scheduler.waiting)
-        assert not len(self.scheduler.remote_decodes)
-        assert not len(self.scheduler.remote_prefills)
-        assert not len(self.scheduler.forks)
-        assert not self.scheduler._num_preempted
+        assert not len(self.scheduler.places.remote_decodes)
+        assert not len(self.scheduler.places.remote_prefills)
+        assert not len(self.scheduler.places.forks)
+        assert not self.scheduler.places.num_preempted
         assert self.connector.num_open_sessions() == 0
 
 
@@ -548,7 +548,7 @@ class World:
         elif event < 0.23:
             worker.pool.reset_prefix_cache()
         elif event < 0.24:
-            worker.scheduler.remote_prefills.reclaim()
+            worker.scheduler.places.remote_prefills.reclaim()
         elif event < 0.25:
             self._tick(self.random.choice([0.1, 1.0]))
 

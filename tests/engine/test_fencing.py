@@ -18,15 +18,15 @@ from pdserve_engine.request.request import Request
 from pdserve_engine.runner.control import EngineControl
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
-FREEING = {"Scheduler._preempt", "Scheduler._finish", "Scheduler._free_deferred_blocks"}
-FREE = (".kv.free", "_kv.free", ".free_block_ids", ".remove_skipped_blocks")
+FREEING = {"Places.preempt", "Places.finish", "InFlight.free", "InFlight.free_deferred"}
+FREE = (".kv.free", "_kv.free", "_in_flight.free", ".free_block_ids", ".remove_skipped_blocks")
 HARMLESS = {
     # Of sliding windows, what the token after the prompt does not see: P announces none of it.
-    "Scheduler._apply_step",
+    "Results.apply_step",
     # The session is over already, or D has taken its own blocks back: nothing was announced.
-    "Scheduler._admit",
+    "Planner._admit",
     # What the connector has kept, of sessions that it has ended.
-    "Scheduler._apply_kv_event",
+    "KVEvents._apply",
     # D's, after BlocksReturned or `reclaim`.
     "RemotePrefills._free",
 }
@@ -131,7 +131,7 @@ def put_to_sleep(engine: Engine) -> None:
 
 
 RUNNING: dict[str, tuple[Drive, str]] = {
-    "preempt": (lambda e: e.scheduler._preempt(e.scheduler.requests["a"]), "on_preempted"),
+    "preempt": (lambda e: e.scheduler.places.preempt(e.scheduler.requests["a"]), "on_preempted"),
     "abort": (lambda e: e.core.abort_requests(["a"]), "request_finished"),
     "error": (fail_request, "request_finished"),
     "deadline": (lambda e: e.scheduler.expire_deadlines(math.inf), "request_finished"),
@@ -202,7 +202,7 @@ def test_requests_without_a_handoff_are_no_business_of_the_ports() -> None:
     producer.watch(engine)
     engine.add("a", [1] * 12)
     engine.step()
-    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
     engine.run()
     assert set(producer.events) == {"free"}
     assert (consumer.tickets, producer.asked, producer.announced) == ({}, {}, {})

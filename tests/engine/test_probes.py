@@ -62,7 +62,7 @@ def test_a_probe_runs_beside_a_full_batch(policy: str, mode: str, is_async: bool
         add_probe(engine, "probe")
         step_until_ended(engine, "probe")
         assert engine.tokens("probe") == expected(PROMPT, MAX_PROBE_TOKENS)
-        assert engine.scheduler.running == running
+        assert list(engine.scheduler.running) == running
         engine.run()
         for index in range(4):
             assert engine.tokens(f"{index}") == expected([index] * 4, 40)
@@ -116,7 +116,7 @@ def test_a_prefill_worker_asks_for_a_probe_at_once_and_computes_it_beside_a_long
     producer.allow("probe")
     engine.step()
     assert engine.tokens("probe") == expected(PROMPT, 1)
-    assert engine.scheduler.running == [running]
+    assert list(engine.scheduler.running) == [running]
 
 
 def test_a_preempted_request_and_blocks_that_are_spoken_for_do_not_hold_up_a_probe(
@@ -155,8 +155,8 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
     most = 0
     while not set(names).isdisjoint(engine.scheduler.requests):
         engine.step()
-        running, ready = engine.scheduler.running, engine.scheduler.kv_ready
-        held = [*running, *ready, *engine.scheduler.remote_prefills.with_blocks()]
+        running, ready = engine.scheduler.running, engine.scheduler.places.kv_ready
+        held = [*running, *ready, *engine.scheduler.places.remote_prefills.with_blocks()]
         most = max(most, sum(request.is_probe for request in held))
         assert sum(not request.is_probe for request in running) == 2, "they go on"
         for name in list(consumer.loading):

@@ -140,7 +140,7 @@ def test_the_fence_comes_before_the_blocks_are_free() -> None:
         held_when_fenced.append(engine.kv.num_blocks_of(request.request_id)),
         fence(request),
     )[1]
-    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
     assert held_when_fenced == [1]
     assert engine.scheduler.requests["a"].status is RequestStatus.PREEMPTED
     producer.asked.clear()
@@ -172,7 +172,7 @@ def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
         engine.add(f"{i}", [2] * 12, kv_transfer_params=ON_P)
     engine.step()
     assert list(producer.asked) == ["a", "0", "1"]
-    engine.scheduler._preempt(engine.scheduler.requests["a"])
+    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
     engine.scheduler.pause_state = PauseState.PAUSED_NEW
     producer.asked.clear()
     engine.step()

@@ -48,7 +48,7 @@ def test_what_has_landed_and_finds_no_place_in_the_batch_counts_as_well(
         engine.step()
         for name in list(consumer.loading):
             consumer.finish_load(name)
-        idle = (*scheduler.kv_ready, *scheduler.remote_prefills.with_blocks())
+        idle = (*scheduler.places.kv_ready, *scheduler.places.remote_prefills.with_blocks())
         assert sum(engine.kv.num_blocks_of(request.request_id) for request in idle) <= 16
         stats = scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
         assert stats.num_running_reqs == len(scheduler.running) <= 4

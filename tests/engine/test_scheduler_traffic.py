@@ -118,7 +118,7 @@ class Traffic:
             self.engine.scheduler.pause_state = self.rng.choice(list(PauseState))
         elif kind == "finish_steps":
             self.engine.core.finish_steps()
-            assert not self.engine.scheduler._in_flight
+            assert not self.engine.scheduler.in_flight
 
     def add(self, kind: str, params: object, fork_of: str | None = None) -> str:
         request_id = f"{kind}-{next(self._ids)}"
@@ -149,10 +149,11 @@ class Traffic:
 
     def grant(self, kind: str) -> None:
         """P: D gives its blocks, or takes them back from a request that has not started."""
-        decodes = self.engine.scheduler.remote_decodes
+        scheduler = self.engine.scheduler
+        decodes = scheduler.places.remote_decodes
         asked = [r for r in decodes if r.request_id in self.producer.asked]
         if kind == "forbid":
-            asked = [r for r in self.engine.scheduler.waiting if r in decodes._granted]
+            asked = [r for r in scheduler.waiting if r.do_remote_decode]
         if not asked:
             return
         request_id = self.rng.choice(asked).request_id
@@ -209,23 +210,21 @@ class Traffic:
     def step(self) -> None:
         scheduler = self.engine.scheduler
         queue = list(scheduler.waiting)
-        was_faulty = bool(scheduler.suspects)
+        was_faulty = bool(scheduler.places.suspects)
         # As if steps took so long: the next one is planned ahead of short ones.
         core = self.engine.core
         core._last = core._last._replace(duration_s=self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
         num_probes = sum(request.is_probe for request in scheduler.running)
-        assert all(request.is_probe for request in scheduler.running[:num_probes])
+        assert scheduler.running.num_probes == num_probes, "they come first"
         assert num_probes <= NUM_PROBE_SEATS
         assert len(scheduler.running) - num_probes <= scheduler.config.max_num_seqs
-        planned = [sum(step.values()) for step in scheduler._in_flight]
-        assert all(num <= scheduler.config.max_num_batched_tokens for num in planned)
         # Suspects of a failed step come first, and short prompts may overtake chunked ones.
-        is_faulty = was_faulty or bool(scheduler.suspects)
+        is_faulty = was_faulty or bool(scheduler.places.suspects)
         is_chunked = scheduler.config.long_prefill_token_threshold > 0
         if not (is_faulty or is_chunked or scheduler.pause_state):
-            forbidden = set(scheduler.remote_decodes)
+            forbidden = set(scheduler.places.remote_decodes)
             # Probes have seats of their own to wait for.
             before = [r for r in queue if r not in forbidden and not r.is_probe]
             self._check_order(before, set(scheduler.waiting))
@@ -235,7 +234,7 @@ class Traffic:
         self.engine.scheduler.pause_state = PauseState.UNPAUSED
         for _ in range(MAX_SETTLE_STEPS):
             self.claim(limit=1000)
-            for request in self.engine.scheduler.remote_decodes:
+            for request in self.engine.scheduler.places.remote_decodes:
                 if request.request_id in self.producer.asked:
                     self.producer.revoked.discard(request.request_id)
                     self.producer.allow(request.request_id)
@@ -252,6 +251,12 @@ class Traffic:
                 self.engine.step()
                 return
         raise AssertionError("does not settle: somebody starves")
+
+    def check_steps(self) -> None:
+        for step in self.engine.rank.steps:
+            num_tokens = sum(step.num_scheduled_tokens.values())
+            assert num_tokens == step.total_num_scheduled_tokens
+            assert num_tokens <= self.engine.scheduler.config.max_num_batched_tokens
 
     def check_answers(self) -> None:
         for request_id, added in self.added.items():
@@ -319,6 +324,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
             traffic.event()
             traffic.step()
         traffic.settle()
+        traffic.check_steps()
         traffic.check_answers()
         engine.assert_idle()
         traffic.reset()

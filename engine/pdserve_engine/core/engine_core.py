@@ -111,7 +111,7 @@ class EngineCore:
         """
         request_ids = tuple(request_ids)
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        self.scheduler.remote_decodes.abort_sessions(request_ids)
+        self.scheduler.abort_sessions(request_ids)
 
     def hand_back(self) -> None:
         """End what is left, before a shutdown, so that front ends have it go on elsewhere after the

@@ -247,7 +247,7 @@ class RemoteDecodes:
             self._deferred.discard(request)
             self._watch(engine_id)
             return not was_granted
-        if not request.do_remote_decode:
+        if not request.do_remote_decode or engine_id not in self._queues:
             return False
         self._queues[engine_id].remove_request(request)
         return True

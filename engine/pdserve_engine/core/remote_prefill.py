@@ -9,9 +9,8 @@ time, need only free blocks.
 """
 
 import bisect
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ class _Claim:
         return now - self.since > OVERDUE_S
 
 
-class _Room(NamedTuple):
+class Room(NamedTuple):
     """What limits grants; counted once for many claims."""
 
     # Blocks of pulls that do not run.
@@ -51,7 +50,7 @@ class _Room(NamedTuple):
 
 
 # A probe finds a seat of its own, and is too small for the other limits.
-_ROOM_OF_PROBES = _Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
+_ROOM_OF_PROBES = Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
 
 
 class RemotePrefills:
@@ -64,19 +63,12 @@ class RemotePrefills:
         port: ConsumerPort | None,
         kv_cache_manager: KVCacheManager,
         seats: Seats,
-        landed: Callable[[], Iterable[Request]],
-        num_spare_blocks: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        """`landed` returns requests that own their blocks, but find no place in the batch;
-        `num_spare_blocks` how many free blocks an admission has to leave.
-        """
         self.port: ConsumerPort = NoConnector() if port is None else port
         self._has_port = port is not None
         self._kv = kv_cache_manager
         self._seats = seats
-        self._landed = landed
-        self._num_spare_blocks = num_spare_blocks
         self._clock = clock
         # And when P claimed blocks last; before that, or after a rollback: when it came.
         self._requests: dict[Request, float] = {}
@@ -161,19 +153,18 @@ class RemotePrefills:
                 return
             self._probe_claims.popleft()
 
-    def grant_claims(self, waiting_since: float, num_ahead: int) -> None:
+    def grant_claims(self, find_room: Callable[[], Room], waiting_since: float) -> None:
         """Give blocks to claims, oldest first; none overtakes an overdue one, or a local request
-        that has waited since `waiting_since` if that is overdue. `num_ahead` local ones have the
-        next seats.
+        that has waited since `waiting_since` if that is overdue.
         """
         now = self._clock()
         is_overdue = now - waiting_since > OVERDUE_S
-        room: _Room | None = None
+        room: Room | None = None
         num_skipped = 0
         for claim in list(self._claims):
             if num_skipped == MAX_SKIPPED or (is_overdue and waiting_since < claim.since):
                 return
-            room = room or self._find_room(num_ahead)
+            room = room or find_room()
             if self._reserve(claim.request, room):
                 self._claims.remove(claim)
                 room = None
@@ -210,7 +201,7 @@ class RemotePrefills:
             claim.is_deferred = True
             self.port.defer(claim.request)
 
-    def _reserve(self, request: Request, room: _Room) -> bool:
+    def _reserve(self, request: Request, room: Room) -> bool:
         """Give a request blocks for all its known tokens, those that are cached here among them,
         and tell P. False if there is no room; True also if P has withdrawn its claim.
         """
@@ -233,13 +224,7 @@ class RemotePrefills:
             self._free(request)
         return True
 
-    def _find_room(self, num_ahead: int) -> _Room:
-        landed = (request for request in self._landed() if request.do_remote_prefill)
-        pulls = itertools.chain(self.with_blocks(), landed)
-        num_held = sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls)
-        return _Room(num_held, self._num_spare_blocks(), self._seats.look_ahead(num_ahead))
-
-    def _fits(self, request: Request, blocks: ComputedBlocks, room: _Room) -> bool:
+    def _fits(self, request: Request, blocks: ComputedBlocks, room: Room) -> bool:
         """Besides what admitted requests still need, and without filling the pool with requests
         that do not run.
         """

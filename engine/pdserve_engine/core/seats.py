@@ -9,12 +9,12 @@ count here.
 """
 
 import bisect
-import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.forks import Forks
+from pdserve_engine.core.running import Running
 from pdserve_engine.request.request import Request
 
 # How far the last observation moves an estimate, if it is lower and if it is higher: who lands too
@@ -55,13 +55,11 @@ class Seats:
     def __init__(
         self,
         config: SchedulerConfig,
-        running: Sequence[Request],
+        running: Running,
         kv_ready: Collection[Request],
         forks: Forks,
     ) -> None:
-        """`running` have a seat, probes first; `kv_ready` and `forks` of either need one as soon as
-        they can.
-        """
+        """`running` have a seat; `kv_ready` and `forks` of either need one as soon as they can."""
         self._config = config
         self._running = running
         self._kv_ready = kv_ready
@@ -77,7 +75,7 @@ class Seats:
     @property
     def num_free(self) -> int:
         """Seats that nobody has now, promised or not."""
-        return self._config.max_num_seqs - len(self._running) + self._num_probes()
+        return self._config.max_num_seqs - len(self._running) + self._running.num_probes
 
     def promise(self, request: Request) -> None:
         """It has been granted its blocks, and will run once its KV has landed."""
@@ -117,7 +115,7 @@ class Seats:
 
     def look_ahead(self, num_ahead: int = 0) -> Outlook:
         """Return what is in sight. `num_ahead` waiting requests take the next seats."""
-        running = self._running[self._num_probes() :]
+        running = [request for request in self._running if not request.is_probe]
         free = (0,) * self.num_free
         arrivals = [0] * num_ahead
         for request in running:
@@ -131,9 +129,6 @@ class Seats:
             arrivals += [num_left] * (1 + self._forks.num_of(request))
         seats = sorted((*free, *map(self._steps_to_end, running)))
         return Outlook(seats, sorted(arrivals), self._early_ends)
-
-    def _num_probes(self) -> int:
-        return sum(1 for _ in itertools.takewhile(lambda r: r.is_probe, self._running))
 
     def _steps_to_land(self, request: Request) -> int:
         return round(self._landing_steps.get(_size(request), 0))

@@ -13,16 +13,25 @@ class StepPlan:
     """Who computes how many tokens in the step."""
 
     token_budget: int
+    # Not paused: waiting requests may be admitted.
+    admits_new: bool = True
     # In the order of planning.
     scheduled: dict[Request, int] = field(default_factory=dict)
     new_reqs: list[NewRequestData] = field(default_factory=list)
     cached_reqs: dict[Request, NewBlockIds] = field(default_factory=dict)
     # Somebody had to give way: nobody new gets in.
     has_preempted: bool = False
+    # Somebody would have to, but steps are in flight.
+    needs_drain: bool = False
     # Prefills that will not reach their last known token in this step.
     num_partial_prefills: int = 0
     # Blocks that admitted requests still need; unknown until somebody wants to be admitted.
     num_reserved_blocks: int | None = None
+
+    @property
+    def takes_more(self) -> bool:
+        """May requests join the batch? Not if somebody has just given way for room."""
+        return self.token_budget > 0 and not (self.has_preempted or self.needs_drain)
 
     def take(self, request: Request, num_tokens: int) -> None:
         self.scheduled[request] = num_tokens

@@ -7,38 +7,49 @@ from pdserve_engine.request.request import Request
 ClientOutputs = dict[int, list[EngineCoreOutput]]
 
 
-def emit(
-    outputs: ClientOutputs,
-    request: Request,
-    *,
-    logprobs: LogprobsLists | None = None,
-    prompt_logprobs: LogprobsLists | None = None,
-    num_nans: int = 0,
-    kv_lost: KVLost | None = None,
-) -> None:
-    """Add what is new of a request: tokens since its last output, and its end."""
-    first = request.num_emitted_tokens
-    request.num_emitted_tokens = request.num_output_tokens
-    new_token_ids = tuple(request.all_token_ids[request.num_prompt_tokens + first :])
-    output = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=new_token_ids,
-        new_logprobs=_align(logprobs, len(new_token_ids)) if logprobs is not None else None,
-        new_prompt_logprobs=prompt_logprobs,
-        first_token_index=first,
-        attempt=request.core_request.attempt,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        error=request.error,
-        events=request.take_events(),
-        trace_headers=request.core_request.trace_headers if request.status.is_finished else {},
-        num_nans_in_logits=num_nans,
-        kv_lost=kv_lost,
-        kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
-        prefill_stats=_prefill_stats(request, first) if new_token_ids else None,
-        kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
-    )
-    outputs.setdefault(request.core_request.client_index, []).append(output)
+class Outputs:
+    """What front ends have not been told yet."""
+
+    def __init__(self) -> None:
+        self._outputs: ClientOutputs = {}
+
+    def take(self) -> ClientOutputs:
+        """Return what is new since the last call."""
+        outputs, self._outputs = self._outputs, {}
+        return outputs
+
+    def emit(
+        self,
+        request: Request,
+        *,
+        logprobs: LogprobsLists | None = None,
+        prompt_logprobs: LogprobsLists | None = None,
+        num_nans: int = 0,
+        kv_lost: KVLost | None = None,
+    ) -> None:
+        """Add what is new of a request: tokens since its last output, and its end."""
+        first = request.num_emitted_tokens
+        request.num_emitted_tokens = request.num_output_tokens
+        new_token_ids = tuple(request.all_token_ids[request.num_prompt_tokens + first :])
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            new_logprobs=_align(logprobs, len(new_token_ids)) if logprobs is not None else None,
+            new_prompt_logprobs=prompt_logprobs,
+            first_token_index=first,
+            attempt=request.core_request.attempt,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            events=request.take_events(),
+            trace_headers=request.core_request.trace_headers if request.status.is_finished else {},
+            num_nans_in_logits=num_nans,
+            kv_lost=kv_lost,
+            kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
+            prefill_stats=_prefill_stats(request, first) if new_token_ids else None,
+            kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,
+        )
+        self._outputs.setdefault(request.core_request.client_index, []).append(output)
 
 
 def _align(logprobs: LogprobsLists, num_tokens: int) -> LogprobsLists | None:

@@ -228,6 +228,17 @@ class Request:
         return self.core_request.attempt > 0
 
     @property
+    def has_begun(self) -> bool:
+        """Was it running once, here or at another worker?"""
+        return self.is_redrive or self.status is RequestStatus.PREEMPTED
+
+    @property
+    def is_prompt_computed(self) -> bool:
+        """Is the KV of its whole prompt written and its own to share?"""
+        is_ready = not self.needs_remote_kv and self.num_slots > 0
+        return is_ready and self.num_finished_tokens >= self.num_prompt_tokens
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         return _FINISH_REASONS.get(self.status)
 

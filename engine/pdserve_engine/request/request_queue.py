@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request import Request
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -87,9 +87,7 @@ class FCFSRequestQueue(RequestQueue):
 
     def _num_ahead(self) -> int:
         """Return how many in front have been admitted or sent before, and so come first."""
-        return _num_leading(
-            r.is_probe or r.is_redrive or r.status is RequestStatus.PREEMPTED for r in self._queue
-        )
+        return _num_leading(request.is_probe or request.has_begun for request in self._queue)
 
     def _prepend(self, request: Request) -> None:
         self._queue.insert(0 if request.is_probe else self._num_probes(), request)

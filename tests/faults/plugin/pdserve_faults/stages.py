@@ -17,6 +17,8 @@ class Point(NamedTuple):
 
 
 _SCHEDULER = ("pdserve_engine.core.scheduler", "Scheduler")
+_RESULTS = ("pdserve_engine.core.results", "Results")
+_KV_EVENTS = ("pdserve_engine.core.kv_events", "KVEvents")
 _PRODUCER = ("pdserve_engine.kv_transfer.producer", "ProducerConnector")
 _CONSUMER = ("pdserve_engine.kv_transfer.consumer", "ConsumerConnector")
 _READS = ("pdserve_faults.reads", "FaultyNixlAgent")
@@ -36,7 +38,7 @@ STAGES: Mapping[str, Point] = {
     # The prompt is computed, D does not know of the last chunk.
     "last_chunk": Point("prefill", *_PRODUCER, "request_finished", "before"),
     # All blocks are here, D has computed no token. P may not have acknowledged their release.
-    "first_decode": Point("decode", *_SCHEDULER, "_queue_first_step", "after"),
+    "first_decode": Point("decode", *_KV_EVENTS, "_queue_first_step", "after"),
     # A step has brought a token. P passes it once.
-    "mid_stream": Point("decode", *_SCHEDULER, "_apply_tokens", "after"),
+    "mid_stream": Point("decode", *_RESULTS, "_apply_tokens", "after"),
 }

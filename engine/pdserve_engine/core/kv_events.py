@@ -1,0 +1,146 @@
+"""What the connectors tell the scheduler, and on D the speculative first step.
+
+D's first step of a request is speculative: it runs when the blocks have landed, before P has
+acknowledged their release (rule K4). Such a request still `needs_remote_kv`: what the step brought
+is held until the release is acknowledged, nobody shares its blocks and it cannot be preempted. If
+the release is not acknowledged, the step is rolled back.
+"""
+
+from dataclasses import replace
+
+from pdserve_common.engine_types import EngineCoreEventType, ErrorCode, KVLost, KVTransferStats
+from pdserve_engine.core.in_flight import InFlight
+from pdserve_engine.core.places import Places
+from pdserve_engine.core.results import Results
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv_transfer.ports import (
+    BlocksClaimed,
+    BlocksConfirmed,
+    BlocksFreed,
+    BlocksLanded,
+    BlocksReturned,
+    KVEvent,
+    PullFinished,
+    PullLost,
+    RequestFailed,
+    StartAllowed,
+    StartDeferred,
+    StartForbidden,
+)
+from pdserve_engine.request.outputs import Outputs
+from pdserve_engine.request.request import Request, RequestStatus
+
+
+class KVEvents:
+    """Applies events of KV transfer to requests."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        places: Places,
+        results: Results,
+        in_flight: InFlight,
+        outputs: Outputs,
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._results = results
+        self._in_flight = in_flight
+        self._outputs = outputs
+
+    def apply(self) -> None:
+        """Apply all that have come."""
+        for port in self._places.ports:
+            for event in port.take_events():
+                self._apply(event)
+
+    def rollback_first_step(self, request: Request) -> None:
+        """D: undo the request's first step, if it has begun. The request keeps its blocks."""
+        if request in self._places.remote_prefills:
+            return
+        self._places.remove(request)
+        self._in_flight.preempted_req_ids.add(request.request_id)
+        request.num_computed_tokens = request.num_output_placeholders = 0
+        request.held_result = request.first_scheduled_time = None
+        self._places.remote_prefills.wait(request)
+
+    def _apply(self, event: KVEvent) -> None:
+        if isinstance(event, BlocksFreed):
+            self._kv.free_block_ids(event.block_ids)
+            return
+        request, places = event.request, self._places
+        if places.requests.get(request.request_id) is not request:
+            return  # it has ended meanwhile
+        match event:
+            case StartAllowed():
+                if places.remote_decodes.allow(request, event.granted_time):
+                    places.waiting.add_request(request)
+            case StartForbidden():
+                if places.remote_decodes.forbid(request):
+                    places.waiting.remove_request(request)
+            case StartDeferred():
+                places.remote_decodes.defer(request)
+            case BlocksClaimed():
+                places.remote_prefills.claim(request, event.claimed_time)
+            case BlocksConfirmed():
+                self._kv.cache_blocks(request, event.num_tokens)
+            case BlocksReturned():
+                places.remote_prefills.give_back(request, event.kept)
+            case BlocksLanded():
+                self._land(request, event)
+            case PullFinished():
+                self._accept_pull(request, event.stats)
+            case PullLost():
+                self._lose_pull(request, event.lost)
+            case RequestFailed():
+                is_void = event.error.code is ErrorCode.CANCELLED
+                status = RequestStatus.FINISHED_ABORTED if is_void else RequestStatus.FINISHED_ERROR
+                self._results.finish(request, status, event.error)
+
+    def _land(self, request: Request, event: BlocksLanded) -> None:
+        request.kv_ready_time = event.landed_time
+        request.record_event(EngineCoreEventType.KV_TRANSFER_FINISHED)
+        request.pulled_token_ids = event.output_token_ids
+        self._queue_first_step(request)
+
+    def _queue_first_step(self, request: Request) -> None:
+        """D: all KV has landed: queue the first step after P's tokens, unless they are the last."""
+        request.num_output_placeholders = len(request.pulled_token_ids)
+        if request.is_output_complete:
+            return
+        self._places.remote_prefills.land(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = request.num_tokens
+        if request.is_probe:
+            self._places.kv_ready.appendleft(request)
+        else:
+            self._places.kv_ready.append(request)
+
+    def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
+        """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
+        request.kv_transfer_stats = stats
+        request.is_kv_loaded = True
+        request.record_event(EngineCoreEventType.KV_ACCEPTED)
+        self._kv.cache_blocks(request, request.num_tokens)
+        self._results.release_forks(request)
+        if request in self._places.remote_prefills:
+            self._queue_first_step(request)
+        self._results.apply_pulled_tokens(request)
+        held = request.held_result
+        if held is not None and not request.status.is_finished:
+            self._results.apply_step(request, held.num_tokens, held.token_ids, held.result)
+        request.held_result = None
+
+    def _lose_pull(self, request: Request, lost: KVLost) -> None:
+        """D: the rest will not come: wait for the router's decision, and tell it what is here."""
+        self.rollback_first_step(request)
+        self._places.remote_prefills.drop_claim(request)
+        request.record_event(EngineCoreEventType.KV_LOST)
+        self._outputs.emit(request, kv_lost=self._limit_to_cached(request, lost))
+
+    def _limit_to_cached(self, request: Request, lost: KVLost) -> KVLost:
+        """D: what is confirmed and the next attempt will find: nothing without prefix caching, or
+        if the sliding windows of those tokens have not come.
+        """
+        _, num_tokens = self._kv.get_computed_blocks(request, lost.num_confirmed_tokens)
+        return replace(lost, num_confirmed_tokens=num_tokens)

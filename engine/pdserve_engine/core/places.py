@@ -1,0 +1,122 @@
+"""Where requests are, and the ways into the batch, out of it and to an end.
+
+By status:
+
+    WAITING, PREEMPTED       `waiting`; `remote_decodes`: on P, before D has reserved its blocks;
+                             `forks`: those whose source's prompt is not computed yet; `kv_ready`:
+                             it owns blocks (pulled, or shared by its fork's source) and there was
+                             no seat in the batch yet
+    WAITING_FOR_REMOTE_KVS   `remote_prefills`: on D, a ticket, or blocks that are being filled
+    RUNNING                  `running`
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from pdserve_common.engine_types import EngineCoreEventType
+from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.forks import Forks
+from pdserve_engine.core.in_flight import InFlight
+from pdserve_engine.core.remote_decode import RemoteDecodes
+from pdserve_engine.core.remote_prefill import RemotePrefills
+from pdserve_engine.core.running import Running
+from pdserve_engine.core.seats import Seats
+from pdserve_engine.core.suspects import Suspects
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.kv_transfer.ports import ConsumerPort, ProducerPort
+from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request_queue import make_request_queue
+
+
+class Places:
+    """All requests of an engine that have not ended, each in one place."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        in_flight: InFlight,
+        *,
+        producer: ProducerPort | None,
+        consumer: ConsumerPort | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._kv = kv_cache_manager
+        self._in_flight = in_flight
+        self.requests: dict[str, Request] = {}
+        self.waiting = make_request_queue(config.scheduling_policy)
+        self.running = Running(kv_cache_manager)
+        self.kv_ready: deque[Request] = deque()
+        self.forks = Forks(kv_cache_manager)
+        self.remote_decodes = RemoteDecodes(
+            producer,
+            kv_cache_manager,
+            lambda: make_request_queue(config.scheduling_policy),
+            config.max_num_batched_tokens,
+            clock,
+        )
+        self.seats = Seats(config, self.running, self.kv_ready, self.forks)
+        self.remote_prefills = RemotePrefills(consumer, kv_cache_manager, self.seats, clock)
+        self.ports = (self.remote_decodes.port, self.remote_prefills.port)
+        self.suspects = Suspects(self.remote_decodes)
+        self.num_preemptions = 0
+        # Of the requests that wait, those that were running.
+        self.num_preempted = 0
+
+    @property
+    def waiting_since(self) -> float:
+        """When the next waiting request came; infinity if there is none."""
+        return self.waiting.peek_request().queued_time if len(self.waiting) else math.inf
+
+    @property
+    def num_ahead(self) -> int:
+        """Waiting requests, 0 or 1, that have the next seat."""
+        return int(len(self.waiting) > 0 and self.waiting.peek_request().has_begun)
+
+    def start(self, request: Request) -> None:
+        """A request joins the batch."""
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+        request.status = RequestStatus.RUNNING
+        self.running.add(request)
+
+    def preempt(self, request: Request) -> None:
+        """A running request gives its blocks up and waits, before those that have not begun."""
+        self.running.remove(request)
+        waits_for_d = self.remote_decodes.preempt(request)  # fence first (rule K3)
+        self._kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
+        self.num_preempted += 1
+        self.num_preemptions += 1
+        self._in_flight.preempted_req_ids.add(request.request_id)
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        if not waits_for_d:
+            self.waiting.prepend_request(request)
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """A request ends. Fence first, then free (rule K3): the ports end its sessions before any
+        block changes hands.
+        """
+        self.remove(request)
+        request.status = status
+        del self.requests[request.request_id]
+        self._in_flight.finished_req_ids.add(request.request_id)
+        for fork in self.forks.take(request):  # they are computed like any other request
+            self.waiting.add_request(fork)
+        self.suspects.remove(request)
+        kept = self.remote_decodes.request_finished(request)
+        kept |= self.remote_prefills.request_finished(request)
+        taken = [block.block_id for block in self._kv.take(request)]
+        self._in_flight.free(request, [block_id for block_id in taken if block_id not in kept])
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the place where it is."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.kv_ready:
+            self.kv_ready.remove(request)
+        elif not (self.forks.remove(request) or self.remote_prefills.remove(request)):
+            self.num_preempted -= request.status is RequestStatus.PREEMPTED
+            if not self.remote_decodes.remove(request):
+                self.waiting.remove_request(request)

@@ -1,0 +1,146 @@
+"""What a step that is over brings: tokens, log-probabilities, errors; blocks that others may have
+now; and the end of a request.
+"""
+
+from collections.abc import Sequence
+
+from pdserve_common.engine_types import EngineError, LogprobsLists
+from pdserve_common.errors import RequestFailedError
+from pdserve_engine.core.admission import Admission
+from pdserve_engine.core.places import Places
+from pdserve_engine.kv.kv_cache_manager import KVCacheManager
+from pdserve_engine.request.outputs import Outputs
+from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.sched_output import ModelRunnerOutput
+from pdserve_engine.request.stop import check_stop
+
+
+class Results:
+    """Applies results to requests, and tells their clients."""
+
+    def __init__(
+        self, kv: KVCacheManager, places: Places, admission: Admission, outputs: Outputs
+    ) -> None:
+        self._kv = kv
+        self._places = places
+        self._admission = admission
+        self._outputs = outputs
+
+    def apply_step(
+        self,
+        request: Request,
+        num_tokens: int,
+        token_ids: Sequence[int],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """A step that computed `num_tokens` tokens of a request is over and counts."""
+        end = request.num_finished_tokens
+        if result.num_nans_in_logits.get(request.request_id):
+            self._kv.forget_blocks(request)
+        else:
+            self._share_blocks(request)
+        self._kv.remove_skipped_blocks(request, end)
+        self._apply_result(request, end - num_tokens, token_ids, result)
+
+    def apply_pulled_tokens(self, request: Request) -> None:
+        """D: P's tokens are the request's own now; one of them may end it."""
+        pulled, request.pulled_token_ids = request.pulled_token_ids, ()
+        status = _append_tokens(request, pulled)
+        if status is not None:
+            self.finish(request, status)
+
+    def finish(
+        self, request: Request, status: RequestStatus, error: EngineError | None = None
+    ) -> None:
+        """End a request and tell its client."""
+        request.error = error
+        self._places.finish(request, status)
+        self._outputs.emit(request)
+
+    def release_forks(self, source: Request) -> None:
+        """The source's prompt is computed: its forks share the full blocks, and compute what comes
+        behind those, if there is room; else they wait like any other request.
+        """
+        forks = self._places.forks
+        for fork in forks.take(source):
+            if self._admission.has_room_for_fork(source) and forks.share(source, fork):
+                self._places.kv_ready.append(fork)
+            else:
+                self._places.waiting.add_request(fork)
+
+    def _share_blocks(self, request: Request) -> None:
+        """What is computed may be had by others."""
+        self._kv.cache_blocks(request, request.num_finished_tokens)
+        self._places.remote_decodes.announce(request)
+        if request.is_prompt_computed:
+            self.release_forks(request)
+
+    def _apply_result(
+        self,
+        request: Request,
+        start: int,
+        token_ids: Sequence[int],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """Apply what a step brought for a request, whose computed tokens begin at `start`."""
+        request_id = request.request_id
+        prompt_logprobs = result.prompt_logprobs.get(request_id)
+        if prompt_logprobs is not None:
+            prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
+        num_nans = result.num_nans_in_logits.get(request_id, 0)
+        error = result.errors.get(request_id)
+        if num_nans:
+            error = RequestFailedError(f"logits had {num_nans} NaN values").to_engine_error()
+        if error is not None:
+            request.error = error
+            self._end_running(request, RequestStatus.FINISHED_ERROR)
+        elif token_ids:
+            self._apply_tokens(request, token_ids)
+            self._places.suspects.remove(request)
+        elif prompt_logprobs is None:
+            return
+        self._outputs.emit(
+            request,
+            logprobs=result.logprobs.get(request_id),
+            prompt_logprobs=prompt_logprobs,
+            num_nans=num_nans,
+        )
+
+    def _apply_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
+        status = _append_tokens(request, token_ids)
+        if status is None and request.num_output_tokens >= request.output_limit:
+            # P's part ends with the first token; is_handed_off tells this from a real end.
+            status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if status is not None:
+            self._end_running(request, status)
+
+    def _end_running(self, request: Request, status: RequestStatus) -> None:
+        self._places.seats.on_end(request)
+        self._places.finish(request, status)
+
+
+def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus | None:
+    """Put tokens into the places that were kept for them; return the status of the request's end if
+    one of them is the last.
+    """
+    request.num_output_placeholders -= len(token_ids)
+    for token_id in token_ids:
+        request.append_output_token_ids((token_id,))
+        status = check_stop(request)
+        if status is not None:
+            return status
+    return None
+
+
+def _new_prompt_logprobs(
+    request: Request, logprobs: LogprobsLists, start: int
+) -> LogprobsLists | None:
+    """Return those not emitted before, of a chunk that begins at token `start`.
+
+    After a preemption the prompt is computed again.
+    """
+    num_known = request.num_emitted_prompt_logprobs - start
+    if num_known >= len(logprobs):
+        return None
+    request.num_emitted_prompt_logprobs = start + len(logprobs)
+    return logprobs[max(num_known, 0) :]
