@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from scripted_engine import BLOCK_SIZE, EOS, MAX_MODEL_LEN, expected, next_token
+from scripted_engine import BLOCK_SIZE, EOS, MAX_MODEL_LEN, check_places, expected, next_token
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -385,6 +385,7 @@ class Worker:
         while self.inbox:
             self.inbox.popleft()()
         result = self.core.step() if self.core.has_work() else self.core.poll()
+        check_places(self.scheduler)
         for outputs in result.outputs.values():
             self.outputs.extend(self.owners.release_ended(outputs))
 
@@ -404,11 +405,7 @@ class Worker:
         assert not self.scheduler.requests
         assert self.pool.num_free_blocks == self.pool.num_blocks, "blocks have leaked"
         assert not len(self.owners)
-        assert not len(self.scheduler.waiting)
-        assert not len(self.scheduler.places.remote_decodes)
-        assert not len(self.scheduler.places.remote_prefills)
-        assert not len(self.scheduler.places.forks)
-        assert not self.scheduler.places.num_preempted
+        check_places(self.scheduler)
         assert self.connector.num_open_sessions() == 0
 
 

@@ -35,7 +35,7 @@ from pdserve_engine.kv_transfer.ports import (
     StartDeferred,
     StartForbidden,
 )
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE = 4
@@ -219,6 +219,18 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def check_places(scheduler: Scheduler) -> None:
+    """Each request that has not ended is in one container, which its place and status say."""
+    places = [place for place in vars(scheduler.places).values() if isinstance(place, Place)]
+    found = [request for place in places for request in place]
+    assert len(found) == sum(map(len, places)) == len(scheduler.requests)
+    assert set(found) == set(scheduler.requests.values())
+    for place in places:
+        assert all(r.place is place and r.status in place.statuses for r in place)
+    num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in found)
+    assert scheduler.places.num_preempted == num_preempted
 
 
 def held(block_ids: tuple[list[int], ...]) -> list[int]:

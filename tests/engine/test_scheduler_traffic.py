@@ -15,6 +15,7 @@ from scripted_engine import (
     Engine,
     ScriptedConsumer,
     ScriptedProducer,
+    check_places,
     expected,
 )
 
@@ -216,6 +217,7 @@ class Traffic:
         core._last = core._last._replace(duration_s=self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
+        check_places(scheduler)
         num_probes = sum(request.is_probe for request in scheduler.running)
         assert scheduler.running.num_probes == num_probes, "they come first"
         assert num_probes <= NUM_PROBE_SEATS

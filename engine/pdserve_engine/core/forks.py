@@ -2,15 +2,18 @@
 and then hold its blocks together with it.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 from pdserve_engine.kv.block_hash import has_same_prompt
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Place, Request, RequestStatus
 
 
-class Forks:
+class Forks(Place):
     """Forks whose source's prompt is not computed yet."""
+
+    statuses = (RequestStatus.WAITING,)
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv = kv_cache_manager
@@ -19,23 +22,26 @@ class Forks:
     def __len__(self) -> int:
         return sum(map(len, self._by_source.values()))
 
+    def __iter__(self) -> Iterator[Request]:
+        return itertools.chain.from_iterable(self._by_source.values())
+
     def num_of(self, source: Request) -> int:
         return len(self._by_source.get(source.request_id, ()))
 
     def add(self, source: Request, fork: Request) -> None:
+        fork.entered(self)
         self._by_source.setdefault(source.request_id, []).append(fork)
 
-    def remove(self, fork: Request) -> bool:
-        """Forget a fork that ends; False if it is not here."""
-        forks = self._by_source.get(fork.core_request.fork_of or "", [])
-        if fork not in forks:
-            return False
-        forks.remove(fork)
-        return True
+    def remove_request(self, request: Request) -> None:
+        self._by_source[request.core_request.fork_of or ""].remove(request)
+        request.left()
 
     def take(self, source: Request) -> list[Request]:
         """Return the source's forks, which are not forks any more."""
-        return self._by_source.pop(source.request_id, [])
+        forks = self._by_source.pop(source.request_id, [])
+        for fork in forks:
+            fork.left()
+        return forks
 
     def share(self, source: Request, fork: Request) -> bool:
         """Let the fork hold the full blocks of the source's prompt; False if there are none."""

@@ -58,7 +58,7 @@ class KVEvents:
         """D: undo the request's first step, if it has begun. The request keeps its blocks."""
         if request in self._places.remote_prefills:
             return
-        self._places.remove(request)
+        request.leave()
         self._in_flight.preempted_req_ids.add(request.request_id)
         request.num_computed_tokens = request.num_output_placeholders = 0
         request.held_result = request.first_scheduled_time = None
@@ -73,11 +73,9 @@ class KVEvents:
             return  # it has ended meanwhile
         match event:
             case StartAllowed():
-                if places.remote_decodes.allow(request, event.granted_time):
-                    places.waiting.add_request(request)
+                places.remote_decodes.allow(request, event.granted_time)
             case StartForbidden():
-                if places.remote_decodes.forbid(request):
-                    places.waiting.remove_request(request)
+                places.remote_decodes.forbid(request)
             case StartDeferred():
                 places.remote_decodes.defer(request)
             case BlocksClaimed():
@@ -109,12 +107,8 @@ class KVEvents:
         if request.is_output_complete:
             return
         self._places.remote_prefills.land(request)
-        request.status = RequestStatus.WAITING
         request.num_computed_tokens = request.num_tokens
-        if request.is_probe:
-            self._places.kv_ready.appendleft(request)
-        else:
-            self._places.kv_ready.append(request)
+        self._places.kv_ready.add(request)
 
     def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
         """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""

@@ -1,18 +1,17 @@
 """Where requests are, and the ways into the batch, out of it and to an end.
 
-By status:
-
-    WAITING, PREEMPTED       `waiting`; `remote_decodes`: on P, before D has reserved its blocks;
-                             `forks`: those whose source's prompt is not computed yet; `kv_ready`:
-                             it owns blocks (pulled, or shared by its fork's source) and there was
-                             no seat in the batch yet
-    WAITING_FOR_REMOTE_KVS   `remote_prefills`: on D, a ticket, or blocks that are being filled
-    RUNNING                  `running`
+waiting          WAITING, PREEMPTED
+running          RUNNING
+kv_ready         WAITING: it owns blocks (pulled, or shared by its fork's source) and there was
+                 no seat in the batch yet
+forks            WAITING: its source's prompt is not computed yet
+remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
+remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
@@ -20,7 +19,7 @@ from pdserve_engine.core.forks import Forks
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.remote_decode import RemoteDecodes
 from pdserve_engine.core.remote_prefill import RemotePrefills
-from pdserve_engine.core.running import Running
+from pdserve_engine.core.running import KVReady, Running
 from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.suspects import Suspects
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
@@ -47,12 +46,13 @@ class Places:
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
         self.running = Running(kv_cache_manager)
-        self.kv_ready: deque[Request] = deque()
+        self.kv_ready = KVReady()
         self.forks = Forks(kv_cache_manager)
         self.remote_decodes = RemoteDecodes(
             producer,
             kv_cache_manager,
-            lambda: make_request_queue(config.scheduling_policy),
+            self.waiting,
+            partial(make_request_queue, config.scheduling_policy),
             config.max_num_batched_tokens,
             clock,
         )
@@ -76,14 +76,13 @@ class Places:
 
     def start(self, request: Request) -> None:
         """A request joins the batch."""
-        self.num_preempted -= request.status is RequestStatus.PREEMPTED
-        request.status = RequestStatus.RUNNING
+        self._remove(request)
         self.running.add(request)
 
     def preempt(self, request: Request) -> None:
         """A running request gives its blocks up and waits, before those that have not begun."""
-        self.running.remove(request)
-        waits_for_d = self.remote_decodes.preempt(request)  # fence first (rule K3)
+        self.running.remove_request(request)
+        self.remote_decodes.fence(request)  # first (rule K3)
         self._kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
@@ -91,14 +90,14 @@ class Places:
         self.num_preemptions += 1
         self._in_flight.preempted_req_ids.add(request.request_id)
         request.record_event(EngineCoreEventType.PREEMPTED)
-        if not waits_for_d:
+        if not self.remote_decodes.prepend(request):
             self.waiting.prepend_request(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """A request ends. Fence first, then free (rule K3): the ports end its sessions before any
         block changes hands.
         """
-        self.remove(request)
+        self._remove(request)
         request.status = status
         del self.requests[request.request_id]
         self._in_flight.finished_req_ids.add(request.request_id)
@@ -110,13 +109,6 @@ class Places:
         taken = [block.block_id for block in self._kv.take(request)]
         self._in_flight.free(request, [block_id for block_id in taken if block_id not in kept])
 
-    def remove(self, request: Request) -> None:
-        """Take a request out of the place where it is."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.kv_ready:
-            self.kv_ready.remove(request)
-        elif not (self.forks.remove(request) or self.remote_prefills.remove(request)):
-            self.num_preempted -= request.status is RequestStatus.PREEMPTED
-            if not self.remote_decodes.remove(request):
-                self.waiting.remove_request(request)
+    def _remove(self, request: Request) -> None:
+        self.num_preempted -= request.status is RequestStatus.PREEMPTED
+        request.leave()

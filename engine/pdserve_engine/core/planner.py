@@ -89,7 +89,7 @@ class Planner:
         """Before all else: they are to find out in time that a worker works, however busy it is."""
         self._schedule_those(self._places.running.probes(), plan)
         kv_ready, waiting = self._places.kv_ready, self._places.waiting
-        if kv_ready and kv_ready[0].is_probe:
+        if kv_ready and kv_ready.peek().is_probe:
             self._schedule_kv_ready(plan, is_probe=True)
         while plan.admits_new and len(waiting):
             request = waiting.peek_request()
@@ -97,7 +97,6 @@ class Planner:
                 return
             if self._admit(request, plan) is not _Outcome.ADMITTED:
                 return
-            waiting.pop_request()
 
     def _schedule_running(self, plan: StepPlan) -> None:
         self._schedule_those(list(self._places.running), plan)
@@ -122,8 +121,8 @@ class Planner:
         `is_probe` only probes.
         """
         kv_ready = self._places.kv_ready
-        while kv_ready and self._admission.may_add(kv_ready[0], plan):
-            request = kv_ready[0]
+        while kv_ready and self._admission.may_add(kv_ready.peek(), plan):
+            request = kv_ready.peek()
             if is_decode is not None and is_decode != (request.num_uncomputed_tokens == 1):
                 return
             if is_probe and not request.is_probe:
@@ -131,7 +130,6 @@ class Planner:
             num_tokens = self._chunk(request.num_uncomputed_tokens, plan)
             if self._allocate(request, request.num_computed_tokens + num_tokens) is None:
                 return
-            kv_ready.popleft()
             self._start_running(request, num_tokens, plan)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
@@ -152,9 +150,7 @@ class Planner:
             outcome = self._admit(request, plan)
             if outcome is _Outcome.NO_ROOM:
                 break
-            if outcome is _Outcome.ADMITTED:
-                waiting.pop_request()
-            else:
+            if outcome is _Outcome.NO_PARTIAL_PREFILL:
                 if len(skipped) >= MAX_SKIPPED:
                     break
                 skipped.append(waiting.pop_request())
@@ -168,17 +164,15 @@ class Planner:
         for request in [r for r in self._places.waiting if r.status is RequestStatus.PREEMPTED]:
             if not self._admission.may_add(request, plan):
                 return
-            if self._admit(request, plan) is _Outcome.ADMITTED:
-                self._places.waiting.remove_request(request)
+            self._admit(request, plan)
 
     def _schedule_suspect(self, suspect: Request, plan: StepPlan) -> None:
         """Plan a step for one request of a step that failed, and for no other."""
         if suspect.status is RequestStatus.RUNNING:
             if not suspect.is_output_complete:
                 self._continue_running(suspect, plan)
-        elif self._admit_suspect(suspect, plan):
-            self._places.waiting.remove_request(suspect)
-        else:  # others hold the seat or the blocks it needs: they first
+        elif not self._admit_suspect(suspect, plan):
+            # Others hold the seat or the blocks it needs: they first.
             self._schedule_running(plan)
             self._schedule_kv_ready(plan)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import NoConnector, ProducerPort
-from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.request_queue import RequestQueue
 
 # So many requests of each D are asked for ahead, or as many as make up a step, so that P does not
@@ -42,27 +42,32 @@ class _Stopwatch:
         return self._total_s + (max(0.0, at - self._since) if self._since is not None else 0.0)
 
 
-class RemoteDecodes:
-    """Requests on their way to another worker: those that are not in the batch wait here, by their
-    D. What is done to one that is decoded here does nothing.
+class RemoteDecodes(Place):
+    """Requests on their way to another worker: those that may not start yet wait here, by their D.
+    What is done to one that is decoded here does nothing.
     """
+
+    statuses = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
     def __init__(
         self,
         port: ProducerPort | None,
         kv_cache_manager: KVCacheManager,
-        make_queue: Callable[[], RequestQueue],
+        waiting: RequestQueue,
+        make_queue: Callable[[Place], RequestQueue],
         step_tokens: int,
         clock: Callable[[], float],
     ) -> None:
+        """`waiting` gets those that may start."""
         self.port: ProducerPort = NoConnector() if port is None else port
         self._has_port = port is not None
         self._kv = kv_cache_manager
+        self._waiting = waiting
         self._make_queue = make_queue
         self._step_tokens = step_tokens
         self._clock = clock
         self._queues: dict[str, RequestQueue] = {}
-        # Asked for and not started: granted ones among them are in the scheduler's queue as well.
+        # Asked for and not started. Granted ones among them may start: their place is `waiting`.
         self._asked: dict[str, dict[Request, None]] = {}
         self._granted: set[Request] = set()
         # Asked for, and D is full.
@@ -71,13 +76,8 @@ class RemoteDecodes:
         self._held_up: dict[str, _Stopwatch] = {}
 
     def __len__(self) -> int:
-        """Requests that may not start yet."""
         num_asked = sum(map(len, self._asked.values())) - len(self._granted)
         return num_asked + sum(map(len, self._queues.values()))
-
-    def __contains__(self, request: Request) -> bool:
-        """May the request not start yet?"""
-        return request.do_remote_decode and any(other is request for other in self)
 
     def __iter__(self) -> Iterator[Request]:
         for asked in self._asked.values():
@@ -133,7 +133,7 @@ class RemoteDecodes:
     def start(self, request: Request) -> None:
         """The request has joined the batch: tell D what was found in the prefix cache."""
         if request.do_remote_decode:
-            self.remove(request)
+            self._forget(request)
             request.record_event(EngineCoreEventType.KV_SESSION_OPENED)
             self.announce(request)
 
@@ -143,20 +143,25 @@ class RemoteDecodes:
             block_ids = self._kv.get_block_ids(request.request_id)
             self.port.on_blocks_computed(request, request.num_finished_tokens, block_ids)
 
-    def preempt(self, request: Request) -> bool:
-        """The request is about to lose its blocks (rule K3): put it first; it needs a grant again.
-        False if it is decoded here.
+    def fence(self, request: Request) -> None:
+        """The request is about to lose its blocks (rule K3)."""
+        if request.do_remote_decode:
+            self.port.on_preempted(request)
+
+    def prepend(self, request: Request) -> bool:
+        """Put a request first that was preempted; it needs a grant again. False if it is decoded
+        here.
         """
         if not request.do_remote_decode:
             return False
-        self.port.on_preempted(request)
-        self._prepend(request)
+        self._queue_of(request).prepend_request(request)
         return True
 
     def request_finished(self, request: Request) -> frozenset[int]:
         """Return those of its blocks that D may still read."""
         if not request.do_remote_decode:
             return frozenset()
+        self._forget(request)
         return self.port.request_finished(request, self._kv.get_block_ids(request.request_id))
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
@@ -182,14 +187,13 @@ class RemoteDecodes:
         ]
         for engine_id, request in preempted:
             self._queues[engine_id].remove_request(request)
-            self._asked.setdefault(engine_id, {})[request] = None
-            self._watch(engine_id)
+            self._note_asked(engine_id, request)
         for _, request in preempted:
             self.port.ask(request)
 
-    def take_back(self, *, even_preempted: bool) -> list[Request]:
+    def take_back(self, *, even_preempted: bool) -> None:
         """Nothing is started for some time, and D shall not hold blocks for it: put those that have
-        been asked for back into their queues, and return those that might start already.
+        been asked for back into their queues.
         """
         taken = [
             request
@@ -197,26 +201,27 @@ class RemoteDecodes:
             for request in asked
             if even_preempted or request.status is not RequestStatus.PREEMPTED
         ]
-        granted = [request for request in taken if request in self._granted]
         for request in reversed(taken):
-            self.remove(request)
-            self._prepend(request)
+            request.leave()
+            self._forget(request)
+            self.prepend(request)
         for request in taken:
             self.port.on_preempted(request)
-        return granted
 
     def defer(self, request: Request) -> None:
         """D is full: the request has to wait for it."""
         if request in self._asked.get(_engine_id(request), ()) and request not in self._granted:
             self._deferred.add(request)
 
-    def allow(self, request: Request, granted_time: float) -> bool:
-        """D has reserved blocks, as it has told at `granted_time`; False if the request does not
-        wait for that any more.
+    def allow(self, request: Request, granted_time: float) -> None:
+        """D has reserved blocks, as it has told at `granted_time`: the request may start, if it
+        still waits for that.
         """
         is_asked = request in self._asked.get(_engine_id(request), ())
         if not is_asked or request in self._granted:
-            return False
+            return
+        request.left()
+        self._waiting.add_request(request)
         if request.first_scheduled_time is None:  # else it was preempted
             held_up_s = self._held_up[_engine_id(request)].total_s(granted_time)
             request.decode_queue_s = max(0.0, held_up_s - request.held_up_before_s)
@@ -224,43 +229,44 @@ class RemoteDecodes:
         self._deferred.discard(request)
         # P may have been in the midst of a step: that was no wait for D.
         self._watch(_engine_id(request), granted_time)
-        return True
 
-    def forbid(self, request: Request) -> bool:
-        """D has taken them back; False if the request had not been allowed to start."""
+    def forbid(self, request: Request) -> None:
+        """D has taken them back: the request may not start, if it has not yet."""
         if request not in self._granted:
-            return False
+            return
+        self._waiting.remove_request(request)
+        request.entered(self)
         self._granted.discard(request)
         self._deferred.add(request)
         self._watch(_engine_id(request))
-        return True
 
-    def remove(self, request: Request) -> bool:
-        """Forget a request that starts or ends. True if it was only here; one that may start is in
-        the scheduler's queue as well.
-        """
+    def remove_request(self, request: Request) -> None:
+        if self._forget(request):
+            request.left()
+        else:
+            self._queues[_engine_id(request)].remove_request(request)
+
+    def _forget(self, request: Request) -> bool:
+        """D need not answer any more, or has; False if it was not asked."""
         engine_id = _engine_id(request)
-        if request in self._asked.get(engine_id, ()):
-            del self._asked[engine_id][request]
-            was_granted = request in self._granted
-            self._granted.discard(request)
-            self._deferred.discard(request)
-            self._watch(engine_id)
-            return not was_granted
-        if not request.do_remote_decode or engine_id not in self._queues:
+        if request not in self._asked.get(engine_id, ()):
             return False
-        self._queues[engine_id].remove_request(request)
+        del self._asked[engine_id][request]
+        self._granted.discard(request)
+        self._deferred.discard(request)
+        self._watch(engine_id)
         return True
 
-    def _prepend(self, request: Request) -> None:
-        self._queue_of(request).prepend_request(request)
+    def _note_asked(self, engine_id: str, request: Request) -> None:
+        request.entered(self)
+        self._asked.setdefault(engine_id, {})[request] = None
+        self._watch(engine_id)
 
     def _take_next_of(self, engine_id: str) -> Iterator[Request]:
         queue, asked = self._queues[engine_id], self._asked.setdefault(engine_id, {})
         while len(queue) and (queue.peek_request().is_probe or self._may_ask(asked)):
             request = queue.pop_request()
-            asked[request] = None
-            self._watch(engine_id)
+            self._note_asked(engine_id, request)
             yield request
         if not len(queue) and not asked:
             del self._queues[engine_id], self._asked[engine_id], self._held_up[engine_id]
@@ -273,7 +279,7 @@ class RemoteDecodes:
     def _queue_of(self, request: Request) -> RequestQueue:
         engine_id = _engine_id(request)
         if engine_id not in self._queues:
-            self._queues[engine_id] = self._make_queue()
+            self._queues[engine_id] = self._make_queue(self)
             self._held_up[engine_id] = _Stopwatch()
         return self._queues[engine_id]
 

@@ -18,7 +18,7 @@ from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.core.seats import Outlook, Seats
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, NoConnector
-from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request import Place, Request, RequestStatus
 
 # A request that has waited this long for blocks is not overtaken by later ones.
 OVERDUE_S = 1.0
@@ -53,10 +53,12 @@ class Room(NamedTuple):
 _ROOM_OF_PROBES = Room(num_held=0, num_spare=0, outlook=Outlook([0], [], 0.0))
 
 
-class RemotePrefills:
+class RemotePrefills(Place):
     """Requests that wait for their KV, and the claims of P on blocks for them. What is done to one
     that is computed here does nothing.
     """
+
+    statuses = (RequestStatus.WAITING_FOR_REMOTE_KVS,)
 
     def __init__(
         self,
@@ -78,8 +80,8 @@ class RemotePrefills:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._requests
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
 
     def with_blocks(self) -> Iterator[Request]:
         """Those that own blocks: granted, being pulled, or lost and on hold."""
@@ -106,7 +108,7 @@ class RemotePrefills:
 
     def wait(self, request: Request) -> None:
         """The request waits for its KV, or for P to acknowledge the release."""
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.entered(self)
         self._requests[request] = self._clock()
 
     def request_finished(self, request: Request) -> frozenset[int]:
@@ -115,18 +117,15 @@ class RemotePrefills:
             return frozenset()
         return self.port.request_finished(request, self._kv.get_block_ids(request.request_id))
 
-    def remove(self, request: Request) -> bool:
-        """Forget a request that runs or ends; False if it is not here."""
-        if request not in self._requests:
-            return False
+    def remove_request(self, request: Request) -> None:
         del self._requests[request]
+        request.left()
         self.drop_claim(request)
-        return True
 
     def land(self, request: Request) -> None:
         """All of its KV is here: forget it."""
         self._seats.land(request)
-        self.remove(request)
+        self.remove_request(request)
 
     def claim(self, request: Request, since: float) -> None:
         """P wants to start the request, and has asked at `since` (by the clock, not after now);

@@ -64,7 +64,7 @@ class Results:
         forks = self._places.forks
         for fork in forks.take(source):
             if self._admission.has_room_for_fork(source) and forks.share(source, fork):
-                self._places.kv_ready.append(fork)
+                self._places.kv_ready.add(fork)
             else:
                 self._places.waiting.add_request(fork)
 

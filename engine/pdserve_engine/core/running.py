@@ -1,14 +1,17 @@
-"""The batch: requests that have a seat."""
+"""The batch, and those who are next to join it."""
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Iterator
 
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Place, Request, RequestStatus
 
 
-class Running(Collection[Request]):
+class Running(Place):
     """Requests in the batch: probes first, then in the order in which they joined."""
+
+    statuses = (RequestStatus.RUNNING,)
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv = kv_cache_manager
@@ -22,9 +25,6 @@ class Running(Collection[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
-
-    def __contains__(self, request: object) -> bool:
-        return request in self._requests
 
     @property
     def num_probes(self) -> int:
@@ -42,12 +42,46 @@ class Running(Collection[Request]):
         return self.num_common_prefix_blocks
 
     def add(self, request: Request) -> None:
+        request.entered(self)
         if request.is_probe:
             self._requests.insert(0, request)
         else:
             self._requests.append(request)
         self.num_common_prefix_blocks = ()
 
-    def remove(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         self._requests.remove(request)
+        request.left()
         self.num_common_prefix_blocks = ()
+
+
+class KVReady(Place):
+    """Requests that own blocks with KV, pulled or shared by a fork's source, and for which there
+    was no seat in the batch yet: probes first, then in the order in which they came.
+    """
+
+    statuses = (RequestStatus.WAITING,)
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def peek(self) -> Request:
+        """Return the first one. Raises IndexError if there is none."""
+        return self._requests[0]
+
+    def add(self, request: Request) -> None:
+        request.entered(self)
+        if request.is_probe:
+            self._requests.appendleft(request)
+        else:
+            self._requests.append(request)
+
+    def remove_request(self, request: Request) -> None:
+        self._requests.remove(request)
+        request.left()

@@ -192,8 +192,7 @@ class Scheduler:
             places.remote_decodes.ask_next()
             return
         is_all = self.pause_state is PauseState.PAUSED_ALL
-        for request in places.remote_decodes.take_back(even_preempted=is_all):
-            places.waiting.remove_request(request)
+        places.remote_decodes.take_back(even_preempted=is_all)
         if not is_all and places.num_preempted:
             places.remote_decodes.ask_preempted()
 
@@ -276,7 +275,6 @@ class Scheduler:
                 "kv_transfer_params is set, this worker has no KV connector",
                 field="kv_transfer_params",
             )
-            self.waiting.add_request(request)
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
             return
         if prefills.add(request) or decodes.add(request):

@@ -3,8 +3,9 @@
 import dataclasses
 import enum
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, NamedTuple
 
 from pdserve_common.engine_types import (
     EngineCoreEvent,
@@ -59,6 +60,22 @@ class HeldResult(NamedTuple):
     since: float
 
 
+class Place(Collection["Request"]):
+    """A container of requests. From its arrival to its end a request is in exactly one, its
+    `place`, which calls `entered` and `left`.
+    """
+
+    # Of the requests in it.
+    statuses: ClassVar[tuple[RequestStatus, ...]]
+
+    @abstractmethod
+    def remove_request(self, request: "Request") -> None:
+        """Take out a request that is here."""
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and request.place is self
+
+
 class Request:
     """The scheduler's mutable view of one EngineCoreRequest. Owned by the engine thread."""
 
@@ -87,6 +104,7 @@ class Request:
         "num_prompt_tokens",
         "num_slots",
         "output_limit",
+        "place",
         "pulled_token_ids",
         "queued_time",
         "request_id",
@@ -124,6 +142,7 @@ class Request:
         if self.do_remote_decode:
             self.output_limit = len(request.resume_output_token_ids) + 1
         self.status = RequestStatus.WAITING
+        self.place: Place | None = None
         self.stop_reason: int | str | None = None
         self.error: EngineError | None = None
         # Computed or being computed. Steps run behind their planning (async scheduling): of these,
@@ -154,6 +173,24 @@ class Request:
         self.held_up_before_s = self.decode_queue_s = 0.0
         self.kv_ready_time: float | None = None
         self.kv_transfer_stats: KVTransferStats | None = None
+
+    def leave(self) -> None:
+        """Have its place let go of it, if it has one."""
+        if self.place is not None:
+            self.place.remove_request(self)
+
+    def entered(self, place: Place) -> None:
+        """`place` has taken the request, which has the first of its statuses then, unless it has
+        one of the others.
+        """
+        assert self.place is None, f"{self.request_id} is in {self.place}"
+        self.place = place
+        if self.status not in place.statuses:
+            self.status = place.statuses[0]
+
+    def left(self) -> None:
+        """Its place has let go of it."""
+        self.place = None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -277,8 +314,8 @@ class Request:
         """Priority order: lower value, then those that are on their way already, then earlier
         arrival, then id.
         """
-        return self._place < other._place
+        return self._rank < other._rank
 
     @property
-    def _place(self) -> tuple[int, bool, float, str]:
+    def _rank(self) -> tuple[int, bool, float, str]:
         return self.priority, not self.is_redrive, self.arrival_time, self.request_id

@@ -4,55 +4,61 @@ before all others, and requests that their front end has sent again after a fail
 
 import heapq
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Place, Request, RequestStatus
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
-class RequestQueue(ABC):
+class RequestQueue(Place):
     """Waiting requests in the order in which they should be admitted."""
 
-    def __init__(self) -> None:
+    statuses = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+    def __init__(self, owner: Place | None = None) -> None:
+        """`owner`: the place of its requests, if the queue is a part of one."""
+        self._owner = self if owner is None else owner
         # Known tokens of all its requests: nothing of a waiting request is computed.
         self.num_tokens = 0
 
     def add_request(self, request: Request) -> None:
-        """Add a request at its place."""
-        self.num_tokens += request.num_tokens
+        """Add a request where its turn is."""
+        self._enter(request)
         self._add(request)
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back in front (preempted or skipped); a priority queue puts it at its
-        place.
+        """Put a request back in front (preempted or skipped); a priority queue puts it where its
+        turn is.
         """
-        self.num_tokens += request.num_tokens
+        self._enter(request)
         self._prepend(request)
 
     def pop_request(self) -> Request:
         """Remove and return the next request. Raises IndexError if there is none."""
         request = self._pop()
-        self.num_tokens -= request.num_tokens
+        self._leave(request)
         return request
 
     def remove_request(self, request: Request) -> None:
         """Remove a request that is in the queue."""
         self._remove(request)
+        self._leave(request)
+
+    def _enter(self, request: Request) -> None:
+        request.entered(self._owner)
+        self.num_tokens += request.num_tokens
+
+    def _leave(self, request: Request) -> None:
+        request.left()
         self.num_tokens -= request.num_tokens
 
     @abstractmethod
     def peek_request(self) -> Request:
         """Return the next request. Raises IndexError if there is none."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Request]: ...
 
     @abstractmethod
     def _add(self, request: Request) -> None: ...
@@ -70,8 +76,8 @@ class RequestQueue(ABC):
 class FCFSRequestQueue(RequestQueue):
     """First come, first served."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, owner: Place | None = None) -> None:
+        super().__init__(owner)
         self._queue: deque[Request] = deque()
 
     def _add(self, request: Request) -> None:
@@ -113,7 +119,7 @@ def _num_leading(values: Iterable[bool]) -> int:
 
 
 class _Entry:
-    """A request's place in the heap; one that was removed stays for a while."""
+    """A request in the heap; one that was removed stays for a while."""
 
     __slots__ = ("is_removed", "request")
 
@@ -128,8 +134,8 @@ class _Entry:
 class PriorityRequestQueue(RequestQueue):
     """Lower priority value first, then earlier arrival (Request.__lt__)."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, owner: Place | None = None) -> None:
+        super().__init__(owner)
         self._heap: list[_Entry] = []
         self._entries: dict[Request, _Entry] = {}
 
@@ -164,6 +170,6 @@ class PriorityRequestQueue(RequestQueue):
         return iter(sorted(self._entries))
 
 
-def make_request_queue(policy: SchedulingPolicy) -> RequestQueue:
-    """Return an empty queue of the policy."""
-    return PriorityRequestQueue() if policy == "priority" else FCFSRequestQueue()
+def make_request_queue(policy: SchedulingPolicy, owner: Place | None = None) -> RequestQueue:
+    """Return an empty queue of the policy, which may be a part of a place."""
+    return PriorityRequestQueue(owner) if policy == "priority" else FCFSRequestQueue(owner)
