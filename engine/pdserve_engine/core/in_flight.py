@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 
@@ -17,7 +17,7 @@ class InFlight:
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv = kv_cache_manager
-        self._steps: deque[dict[Request, int]] = deque()
+        self._steps: deque[dict[Request, ScheduledTokens]] = deque()
         self._num_planned = 0
         # Blocks of ended requests, and the step that may still use them.
         self._deferred_block_ids: deque[tuple[int, list[int]]] = deque()
@@ -37,21 +37,20 @@ class InFlight:
         )
         self.finished_req_ids.clear()
         self.preempted_req_ids.clear()
-        for request, num_tokens in plan.scheduled.items():
-            request.num_computed_tokens += num_tokens
-            request.num_in_flight_tokens += num_tokens
-            if request.num_uncomputed_tokens == 0:
-                request.num_output_placeholders += 1
+        for request, scheduled in plan.scheduled.items():
+            request.num_computed_tokens += scheduled.num_tokens
+            request.num_in_flight_tokens += scheduled.num_tokens
+            request.num_output_placeholders += scheduled.num_sampled_tokens
         self._steps.append(plan.scheduled)
         self._num_planned += 1
         return output
 
-    def pop(self) -> dict[Request, int]:
+    def pop(self) -> dict[Request, ScheduledTokens]:
         """Return the oldest step, which is over. Then apply its results, then free_deferred."""
-        scheduled = self._steps.popleft()
-        for request, num_tokens in scheduled.items():
-            request.num_in_flight_tokens -= num_tokens
-        return scheduled
+        step = self._steps.popleft()
+        for request, scheduled in step.items():
+            request.num_in_flight_tokens -= scheduled.num_tokens
+        return step
 
     def discard(self, steps: Iterable[SchedulerOutput]) -> list[Request]:
         """All steps in flight, which are given, are over and count for nothing: return the requests

@@ -122,7 +122,7 @@ class KVEvents:
         self._results.apply_pulled_tokens(request)
         held = request.held_result
         if held is not None and not request.status.is_finished:
-            self._results.apply_step(request, held.num_tokens, held.token_ids, held.result)
+            self._results.apply_step(request, held.scheduled, held.token_ids, held.result)
         request.held_result = None
 
     def _lose_pull(self, request: Request, lost: KVLost) -> None:

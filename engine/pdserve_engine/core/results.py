@@ -10,7 +10,7 @@ from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.places import Places
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.outputs import Outputs
-from pdserve_engine.request.request import Request, RequestStatus
+from pdserve_engine.request.request import Request, RequestStatus, ScheduledTokens
 from pdserve_engine.request.sched_output import ModelRunnerOutput
 from pdserve_engine.request.stop import check_stop
 
@@ -29,22 +29,23 @@ class Results:
     def apply_step(
         self,
         request: Request,
-        num_tokens: int,
+        scheduled: ScheduledTokens,
         token_ids: Sequence[int],
         result: ModelRunnerOutput,
     ) -> None:
-        """A step that computed `num_tokens` tokens of a request is over and counts."""
+        """A step that computed `scheduled` of a request is over and counts."""
         end = request.num_finished_tokens
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)
         else:
             self._share_blocks(request)
         self._kv.remove_skipped_blocks(request, end)
-        self._apply_result(request, end - num_tokens, token_ids, result)
+        self._apply_result(request, scheduled, token_ids, result)
 
     def apply_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
         pulled, request.pulled_token_ids = request.pulled_token_ids, ()
+        request.num_output_placeholders -= len(pulled)
         status = _append_tokens(request, pulled)
         if status is not None:
             self.finish(request, status)
@@ -78,14 +79,14 @@ class Results:
     def _apply_result(
         self,
         request: Request,
-        start: int,
+        scheduled: ScheduledTokens,
         token_ids: Sequence[int],
         result: ModelRunnerOutput,
     ) -> None:
-        """Apply what a step brought for a request, whose computed tokens begin at `start`."""
         request_id = request.request_id
         prompt_logprobs = result.prompt_logprobs.get(request_id)
         if prompt_logprobs is not None:
+            start = request.num_finished_tokens - scheduled.num_tokens
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
         num_nans = result.num_nans_in_logits.get(request_id, 0)
         error = result.errors.get(request_id)
@@ -95,6 +96,7 @@ class Results:
             request.error = error
             self._end_running(request, RequestStatus.FINISHED_ERROR)
         elif token_ids:
+            request.num_output_placeholders -= scheduled.num_sampled_tokens
             self._apply_tokens(request, token_ids)
             self._places.suspects.remove(request)
         elif prompt_logprobs is None:
@@ -120,10 +122,7 @@ class Results:
 
 
 def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus | None:
-    """Put tokens into the places that were kept for them; return the status of the request's end if
-    one of them is the last.
-    """
-    request.num_output_placeholders -= len(token_ids)
+    """Add output tokens; return the status of the request's end if one of them is the last."""
     for token_id in token_ids:
         request.append_output_token_ids((token_id,))
         status = check_stop(request)

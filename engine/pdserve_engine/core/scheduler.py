@@ -201,14 +201,14 @@ class Scheduler:
         # P may have acknowledged the release while the model ran: then nothing has to be held back.
         self._kv_events.apply()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
-        for request, num_tokens in self.in_flight.pop().items():
+        for request, scheduled in self.in_flight.pop().items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
             token_ids = sampled.get(request.request_id, ())
             if request.needs_remote_kv:
-                request.held_result = HeldResult(num_tokens, token_ids, result, self._clock())
+                request.held_result = HeldResult(scheduled, token_ids, result, self._clock())
             else:
-                self._results.apply_step(request, num_tokens, token_ids, result)
+                self._results.apply_step(request, scheduled, token_ids, result)
         self.in_flight.free_deferred()
 
     def discard_steps(self, steps: Iterable[SchedulerOutput], message: str) -> None:

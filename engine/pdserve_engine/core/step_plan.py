@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+# What almost all have in almost all steps.
+DECODE = ScheduledTokens(num_tokens=1, num_sampled_tokens=1)
 
 NewBlockIds = tuple[list[int], ...] | None
 
@@ -16,7 +19,7 @@ class StepPlan:
     # Not paused: waiting requests may be admitted.
     admits_new: bool = True
     # In the order of planning.
-    scheduled: dict[Request, int] = field(default_factory=dict)
+    scheduled: dict[Request, ScheduledTokens] = field(default_factory=dict)
     new_reqs: list[NewRequestData] = field(default_factory=list)
     cached_reqs: dict[Request, NewBlockIds] = field(default_factory=dict)
     # Somebody had to give way: nobody new gets in.
@@ -34,16 +37,22 @@ class StepPlan:
         return self.token_budget > 0 and not (self.has_preempted or self.needs_drain)
 
     def take(self, request: Request, num_tokens: int) -> None:
-        self.scheduled[request] = num_tokens
+        """The request computes its next `num_tokens` tokens."""
         self.token_budget -= num_tokens
-        self.num_partial_prefills += num_tokens < request.num_uncomputed_tokens
+        if num_tokens < request.num_uncomputed_tokens:
+            self.scheduled[request] = ScheduledTokens(num_tokens, 0)
+            self.num_partial_prefills += 1
+        else:
+            is_decode = num_tokens == 1
+            self.scheduled[request] = DECODE if is_decode else ScheduledTokens(num_tokens, 1)
 
     def give_back(self, request: Request) -> None:
-        """Take a request out again."""
-        num_tokens = self.scheduled.pop(request, 0)
-        self.token_budget += num_tokens
-        self.num_partial_prefills -= 0 < num_tokens < request.num_uncomputed_tokens
-        self.cached_reqs.pop(request, None)
+        """Take a request out again, if it is in the plan."""
+        scheduled = self.scheduled.pop(request, None)
+        if scheduled is not None:
+            self.token_budget += scheduled.num_tokens
+            self.num_partial_prefills -= not scheduled.num_sampled_tokens
+            self.cached_reqs.pop(request, None)
 
     def build(
         self,
@@ -53,6 +62,7 @@ class StepPlan:
         num_common_prefix_blocks: tuple[int, ...],
     ) -> SchedulerOutput:
         """Return the plan as diffs. Call it before the requests' num_computed_tokens move on."""
+        num_scheduled_tokens = {r.request_id: s.num_tokens for r, s in self.scheduled.items()}
         return SchedulerOutput(
             scheduled_new_reqs=self.new_reqs,
             scheduled_cached_reqs=CachedRequestData(
@@ -60,8 +70,8 @@ class StepPlan:
                 new_block_ids=list(self.cached_reqs.values()),
                 num_computed_tokens=[request.num_computed_tokens for request in self.cached_reqs],
             ),
-            num_scheduled_tokens={r.request_id: num for r, num in self.scheduled.items()},
-            total_num_scheduled_tokens=sum(self.scheduled.values()),
+            num_scheduled_tokens=num_scheduled_tokens,
+            total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
             finished_req_ids=finished_req_ids,
             preempted_req_ids=preempted_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,

@@ -5,6 +5,7 @@ import enum
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from pdserve_common.engine_types import (
@@ -51,10 +52,19 @@ _FINISH_REASONS = {
 }
 
 
-class HeldResult(NamedTuple):
-    """What a speculative first step brought; `token_ids` follow `num_tokens` computed ones."""
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """What a step computes of a request."""
 
     num_tokens: int
+    # Output tokens that it samples behind them: none if it does not reach the last known token.
+    num_sampled_tokens: int
+
+
+class HeldResult(NamedTuple):
+    """What a speculative first step brought; `token_ids` follow the computed ones."""
+
+    scheduled: ScheduledTokens
     token_ids: tuple[int, ...]
     result: ModelRunnerOutput
     since: float
@@ -85,6 +95,8 @@ class Request:
         "clock",
         "core_request",
         "decode_queue_s",
+        "do_remote_decode",
+        "do_remote_prefill",
         "error",
         "events",
         "first_scheduled_time",
@@ -131,6 +143,9 @@ class Request:
         self.sampling_params: SamplingParams = params
         # A router's own, tiny: it comes before all others, in a seat of its own.
         self.is_probe = request.priority == PROBE_PRIORITY
+        transfer = request.kv_transfer_params
+        self.do_remote_decode = transfer is not None and transfer.do_remote_decode
+        self.do_remote_prefill = transfer is not None and transfer.do_remote_prefill
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)
@@ -232,16 +247,6 @@ class Request:
     @property
     def kv_transfer_params(self) -> KVTransferParams | None:
         return self.core_request.kv_transfer_params
-
-    @property
-    def do_remote_decode(self) -> bool:
-        params = self.core_request.kv_transfer_params
-        return params is not None and params.do_remote_decode
-
-    @property
-    def do_remote_prefill(self) -> bool:
-        params = self.core_request.kv_transfer_params
-        return params is not None and params.do_remote_prefill
 
     @property
     def needs_remote_kv(self) -> bool:
