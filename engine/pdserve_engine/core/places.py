@@ -82,7 +82,7 @@ class Places:
     def preempt(self, request: Request) -> None:
         """A running request gives its blocks up and waits, before those that have not begun."""
         self.running.remove_request(request)
-        self.remote_decodes.fence(request)  # first (rule K3)
+        self.remote_decodes.fence(request)  # before its blocks are free (rule K3)
         self._kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
