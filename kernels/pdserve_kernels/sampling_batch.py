@@ -1,5 +1,6 @@
 """What the sampling kernels are told and return."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 
 # Smaller ones are as good as greedy, and could overflow the scaled logits.
 MIN_TEMPERATURE = 1e-5
+# Tokens of a word of a mask.
+MASK_BITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,5 +55,20 @@ class Argmax(NamedTuple):
 
     # [n] int64 on the logits' device; any valid id for a row with NaN.
     token_ids: torch.Tensor
-    # [n] int64 on the logits' device.
+    # [n] int64 on the logits' device: of the tokens that are allowed.
     num_nans: torch.Tensor
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Return how many int32 a mask has for each row."""
+    return -(-vocab_size // MASK_BITS)
+
+
+def check_mask(mask: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raise ValueError unless the mask is one of logits of this shape on this device."""
+    expected = (shape[0], num_mask_words(shape[1]))
+    if mask.dtype != torch.int32 or mask.shape != expected or mask.device != device:
+        raise ValueError(
+            f"the mask is {mask.dtype} {list(mask.shape)} on {mask.device}; logits {list(shape)} "
+            f"take torch.int32 {list(expected)} on {device}"
+        )

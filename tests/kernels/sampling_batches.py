@@ -26,3 +26,11 @@ def make_sampling_batch(n: int, **columns: Any) -> SamplingBatch:
 
 def make_logits(n: int, vocab_size: int, *, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)) * scale
+
+
+def pack_mask(is_allowed: torch.Tensor, *, past_end: bool = False) -> torch.Tensor:
+    """Return the mask of bool [n, vocab_size]; `past_end` are the bits behind the vocabulary."""
+    n, vocab_size = is_allowed.shape
+    bits = np.full((n, -(-vocab_size // 32) * 32), past_end)
+    bits[:, :vocab_size] = is_allowed.numpy()
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))

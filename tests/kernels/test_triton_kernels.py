@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
 
@@ -124,3 +125,25 @@ def test_rotary_embedding_agrees_with_the_reference(kernels, dtype, rot_dim):
 def test_silu_and_mul_agrees_with_the_reference(kernels, dtype):
     x = torch.randn(3, 2 * 1100).to(dtype)
     assert_close(kernels.silu_and_mul(x.to(DEVICE)), reference.silu_and_mul(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 31, 64, 1025, 3001])
+def test_masked_tokens_are_those_of_the_reference(kernels, dtype, vocab_size):
+    logits = make_logits(4, vocab_size).to(dtype)
+    is_allowed = torch.rand(4, vocab_size) < torch.tensor([[0.0], [0.01], [0.5], [1.0]])
+    is_allowed[1:, vocab_size // 2] = True
+    is_allowed[2, -1] = True
+    mask = pack_mask(is_allowed, past_end=vocab_size % 2 == 0)
+    batch = make_sampling_batch(4, temperature=[1.0, 0.0, 0.7, 1.0], top_k=[0, 0, 0, 3])
+    on_device = logits.to(DEVICE), mask.to(DEVICE)
+    masked = kernels.sampling.mask_logits(*on_device)
+    assert torch.equal(masked.cpu(), logits.masked_fill(~is_allowed, -torch.inf))
+    drawn = kernels.sample(on_device[0], batch, mask=on_device[1])
+    assert torch.equal(drawn.cpu(), reference.sample(logits, batch, mask=mask))
+    best = kernels.argmax(on_device[0], mask=on_device[1])
+    assert torch.equal(best.token_ids.cpu(), reference.argmax(logits, mask=mask).token_ids)
+    weight, x = torch.randn(vocab_size, 64).to(dtype), torch.randn(4, 64).to(dtype)
+    packed = kernels.pack_linear(weight.to(DEVICE))
+    best = kernels.linear_argmax(x.to(DEVICE), packed, mask=on_device[1])
+    assert bool(is_allowed[1:].gather(1, best.token_ids.cpu()[1:, None]).all())

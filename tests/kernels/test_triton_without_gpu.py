@@ -37,7 +37,7 @@ def signature_of(kernel, constants):
             signature[name] = "constexpr"
         elif name in ("slot_mapping_ptr", "positions_ptr"):
             signature[name] = "*i64"
-        elif name in ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr"):
+        elif name in ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr"):
             signature[name] = "*i32"
         elif name.startswith("tile_") or name == "cos_sin_ptr":
             signature[name] = "*fp32"
@@ -51,9 +51,10 @@ def signature_of(kernel, constants):
 
 
 def all_kernels():
-    from pdserve_kernels.triton import attention, cache, layers
+    from pdserve_kernels.triton import attention, cache, layers, masks
 
-    values = [value for module in (attention, cache, layers) for value in vars(module).items()]
+    modules = (attention, cache, layers, masks)
+    values = [value for module in modules for value in vars(module).items()]
     return {name: value for name, value in values if name.endswith("_kernel")}
 
 
@@ -82,6 +83,7 @@ def kernel_cases():
         constants = {"HIDDEN": 1024, "BLOCK": 1024, "ADD_RESIDUAL": add}
         cases.append((kernels["_rms_norm_kernel"], constants))
     cases.append((kernels["_silu_and_mul_kernel"], {"BLOCK": 1024}))
+    cases.append((kernels["_mask_kernel"], {"BLOCK": 1024}))
     assert {kernel for kernel, _ in cases} == set(kernels.values())
     return cases
 

@@ -1,10 +1,12 @@
 """Choosing tokens in C++: the same tokens as the reference, in any batch and with any threads."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_kernels.cpu.compiled import library
+from pdserve_kernels.cpu.compiled import address, library
 from pdserve_kernels.cpu.linear import (
     AnyLinearWeight,
     LinearWeight,
@@ -12,30 +14,34 @@ from pdserve_kernels.cpu.linear import (
     linear,
     rows_for,
 )
-from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+from pdserve_kernels.sampling_batch import Argmax, SamplingBatch, check_mask
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def argmax(logits: torch.Tensor) -> Argmax:
+def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
     """See the reference."""
-    logits = _readable(logits)
-    token_ids = torch.empty(len(logits), dtype=torch.int64)
-    library().pds_argmax(*_describe(logits), token_ids.data_ptr())
-    return Argmax(token_ids, count_nans(logits))
+    logits, mask = _readable(logits), _readable_mask(mask, logits.shape)
+    token_ids, num_nans = torch.empty(2, len(logits), dtype=torch.int64)
+    arguments = (*_describe(logits), address(mask))
+    library().pds_argmax(*arguments, token_ids.data_ptr())
+    library().pds_count_nans(*arguments, num_nans.data_ptr())
+    return Argmax(token_ids, num_nans)
 
 
 def count_nans(logits: torch.Tensor) -> torch.Tensor:
     """See the reference."""
     logits = _readable(logits)
     counts = torch.empty(len(logits), dtype=torch.int64)
-    library().pds_count_nans(*_describe(logits), counts.data_ptr())
+    library().pds_count_nans(*_describe(logits), None, counts.data_ptr())
     return counts
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """See the reference."""
-    logits = _readable(logits)
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See the reference. Blocks of 64 tokens of which none is allowed are not looked at."""
+    logits, mask = _readable(logits), _readable_mask(mask, logits.shape)
     arrays = (
         _column(batch.temperature, np.float32, len(logits)),
         _column(batch.divisors(), np.float32, len(logits)),
@@ -47,18 +53,22 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     )
     token_ids = torch.empty(len(logits), dtype=torch.int64)
     pointers = (array.ctypes.data for array in arrays)
-    library().pds_sample(*_describe(logits), *pointers, token_ids.data_ptr())
+    library().pds_sample(*_describe(logits), address(mask), *pointers, token_ids.data_ptr())
     return token_ids
 
 
-def linear_argmax(x: torch.Tensor, packed: AnyLinearWeight) -> Argmax:
-    """argmax(linear(x, packed)) for x [n, in_features], without the logits ever being in memory."""
+def linear_argmax(
+    x: torch.Tensor, packed: AnyLinearWeight, *, mask: torch.Tensor | None = None
+) -> Argmax:
+    """See the reference. The logits are never in memory; panels of which no row allows a token are
+    not computed.
+    """
     if not isinstance(packed, LinearWeight) or packed.num_parts != 1:
-        return argmax(linear(x, packed))
+        return argmax(linear(x, packed), mask=mask)
     token_ids, num_nans = torch.empty(2, len(x), dtype=torch.int64)
-    x = rows_for(x, packed)
+    x, mask = rows_for(x, packed), _readable_mask(mask, (len(x), packed.out_features))
     library().pds_linear_argmax(
-        *kernel_arguments(x, packed), token_ids.data_ptr(), num_nans.data_ptr()
+        *kernel_arguments(x, packed), address(mask), token_ids.data_ptr(), num_nans.data_ptr()
     )
     return Argmax(token_ids, num_nans)
 
@@ -73,6 +83,14 @@ def _readable(logits: torch.Tensor) -> torch.Tensor:
     if logits.dtype not in KERNEL_DTYPES:
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _readable_mask(mask: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor | None:
+    """Return the mask of logits of this shape as the kernels read it, in one piece."""
+    if mask is None:
+        return None
+    check_mask(mask, shape, torch.device("cpu"))
+    return mask.contiguous()
 
 
 def _describe(logits: torch.Tensor) -> tuple[int, ...]:

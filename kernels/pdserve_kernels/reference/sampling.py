@@ -11,17 +11,25 @@ import torch
 from pdserve_kernels.reference.filters import Filters, find_candidates
 from pdserve_kernels.reference.gumbel import gumbel_noise, gumbel_noise_at
 from pdserve_kernels.reference.linear import LinearWeight, linear
+from pdserve_kernels.reference.masks import mask_logits
 from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 
 
-def argmax(logits: torch.Tensor) -> Argmax:
-    """Return the best token of each row of logits [n, vocab_size] and how many NaN it has."""
+def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
+    """Return the best token of each row of logits [n, vocab_size] and how many NaN it has.
+
+    Masks are those of `mask_logits`. What is not allowed is not looked at; a row that allows
+    nothing gets any valid id.
+    """
+    logits = mask_logits(logits, mask)
     return Argmax(logits.argmax(-1), count_nans(logits))
 
 
-def linear_argmax(x: torch.Tensor, packed: LinearWeight) -> Argmax:
-    """Return argmax(linear(x, packed)) for x [n, in_features]."""
-    return argmax(linear(x, packed))
+def linear_argmax(
+    x: torch.Tensor, packed: LinearWeight, *, mask: torch.Tensor | None = None
+) -> Argmax:
+    """Return argmax(linear(x, packed), mask=mask) for x [n, in_features]."""
+    return argmax(linear(x, packed), mask=mask)
 
 
 def count_nans(logits: torch.Tensor) -> torch.Tensor:
@@ -31,15 +39,19 @@ def count_nans(logits: torch.Tensor) -> torch.Tensor:
     return logits.isnan().sum(-1) if bool(is_nan.any()) else is_nan.long()
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return one token id per row, [n] int64, ties going to the lowest id.
 
     logits are [n, vocab_size], of any float dtype; all is computed in fp32. -inf is never chosen if
-    the row has anything else; a row with NaN gets any valid id. Filters are min-p, then top-k, then
-    top-p over what is left; tokens that tie with the last kept one are kept. The noise is that of
-    `gumbel.py`, the arithmetic that of `exact_math.py`.
+    the row has anything else; a row with NaN gets any valid id. Masks are those of `mask_logits`: a
+    token that is not allowed counts as -inf, so a row that allows nothing gets any valid id, and
+    who made the mask has to see to it. Filters are min-p, then top-k, then top-p over what is left;
+    tokens that tie with the last kept one are kept. The noise is that of `gumbel.py`, the
+    arithmetic that of `exact_math.py`.
     """
-    logits = logits.float()
+    logits = mask_logits(logits, mask).float()
     random_rows = np.flatnonzero(batch.temperature)
     if not len(random_rows):
         return logits.argmax(-1)

@@ -45,26 +45,31 @@ static void merge(const std::vector<SeenLogits>& seen, int64_t m, int64_t* token
 extern "C" {
 
 // Logits are [num_rows, vocab_size], fp32 or bf16, rows `stride` apart; outputs are [num_rows].
+// Masks are [num_rows, ceil(vocab_size / 32)] or null.
 
 void pds_argmax(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
-                int64_t stride, int64_t* tokens) {
+                int64_t stride, const uint32_t* mask, int64_t* tokens) {
   const pds::RowParts parts(num_rows, vocab_size, omp_get_max_threads());
   std::vector<pds::Best> best(parts.count());
   pds::with_logits(data, is_bf16, num_rows, vocab_size, stride, [&](const auto& logits) {
-    pds::run_team([&](const pds::Team& team) { find_best(team, logits, parts, best.data()); });
+    pds::run_team([&](const pds::Team& team) {
+      find_best(team, logits, pds::Mask{mask, vocab_size}, parts, best.data());
+    });
   });
   merge(parts, best, tokens);
 }
 
 void pds_count_nans(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
-                    int64_t stride, int64_t* counts) {
+                    int64_t stride, const uint32_t* mask, int64_t* counts) {
   pds::with_logits(data, is_bf16, num_rows, vocab_size, stride, [&](const auto& logits) {
-    pds::run_team([&](const pds::Team& team) { count_nans(team, logits, counts); });
+    pds::run_team([&](const pds::Team& team) {
+      count_nans(team, logits, pds::Mask{mask, vocab_size}, counts);
+    });
   });
 }
 
 void pds_sample(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
-                int64_t stride, const float* temperature, const float* divisor,
+                int64_t stride, const uint32_t* mask, const float* temperature, const float* divisor,
                 const int64_t* top_k, const double* top_p, const float* log_min_p,
                 const int64_t* seeds, const int64_t* positions, int64_t* tokens) {
   const pds::SamplingRequests requests{temperature, divisor, top_k, top_p,
@@ -74,18 +79,22 @@ void pds_sample(const void* data, int64_t is_bf16, int64_t num_rows, int64_t voc
   std::vector<float> thresholds(num_rows);
   pds::with_logits(data, is_bf16, num_rows, vocab_size, stride, [&](const auto& logits) {
     pds::run_team([&](const pds::Team& team) {
-      sample(team, logits, requests, parts, thresholds.data(), best.data());
+      sample(team, logits, pds::Mask{mask, vocab_size}, requests, parts, thresholds.data(),
+             best.data());
     });
   });
   merge(parts, best, tokens);
 }
 
-// The argmax of pds_linear's rows, and how many of their numbers are NaN.
+// The argmax of the allowed numbers of pds_linear's rows, and how many of them are NaN. The weight
+// has one part.
 void pds_linear_argmax(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight,
-                       int64_t* tokens, int64_t* num_nans) {
+                       const uint32_t* words, int64_t* tokens, int64_t* num_nans) {
+  const pds::Mask mask{words, weight->n};
+  const std::vector<int64_t> panels = pds::find_allowed_panels(*weight, mask, m);
   std::vector<pds::SeenLogits> seen(m * omp_get_max_threads());
   pds::run_team([&](const pds::Team& team) {
-    pds::linear_argmax(team, x, m, *weight, seen.data() + team.rank * m);
+    pds::linear_argmax(team, x, m, *weight, mask, panels, seen.data() + team.rank * m);
   });
   merge(seen, m, tokens, num_nans);
 }

@@ -22,6 +22,30 @@ struct Logits {
   const Logit* row(int64_t index) const { return data + index * stride; }
 };
 
+// Which tokens of a row may be chosen: bit i of word w is token 32 w + i.
+struct AllowedTokens {
+  const uint32_t* words;  // null: all
+  int64_t vocab_size;
+
+  // The bits of the 64 tokens from `start` on, a multiple of 64; those past the end mean nothing.
+  uint64_t bits(int64_t start) const {
+    if (words == nullptr) return ~uint64_t{0};
+    const uint64_t high = start + 32 < vocab_size ? words[start / 32 + 1] : 0;
+    return words[start / 32] | high << 32;
+  }
+};
+
+// [num_rows, ceil(vocab_size / 32)], or null: all tokens of all rows.
+struct Mask {
+  const uint32_t* words;
+  int64_t vocab_size;
+
+  AllowedTokens row(int64_t index) const {
+    const int64_t num_words = (vocab_size + 31) / 32;
+    return {words == nullptr ? nullptr : words + index * num_words, vocab_size};
+  }
+};
+
 // The best token so far, the first one among equals if they are offered in order.
 struct Best {
   float value = -INFINITE;
@@ -79,31 +103,66 @@ struct Block {
     }
   }
   PDS_INLINE F32 highest() const { return max(max(x[0], x[1]), max(x[2], x[3])); }
-};
 
-// One request's logits, which are divided by its temperature as they are read.
+  // -inf where no bit is set.
+  PDS_INLINE void keep(uint64_t bits) {
+    if (bits == ~uint64_t{0}) return;
+    for (int v = 0; v < BLOCK_VECTORS; ++v)
+      x[v] = select_bits(static_cast<uint32_t>(bits >> (v * LANES)), x[v], set1(-INFINITE));
+  }
+};
+static_assert(BLOCK == 64 && PANEL == BLOCK, "a block's mask is one word of 64 bits");
+
+// One request's logits, and which of its tokens are allowed: the others count as -inf, and blocks
+// of them are not read.
 template <typename Logit>
 struct Row {
   const Logit* logits;
-  int64_t vocab_size;
+  AllowedTokens allowed;
+
+  int64_t vocab_size() const { return allowed.vocab_size; }
+  // Calls body(start, block) for the blocks of the tokens `ids`, from a multiple of BLOCK on.
+  template <typename Body>
+  PDS_INLINE void for_each_block(Range ids, const Body& body) const {
+    for (int64_t start = ids.begin; start < ids.end; start += BLOCK) {
+      const uint64_t bits = allowed.bits(start);
+      if (bits == 0) continue;
+      Block block(logits, start, ids.end);
+      block.keep(bits);
+      body(start, block);
+    }
+  }
+};
+
+// The same, divided by the request's temperature as they are read.
+template <typename Logit>
+struct ScaledRow {
+  Row<Logit> row;
   float divisor;
 
-  PDS_INLINE Block scaled(int64_t start, int64_t end) const {
-    Block block(logits, start, end);
-    for (F32& x : block.x) x = div(x, set1(divisor));
-    return block;
+  int64_t vocab_size() const { return row.vocab_size(); }
+  template <typename Body>
+  PDS_INLINE void for_each_block(Range ids, const Body& body) const {
+    row.for_each_block(ids, [&](int64_t start, Block& block) __attribute__((always_inline)) {
+      for (F32& x : block.x) x = div(x, set1(divisor));
+      body(start, block);
+    });
   }
   template <typename Body>
-  PDS_INLINE void for_each_scaled(const Body& body) const {
-    for (int64_t start = 0; start < vocab_size; start += BLOCK)
-      for (const F32& x : scaled(start, vocab_size).x) body(x);
+  PDS_INLINE void for_each_vector(const Body& body) const {
+    for_each_block({0, vocab_size()}, [&](int64_t, const Block& block)
+                                          __attribute__((always_inline)) {
+      for (const F32& x : block.x) body(x);
+    });
   }
   // The highest scaled logit: rounding keeps the order, so that one division does. None is higher
   // even in a row with NaN, which gives way as the first operand.
   float find_highest() const {
     F32 highest = set1(-INFINITE);
-    for (int64_t start = 0; start < vocab_size; start += BLOCK)
-      for (const F32& x : Block(logits, start, vocab_size).x) highest = max(x, highest);
+    row.for_each_block({0, vocab_size()}, [&](int64_t, const Block& block)
+                                              __attribute__((always_inline)) {
+      for (const F32& x : block.x) highest = max(x, highest);
+    });
     float lanes[LANES];
     store(lanes, highest);
     return *std::max_element(lanes, lanes + LANES) / divisor;
@@ -129,10 +188,11 @@ PDS_INLINE void offer(Best& best, int64_t first_id, const Block& block) {
 }
 
 template <typename Logit>
-Best find_best(const Logit* row, Range ids) {
+Best find_best(const Row<Logit>& row, Range ids) {
   Best best{-INFINITE, ids.begin};
-  for (int64_t start = ids.begin; start < ids.end; start += BLOCK)
-    offer(best, start, Block(row, start, ids.end));
+  row.for_each_block(ids, [&](int64_t start, const Block& block) __attribute__((always_inline)) {
+    offer(best, start, block);
+  });
   return best;
 }
 
@@ -161,13 +221,12 @@ PDS_INLINE F32 bound_gumbel(F32 uniform) {
 // The best of the tokens `ids` whose scaled logit reaches the threshold, noise added. `ids` begins
 // at a multiple of BLOCK.
 template <typename Logit>
-Best draw(const Row<Logit>& row, Range ids, float threshold, const Philox& philox) {
+Best draw(const ScaledRow<Logit>& row, Range ids, float threshold, const Philox& philox) {
   Best best{-INFINITE, ids.begin};
-  for (int64_t start = ids.begin; start < ids.end; start += BLOCK) {
-    Block block = row.scaled(start, ids.end);
+  row.for_each_block(ids, [&](int64_t start, Block& block) __attribute__((always_inline)) {
     for (F32& x : block.x) x = select_less(x, set1(threshold), set1(-INFINITE), x);
     // Most blocks cannot have the best token, and most tokens of others cannot be it.
-    if (!greater_equal(add(block.highest(), set1(MAX_NOISE)), set1(best.value))) continue;
+    if (!greater_equal(add(block.highest(), set1(MAX_NOISE)), set1(best.value))) return;
     Words words[BLOCK_VECTORS];
     philox.draw(static_cast<uint32_t>(start / 4), words);
     for (int v = 0; v < BLOCK_VECTORS; ++v) {
@@ -176,7 +235,7 @@ Best draw(const Row<Logit>& row, Range ids, float threshold, const Philox& philo
       if (!greater_equal(bound, set1(best.value))) continue;
       offer(best, start + v * LANES, add(to_gumbel(uniform), block.x[v]));
     }
-  }
+  });
   return best;
 }
 
@@ -233,14 +292,14 @@ inline float select_lowest(Item* begin, Item* end, int64_t weight_above, double 
 // the tokens of the one bucket in which it lies are then looked at one by one.
 class Histogram {
  public:
-  // The lowest logit for which those above it weigh less than `limit`, which is no more than all of
-  // them weigh. `highest` is the row's highest scaled logit.
+  // The lowest logit for which those above it weigh less than `limit`; any that is not above the
+  // lowest one if all of them weigh less. `highest` is the row's highest scaled logit.
   template <typename Logit, typename Weigh>
-  float select(const Row<Logit>& row, float highest, const Weigh& weigh, double limit) {
+  float select(const ScaledRow<Logit>& row, float highest, const Weigh& weigh, double limit) {
     fill(row, highest, weigh, limit);
     const Boundary boundary = find_boundary(limit);
     items_.clear();
-    row.for_each_scaled([&](F32 x) __attribute__((always_inline)) {
+    row.for_each_vector([&](F32 x) __attribute__((always_inline)) {
       collect(x, static_cast<float>(boundary.bucket), highest, weigh);
     });
     Item* items = items_.data();
@@ -277,14 +336,15 @@ class Histogram {
   // Sums up the weights of the buckets, but for those of which it turns out on the way that the
   // threshold lies above them: these are most, and nothing is summed for them.
   template <typename Logit, typename Weigh>
-  void fill(const Row<Logit>& row, float highest, const Weigh& weigh, double limit) {
+  void fill(const ScaledRow<Logit>& row, float highest, const Weigh& weigh, double limit) {
     std::fill(weights_, weights_ + NUM_BUCKETS, 0);
     float end = NUM_BUCKETS;
-    for (int64_t start = 0; start < row.vocab_size; start += BLOCK) {
-      for (const F32& x : row.scaled(start, row.vocab_size).x) count(x, end, highest, weigh);
+    row.for_each_block({0, row.vocab_size()}, [&](int64_t start, const Block& block)
+                                                  __attribute__((always_inline)) {
+      for (const F32& x : block.x) count(x, end, highest, weigh);
       if (start % TOKENS_BETWEEN_LOOKS == 0)
         end = static_cast<float>(find_boundary(limit).bucket + 1);
-    }
+    });
   }
 
   template <typename Weigh>
@@ -318,18 +378,18 @@ class Histogram {
 
 // The lowest scaled logit that min-p, top-k and then top-p of a request keep.
 template <typename Logit>
-float find_threshold(const Row<Logit>& row, const SamplingRequests& requests, int64_t index,
+float find_threshold(const ScaledRow<Logit>& row, const SamplingRequests& requests, int64_t index,
                      Histogram& histogram) {
   const float highest = row.find_highest();
   float threshold = highest + requests.log_min_p[index];
-  if (requests.has_top_k(index, row.vocab_size)) {
+  if (requests.has_top_k(index, row.vocab_size())) {
     const auto limit = static_cast<double>(requests.top_k[index]);
     threshold = std::max(threshold, histogram.select(row, highest, CountOfTokens(), limit));
   }
   if (requests.has_top_p(index)) {
     const Probability probability{highest, threshold};
     IntegerSum sum;
-    row.for_each_scaled([&](F32 x) __attribute__((always_inline)) {
+    row.for_each_vector([&](F32 x) __attribute__((always_inline)) {
       sum.add(probability(x));
     });
     const double limit = requests.top_p[index] * static_cast<double>(sum.total());
@@ -358,18 +418,24 @@ struct RowParts {
 
 // The best token of every part. Threads take parts in turn: rows of one kind spread over them.
 template <typename Logit>
-void find_best(const Team& team, const Logits<Logit>& logits, const RowParts& parts, Best* best) {
-  for (int64_t part = team.rank; part < parts.count(); part += team.size)
-    best[part] = detail::find_best(logits.row(parts.row(part)), parts.ids(part));
+void find_best(const Team& team, const Logits<Logit>& logits, const Mask& mask,
+               const RowParts& parts, Best* best) {
+  for (int64_t part = team.rank; part < parts.count(); part += team.size) {
+    const int64_t row = parts.row(part);
+    best[part] = detail::find_best(detail::Row<Logit>{logits.row(row), mask.row(row)},
+                                   parts.ids(part));
+  }
 }
 
 // The same for what the requests ask for. thresholds [num_rows] is scratch.
 template <typename Logit>
-void sample(const Team& team, const Logits<Logit>& logits, const SamplingRequests& requests,
-            const RowParts& parts, float* thresholds, Best* best) {
+void sample(const Team& team, const Logits<Logit>& logits, const Mask& mask,
+            const SamplingRequests& requests, const RowParts& parts, float* thresholds,
+            Best* best) {
   detail::Histogram histogram;
+  auto row_of = [&](int64_t row) { return detail::Row<Logit>{logits.row(row), mask.row(row)}; };
   auto scaled_row = [&](int64_t row) {
-    return detail::Row<Logit>{logits.row(row), logits.vocab_size, requests.divisor[row]};
+    return detail::ScaledRow<Logit>{row_of(row), requests.divisor[row]};
   };
   for (int64_t row = team.rank; row < logits.num_rows; row += team.size)
     thresholds[row] = requests.has_filter(row, logits.vocab_size)
@@ -381,19 +447,20 @@ void sample(const Team& team, const Logits<Logit>& logits, const SamplingRequest
     const Philox philox(requests.seeds[row], requests.positions[row]);
     best[part] = requests.is_random(row)
                      ? detail::draw(scaled_row(row), parts.ids(part), thresholds[row], philox)
-                     : detail::find_best(logits.row(row), parts.ids(part));
+                     : detail::find_best(row_of(row), parts.ids(part));
   }
 }
 
-// counts [num_rows]: how many logits of each row are NaN.
+// counts [num_rows]: how many logits of each row's allowed tokens are NaN.
 template <typename Logit>
-void count_nans(const Team& team, const Logits<Logit>& logits, int64_t* counts) {
+void count_nans(const Team& team, const Logits<Logit>& logits, const Mask& mask, int64_t* counts) {
   const Range rows = team.share(logits.num_rows);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    counts[row] = 0;
-    for (int64_t start = 0; start < logits.vocab_size; start += detail::BLOCK)
-      for (const F32& x : detail::Block(logits.row(row), start, logits.vocab_size).x)
-        counts[row] += __builtin_popcount(is_nan(x));
+  for (int64_t index = rows.begin; index < rows.end; ++index) {
+    counts[index] = 0;
+    const detail::Row<Logit> row{logits.row(index), mask.row(index)};
+    row.for_each_block({0, row.vocab_size()}, [&](int64_t, const detail::Block& block) {
+      for (const F32& x : block.x) counts[index] += __builtin_popcount(is_nan(x));
+    });
   }
 }
 
@@ -403,21 +470,37 @@ struct SeenLogits {
   int64_t num_nans = 0;
 };
 
-// Goes through the logits of `linear` without writing them down. seen [m] is this thread's own, and
-// is about the outputs that it computed.
+// The panels of a weight in one part in which any of m rows may choose a token.
+inline std::vector<int64_t> find_allowed_panels(const PackedLinear& weight, const Mask& mask,
+                                                int64_t m) {
+  std::vector<int64_t> panels;
+  for (int64_t panel = 0; panel < weight.num_panels(); ++panel) {
+    uint64_t bits = 0;
+    for (int64_t row = 0; row < m && bits == 0; ++row) bits = mask.row(row).bits(panel * PANEL);
+    if (bits != 0) panels.push_back(panel);
+  }
+  return panels;
+}
+
+// Goes through the logits of `linear` in `panels` without writing them down. seen [m] is this
+// thread's own, and is about the outputs that it computed.
 inline void linear_argmax(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight,
-                          SeenLogits* seen) {
+                          const Mask& mask, const std::vector<int64_t>& panels, SeenLogits* seen) {
+  if (panels.empty()) return;
   alignas(64) float sums[MAX_BLOCK_ROWS * PANEL];
-  const int64_t num_panels = weight.num_panels();
-  detail::for_each_panel(team, m, num_panels, [&](Range rows, int64_t panel, int64_t next) {
-    multiply_panel(x + rows.begin * weight.k, rows.end - rows.begin, weight, panel, next, sums);
+  const auto num_panels = static_cast<int64_t>(panels.size());
+  detail::for_each_panel(team, m, num_panels, [&](Range rows, int64_t index, int64_t next) {
+    const int64_t panel = panels[index];
+    multiply_panel(x + rows.begin * weight.k, rows.end - rows.begin, weight, panel, panels[next],
+                   sums);
     const detail::Biases biases(weight, panel);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       float logits[PANEL];
       for (int v = 0; v < PANEL_VECTORS; ++v)
         store(logits + v * LANES, rounded_to_bf16(biases.add_to(
                                       sums + (row - rows.begin) * PANEL, v)));
-      const detail::Block block(logits, 0, weight.num_outputs(panel));
+      detail::Block block(logits, 0, weight.num_outputs(panel));
+      block.keep(mask.row(row).bits(panel * PANEL));
       detail::offer(seen[row].best, weight.first_output(panel), block);
       for (const F32& vector : block.x) seen[row].num_nans += __builtin_popcount(is_nan(vector));
     }

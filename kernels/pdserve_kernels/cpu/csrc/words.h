@@ -52,6 +52,10 @@ PDS_INLINE uint32_t is_nan(F32 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q
 PDS_INLINE F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
+// Lane i is yes where bit i is set, else no.
+PDS_INLINE F32 select_bits(uint32_t bits, F32 yes, F32 no) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), no, yes);
+}
 // An exact sum of numbers in [0, 2^62), each rounded down.
 class IntegerSum {
  public:
@@ -152,6 +156,15 @@ PDS_INLINE uint32_t is_nan(F32 x) { return compare<_CMP_UNORD_Q>(x, x); }
 PDS_INLINE F32 select_less(F32 a, F32 b, F32 yes, F32 no) {
   return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
           _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
+PDS_INLINE __m256 select_bits(uint32_t bits, __m256 yes, __m256 no) {
+  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int32_t>(bits)), lanes);
+  return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lanes)));
+}
+// Lane i is yes where bit i is set, else no.
+PDS_INLINE F32 select_bits(uint32_t bits, F32 yes, F32 no) {
+  return {select_bits(bits, yes.low, no.low), select_bits(bits >> 8, yes.high, no.high)};
 }
 // An exact sum of numbers in [0, 2^62), each rounded down.
 class IntegerSum {
