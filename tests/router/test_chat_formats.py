@@ -205,6 +205,34 @@ def test_junk_never_raises_and_says_the_same_wherever_it_is_cut(name, text, star
     assert all(each.id and each.name for each in calls)
 
 
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+KEYWORDS = st.sampled_from(["type", "enum", "const", "anyOf", "oneOf"])
+TYPES = st.sampled_from(["string", "integer", "number", "boolean", "object", "array", "null"])
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries({"type": TYPES}) | st.dictionaries(KEYWORDS, ANY_JSON | TYPES) | ANY_JSON,
+    lambda inner: st.builds(lambda name, each: {name: each}, KEYWORDS, st.lists(inner, max_size=3)),
+    max_leaves=4,
+)
+
+
+@given(SCHEMAS, ANY_JSON.map(json.dumps) | st.text(max_size=5))
+def test_arguments_of_xml_are_json_whatever_the_schema(schema, value) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>"
+    tools = {"f": {"properties": {"x": schema}}}
+    (made,) = parse("qwen3_coder", text, tools=tools)
+    assert isinstance(made, ToolCallDelta)
+    (read,) = json.loads(made.arguments).values()
+    if schema == {"type": "string"}:
+        assert read == value
+    for properties in ({"x": schema}, schema):
+        parse("qwen3_coder", text, tools={"f": {"properties": properties}})
+    parse("qwen3_coder", text, tools={"f": schema})
+
+
 @given(st.sampled_from(sorted(FORMATS)), st.text(alphabet=string.ascii_letters + " \n.é"))
 def test_plain_text_stays_as_it_is(name, text) -> None:
     if FORMATS[name].is_reasoning_implied:

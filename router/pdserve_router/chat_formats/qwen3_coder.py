@@ -167,7 +167,9 @@ def _own_types(schema: object) -> frozenset[str]:
     if "const" in schema:
         return frozenset((_TYPE_NAMES[type(schema["const"])],))
     types = schema.get("type")
-    return frozenset((types,) if isinstance(types, str) else types or ())
+    # Nobody has checked the schema.
+    listed = types if isinstance(types, list) else [types]
+    return frozenset(each for each in listed if isinstance(each, str))
 
 
 def _properties(schema: object) -> Mapping[str, Any]:
