@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # test modules import scripted_engine
+from support.clock import Clock
 
-from scripted_engine import Clock
+sys.path.append(str(Path(__file__).parent))  # test modules import sampling_reference
 
 
 @pytest.fixture

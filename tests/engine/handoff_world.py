@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from scripted_engine import BLOCK_SIZE, EOS, MAX_MODEL_LEN, check_places, expected, next_token
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -51,6 +50,14 @@ from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from support.scripted_engine import (
+    BLOCK_SIZE,
+    EOS,
+    MAX_MODEL_LEN,
+    check_places,
+    expected,
+    next_token,
+)
 
 NUM_BLOCKS = 20
 DEAD = -1

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_engine.core import engine_core
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConsumer, expected
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engin
 
     def make(**config: object) -> Engine:
         engines.append(Engine(async_scheduling=True, **config))  # type: ignore[arg-type]
-        engines[-1].core._last = engines[-1].core._last._replace(duration_s=0.0)
+        engines[-1].pretend_last_step(0.0)
         return engines[-1]
 
     yield make
@@ -130,7 +130,7 @@ def test_long_steps_are_not_looked_ahead_of(
 ) -> None:
     monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", 0.02)
     engine = make_engine()
-    engine.core._last = engine.core._last._replace(num_tokens=1, duration_s=0.015)
+    engine.pretend_last_step(0.015)
     engine.add("a", [1] * 6, max_tokens=3)
     engine.step()  # six tokens would take 90 ms: a request that comes now joins the next step
     assert engine.tokens("a") == expected([1] * 6, 1)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import ON_P, Engine, ScriptedConsumer, ScriptedProducer
 
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core import scheduler
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner.control import EngineControl
+from support.scripted_engine import ON_P, Engine, ScriptedConsumer, ScriptedProducer
 
 # Who gives blocks to the pool, but for D's own, and those that the connector says are free.
 FREEING = {"Places.preempt", "Places.finish", "InFlight.free", "InFlight.free_deferred"}

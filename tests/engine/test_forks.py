@@ -1,9 +1,9 @@
 """Requests that share the prompt of another one (n > 1): one prefill, blocks by reference."""
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import FinishReason, LoRARequest, MultiModalFeatureSpec
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 PROMPT = list(range(10))  # two full blocks and a half
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import make_prompt
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_engine.config import SchedulerConfig
@@ -20,6 +19,7 @@ from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.runner.model_runner import ModelRunner
+from support.model_driver import make_prompt
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import pytest
 from prometheus_client import CollectorRegistry
-from scripted_engine import ON_D, ON_P, ScriptedConsumer
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
 from pdserve_common.kv_types import (
@@ -26,6 +25,7 @@ from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from support.local_transport import LocalRegistry, LocalTransport
+from support.scripted_engine import ON_D, ON_P, ScriptedConsumer
 from support.steps import held_steps
 
 

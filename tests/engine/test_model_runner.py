@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import Driver, make_prompt, record_logits
 
 from pdserve_common.engine_types import SamplingParams
+from support.model_driver import Driver, make_prompt, record_logits
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import GREEDY, Driver, make_prompt
 from sampling_reference import adjusted
 
 from pdserve_common.engine_types import LogprobsLists, SamplingParams
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.runner.model_runner import ModelRunner
+from support.model_driver import GREEDY, Driver, make_prompt
 
 EOS = 1
 

@@ -1,6 +1,7 @@
 """What a request's outputs say of where its time went."""
 
-from scripted_engine import ON_D, Clock, Engine, ScriptedConsumer
+from support.clock import Clock
+from support.scripted_engine import ON_D, Engine, ScriptedConsumer
 
 
 def test_the_wait_for_the_next_step_is_part_of_the_admission(clock: Clock) -> None:

@@ -3,21 +3,21 @@
 import contextlib
 
 import pytest
-from scripted_engine import (
-    BLOCK_SIZE,
-    ON_D,
-    ON_P,
-    Clock,
-    Engine,
-    ScriptedConsumer,
-    ScriptedProducer,
-    expected,
-)
 
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
+from support.clock import Clock
+from support.scripted_engine import (
+    BLOCK_SIZE,
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
+)
 
 PROMPT = [7] * (MAX_PROBE_BLOCKS * BLOCK_SIZE)
 # In chunks as small as these prompts, and with the steps that async scheduling plans ahead.

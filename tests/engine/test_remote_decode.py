@@ -1,11 +1,12 @@
 """P's scheduler: nothing is computed for another worker before it has reserved blocks."""
 
 import pytest
-from scripted_engine import ON_P, Clock, Engine, ScriptedProducer, expected
 
 from pdserve_common.engine_types import FinishReason, KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import RequestStatus
+from support.clock import Clock
+from support.scripted_engine import ON_P, Engine, ScriptedProducer, expected
 
 ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 

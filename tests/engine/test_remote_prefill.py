@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from scripted_engine import ON_D, Clock, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_engine.core import remote_prefill
 from pdserve_engine.core.scheduler import PauseState
+from support.clock import Clock
+from support.scripted_engine import ON_D, Engine, ScriptedConsumer, expected
 
 
 @pytest.fixture

@@ -1,15 +1,6 @@
 """A request's life inside an engine: its statuses, what is told of them, and its early end."""
 
 import pytest
-from scripted_engine import (
-    MAX_MODEL_LEN,
-    ON_D,
-    ON_P,
-    Engine,
-    ScriptedConsumer,
-    ScriptedProducer,
-    expected,
-)
 
 from pdserve_common.engine_types import (
     EngineCoreEventType,
@@ -21,6 +12,15 @@ from pdserve_common.engine_types import (
 )
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.request.request import Request, RequestStatus
+from support.scripted_engine import (
+    MAX_MODEL_LEN,
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
+)
 
 E = EngineCoreEventType
 S = RequestStatus

@@ -3,22 +3,22 @@
 import time
 
 import pytest
-from scripted_engine import (
-    MAX_MODEL_LEN,
-    ON_D,
-    ON_P,
-    Clock,
-    Engine,
-    ScriptedConsumer,
-    ScriptedProducer,
-    expected,
-)
 
 from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
     SamplingParams,
+)
+from support.clock import Clock
+from support.scripted_engine import (
+    MAX_MODEL_LEN,
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    expected,
 )
 
 

@@ -7,7 +7,14 @@ from concurrent.futures import wait
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import (
+
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
+from pdserve_engine.config import NUM_PROBE_SEATS
+from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import SchedulerOutput
+from support.scripted_engine import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     ON_D,
@@ -18,13 +25,6 @@ from scripted_engine import (
     check_places,
     expected,
 )
-
-from pdserve_common.engine_types import FinishReason
-from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
-from pdserve_engine.config import NUM_PROBE_SEATS
-from pdserve_engine.core.scheduler import PauseState
-from pdserve_engine.request.request import Request
-from pdserve_engine.request.sched_output import SchedulerOutput
 
 NUM_EXAMPLES = 50
 NUM_STEPS = 200  # per example: 10,000 in all
@@ -213,8 +213,7 @@ class Traffic:
         queue = list(scheduler.waiting)
         was_faulty = bool(scheduler.places.suspects)
         # As if steps took so long: the next one is planned ahead of short ones.
-        core = self.engine.core
-        core._last = core._last._replace(duration_s=self.rng.choice([0.0, 0.0, 1.0]))
+        self.engine.pretend_last_step(self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
         check_places(scheduler)

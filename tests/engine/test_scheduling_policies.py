@@ -1,7 +1,6 @@
 """What decides who computes how much: chunk limits, watermark, V0 mode, pauses, loops."""
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import (
     FinishReason,
@@ -10,6 +9,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request_queue import PriorityRequestQueue
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 
 def test_a_long_prompt_takes_no_more_than_its_threshold_of_a_step() -> None:

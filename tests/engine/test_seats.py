@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from scripted_engine import EOS, ON_D, Clock, Engine, ScriptedConsumer, expected
 
 from pdserve_engine.core.seats import Outlook, Seats
+from support.clock import Clock
+from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, expected
 
 NUM_SEATS = 16
 NUM_REQUESTS = 300

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from scripted_engine import BLOCK_SIZE, EOS, ON_D, Clock, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import RequestStatus
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.clock import Clock
+from support.scripted_engine import BLOCK_SIZE, EOS, ON_D, Engine, ScriptedConsumer, expected
 
 PROMPT = [7] * 15  # with P's token four full blocks
 
@@ -338,7 +339,7 @@ def test_what_p_has_ended_is_no_error_of_ds(
 @pytest.mark.parametrize("end", ["accept", "lose", "abort", "supersede"])
 def test_the_ack_or_the_end_may_come_while_the_step_is_in_flight(end: str) -> None:
     engine = Engine(consumer=ScriptedConsumer(), async_scheduling=True, enable_caching=False)
-    engine.core._last = engine.core._last._replace(duration_s=0.0)  # as if steps were short
+    engine.pretend_last_step(0.0)  # as if steps were short
     pull(engine)
     is_open = threading.Event()
     engine.rank.on_step = lambda step: is_open.wait(60)

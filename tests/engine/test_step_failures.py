@@ -5,13 +5,13 @@ import logging
 import threading
 
 import pytest
-from scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 from pdserve_common.engine_types import ErrorCode, ErrorFault, FinishReason
 from pdserve_common.errors import InvalidRequestError, RequestFailedError
 from pdserve_common.validation import validate_request_id
 from pdserve_engine.core.engine_core import MAX_FAILURES_IN_A_ROW, PROBE_ID
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 
 def fail_on(engine: Engine, *poisonous: str) -> None:
@@ -176,7 +176,7 @@ def fail_in_flight(engine: Engine, *aborted: str) -> set[str]:
 
 def test_nothing_is_computed_behind_a_failed_step() -> None:
     engine = Engine(async_scheduling=True)
-    engine.core._last = engine.core._last._replace(duration_s=0.0)
+    engine.pretend_last_step(0.0)
     gate = threading.Event()
     num_computed = 0
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from scripted_engine import Clock
 
 from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
 from pdserve_engine.clients.launch import launch_engine
@@ -20,6 +19,7 @@ from pdserve_engine.request.watchdog import (
     StepWatch,
     work_of,
 )
+from support.clock import Clock
 from support.steps import held_steps
 from support.waiting import until
 

@@ -10,12 +10,12 @@ import jsonschema
 import pytest
 import regex
 import tokenizers
-from model_driver import Driver
 
 from pdserve_common.engine_types import SamplingParams
 from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
 from pdserve_engine.grammar.native import CompiledGrammar
 from support.grammars import EOS, MODEL
+from support.model_driver import Driver
 
 Compile = Callable[[dict[str, Any]], CompiledGrammar]
 

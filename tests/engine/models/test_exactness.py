@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from model_driver import BLOCK_SIZE, Driver, make_prompt, record_logits, row_major
+
+from support.model_driver import BLOCK_SIZE, Driver, make_prompt, record_logits, row_major
 
 # in_features of 1100 and more: below, fewer kernels sum in an order of their own.
 SHAPE = {"hidden_size": 128, "intermediate_size": 1100, "head_dim": 32, "num_hidden_layers": 2}

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from model_driver import CPU, Driver, make_prompt, record_logits
 from safetensors.torch import load_file, save_file
 
 from pdserve_engine.kv.kv_cache import KVCacheSpec
@@ -21,6 +20,7 @@ from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import QuantizedWeight
+from support.model_driver import CPU, Driver, make_prompt, record_logits
 
 TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
 TEXTS = 24

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, Driver, make_prompt
 from safetensors.torch import load_file, save_file
 
 from pdserve_engine.models.llama import EMBEDDING
 from pdserve_kernels import name_of, select
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import quantize
+from support.model_driver import CPU, Driver, make_prompt
 
 NUM_TOKENS = 20
 

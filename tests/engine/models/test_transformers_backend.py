@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import Driver, make_prompt, record_logits
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +19,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
+from support.model_driver import Driver, make_prompt, record_logits
 
 pytestmark = pytest.mark.slow
 

@@ -43,16 +43,6 @@ MAX_MODEL_LEN = 64
 EOS = 999
 
 
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def next_token(token_ids: tuple[int, ...] | list[int]) -> int:
     return (sum(token_ids) * 31 + len(token_ids)) % 500
 
@@ -89,7 +79,7 @@ class ScriptedRank:
         ):
             assert self.num_computed[request_id] == num_computed
             self.blocks[request_id].extend(blocks[0] if blocks else [])
-        sampled = []
+        sampled: list[tuple[int, ...]] = []
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             self.num_computed[request_id] += num_tokens
             num_known = len(self.tokens[request_id])
@@ -184,6 +174,10 @@ class Engine:
             for output in outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
         return self.rank.steps[-1] if self.rank.steps else None
+
+    def pretend_last_step(self, seconds: float) -> None:
+        """As if it had taken so long: the next one is planned ahead of short ones."""
+        self.core._last = self.core._last._replace(num_tokens=1, duration_s=seconds)
 
     def run(self, max_steps: int = 1000) -> None:
         num_polls = 0

@@ -76,7 +76,7 @@ class Driver:
         seed: int = 0,
         grammar: CompiledGrammar | None = None,
     ) -> Tracked:
-        tables = tuple([] for _ in self._groups)
+        tables: tuple[list[int], ...] = tuple([] for _ in self._groups)
         sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables, grammar)
         self.sequences[request_id] = sequence
         return sequence
@@ -172,7 +172,8 @@ def make_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 def record_logits(driver: Driver) -> list[torch.Tensor]:
     """Return a list that from now on gets the logits of each step that samples."""
-    model, seen = driver.runner.model, []
+    model: Any = driver.runner.model
+    seen: list[torch.Tensor] = []
     compute_logits = model.compute_logits
 
     def record(hidden_rows: torch.Tensor) -> torch.Tensor:
