@@ -18,6 +18,7 @@ from pdserve_common.engine_types import (
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.core.waiting_for_fsm import CompileGrammar
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
@@ -59,6 +60,10 @@ class ScriptedRank:
         self.errors: dict[str, EngineError] = {}
         # Tokens to return instead of the usual ones, per request.
         self.script: dict[str, list[int]] = {}
+        # Of a request that has so many tokens: is its grammar late with the next one?
+        self.is_late: Callable[[str, int], bool] = lambda request_id, num_tokens: False
+        # Those whose last token is to be computed again.
+        self.late: set[str] = set()
         # Runs before a step is computed; may raise.
         self.on_step: Callable[[SchedulerOutput], object] = lambda step: None
 
@@ -68,6 +73,7 @@ class ScriptedRank:
         for request_id in step.finished_req_ids | step.preempted_req_ids:
             for state in (self.tokens, self.num_computed, self.blocks):
                 state.pop(request_id, None)
+            self.late.discard(request_id)
         for new in step.scheduled_new_reqs:
             assert new.request_id not in self.tokens
             self.tokens[new.request_id] = list(new.all_token_ids)
@@ -77,15 +83,23 @@ class ScriptedRank:
         for request_id, blocks, num_computed in zip(
             cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            assert self.num_computed[request_id] == num_computed
+            assert self.num_computed[request_id] == num_computed or request_id in self.late
+            self.num_computed[request_id] = num_computed
             self.blocks[request_id].extend(blocks[0] if blocks else [])
         sampled: list[tuple[int, ...]] = []
         for request_id, num_tokens in step.num_scheduled_tokens.items():
-            self.num_computed[request_id] += num_tokens
             num_known = len(self.tokens[request_id])
+            if self.num_computed[request_id] == num_known and request_id in self.late:
+                sampled.append(())  # planned before it was known to be late
+                continue
+            self.num_computed[request_id] += num_tokens
             assert self.num_computed[request_id] <= num_known
             assert self.num_computed[request_id] <= len(self.blocks[request_id]) * BLOCK_SIZE
-            if self.num_computed[request_id] == num_known:
+            if self.num_computed[request_id] == num_known and self.is_late(request_id, num_known):
+                self.late.add(request_id)
+                sampled.append(())
+            elif self.num_computed[request_id] == num_known:
+                self.late.discard(request_id)
                 token = next_token(self.tokens[request_id])
                 if self.script.get(request_id):
                     token = self.script[request_id].pop(0)
@@ -120,6 +134,7 @@ class Engine:
         async_scheduling: bool = False,
         windows: tuple[int | None, ...] = (None,),
         clock: Callable[[], float] = time.monotonic,
+        compile_grammar: CompileGrammar | None = None,
         **config: object,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
@@ -135,8 +150,11 @@ class Engine:
             self.kv,
             producer=producer,
             consumer=consumer,
+            compile_grammar=compile_grammar,
+            wakeup=self._on_wakeup,
             clock=clock,
         )
+        self.num_wakeups = 0
         self.producer, self.consumer = producer, consumer
         for port in (producer, consumer):
             if port is not None:
@@ -153,6 +171,9 @@ class Engine:
             clock=clock,
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
+
+    def _on_wakeup(self) -> None:
+        self.num_wakeups += 1
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int = 4, **fields: object

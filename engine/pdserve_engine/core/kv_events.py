@@ -56,13 +56,19 @@ class KVEvents:
 
     def rollback_first_step(self, request: Request) -> None:
         """D: undo the request's first step, if it has begun. The request keeps its blocks."""
+        request.num_computed_tokens = request.num_output_placeholders = 0
         if request in self._places.remote_prefills:
             return
         request.leave()
         self._in_flight.preempted_req_ids.add(request.request_id)
-        request.num_computed_tokens = request.num_output_placeholders = 0
         request.held_result = request.first_scheduled_time = None
         self._places.remote_prefills.wait(request)
+
+    def queue_landed(self, request: Request) -> None:
+        """D: let a request start whose KV has landed, unless that or its grammar is not here."""
+        if request.num_computed_tokens and request.is_grammar_ready:
+            self._places.remote_prefills.land(request)
+            self._places.kv_ready.add(request)
 
     def _apply(self, event: KVEvent) -> None:
         if isinstance(event, BlocksFreed):
@@ -106,9 +112,8 @@ class KVEvents:
         request.num_output_placeholders = len(request.pulled_token_ids)
         if request.is_output_complete:
             return
-        self._places.remote_prefills.land(request)
         request.num_computed_tokens = request.num_tokens
-        self._places.kv_ready.add(request)
+        self.queue_landed(request)
 
     def _accept_pull(self, request: Request, stats: KVTransferStats) -> None:
         """D: P has acknowledged that all blocks were right (rule K4): apply what was held."""
@@ -117,7 +122,7 @@ class KVEvents:
         request.record_event(EngineCoreEventType.KV_ACCEPTED)
         self._kv.cache_blocks(request, request.num_tokens)
         self._results.release_forks(request)
-        if request in self._places.remote_prefills:
+        if request in self._places.remote_prefills and not request.num_computed_tokens:
             self._queue_first_step(request)
         self._results.apply_pulled_tokens(request)
         held = request.held_result

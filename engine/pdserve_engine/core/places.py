@@ -6,7 +6,9 @@ kv_ready         WAITING: it owns blocks (pulled, or shared by its fork's source
                  no seat in the batch yet
 forks            WAITING: its source's prompt is not computed yet
 remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
-remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled
+remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled, or that
+                 are while its grammar is being compiled
+waiting_for_fsm  WAITING_FOR_FSM: its grammar is being compiled, and it waits for nothing else
 """
 
 import math
@@ -22,6 +24,7 @@ from pdserve_engine.core.remote_prefill import RemotePrefills
 from pdserve_engine.core.running import KVReady, Running
 from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.suspects import Suspects
+from pdserve_engine.core.waiting_for_fsm import WaitingForFSM
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, ProducerPort
 from pdserve_engine.request.request import Request, RequestStatus
@@ -39,6 +42,7 @@ class Places:
         *,
         producer: ProducerPort | None,
         consumer: ConsumerPort | None,
+        waiting_for_fsm: WaitingForFSM,
         clock: Callable[[], float],
     ) -> None:
         self._kv = kv_cache_manager
@@ -48,6 +52,7 @@ class Places:
         self.running = Running(kv_cache_manager)
         self.kv_ready = KVReady()
         self.forks = Forks(kv_cache_manager)
+        self.waiting_for_fsm = waiting_for_fsm
         self.remote_decodes = RemoteDecodes(
             producer,
             kv_cache_manager,

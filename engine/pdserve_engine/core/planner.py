@@ -109,6 +109,8 @@ class Planner:
             is_running = request.status is RequestStatus.RUNNING
             if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
+            if request.is_late and request.num_in_flight_tokens:  # it may be late again
+                continue
             if request not in plan.scheduled:  # else it is a probe
                 self._continue_running(request, plan)
 
@@ -251,6 +253,7 @@ class Planner:
                 eos_token_id=request.core_request.eos_token_id,
                 block_ids=self._kv.get_block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
+                grammar=None if request.grammar is None else request.grammar.result(),
             )
         )
 

@@ -122,7 +122,7 @@ class RemoteDecodes(Place):
         """Take a new request; False if it is decoded here."""
         if not request.do_remote_decode:
             return False
-        self._queue_of(request).add_request(request)
+        self._queue_of(request).insert_request(request)
         request.held_up_before_s = self._held_up[_engine_id(request)].total_s(self._clock())
         return True
 

@@ -34,13 +34,16 @@ class Results:
         result: ModelRunnerOutput,
     ) -> None:
         """A step that computed `scheduled` of a request is over and counts."""
+        start = request.num_finished_tokens - scheduled.num_tokens
+        if scheduled.num_sampled_tokens and not (token_ids or request.request_id in result.errors):
+            _note_late(request, scheduled)
         end = request.num_finished_tokens
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)
         else:
             self._share_blocks(request)
         self._kv.remove_skipped_blocks(request, end)
-        self._apply_result(request, scheduled, token_ids, result)
+        self._apply_result(request, scheduled, token_ids, result, start)
 
     def apply_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
@@ -82,11 +85,12 @@ class Results:
         scheduled: ScheduledTokens,
         token_ids: Sequence[int],
         result: ModelRunnerOutput,
+        start: int,
     ) -> None:
+        """`start` is the first token that the step computed."""
         request_id = request.request_id
         prompt_logprobs = result.prompt_logprobs.get(request_id)
         if prompt_logprobs is not None:
-            start = request.num_finished_tokens - scheduled.num_tokens
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
         num_nans = result.num_nans_in_logits.get(request_id, 0)
         error = result.errors.get(request_id)
@@ -97,6 +101,7 @@ class Results:
             self._end_running(request, RequestStatus.FINISHED_ERROR)
         elif token_ids:
             request.num_output_placeholders -= scheduled.num_sampled_tokens
+            request.is_late = False
             self._apply_tokens(request, token_ids)
             self._places.suspects.remove(request)
         elif prompt_logprobs is None:
@@ -119,6 +124,15 @@ class Results:
     def _end_running(self, request: Request, status: RequestStatus) -> None:
         self._places.seats.on_end(request)
         self._places.finish(request, status)
+
+
+def _note_late(request: Request, scheduled: ScheduledTokens) -> None:
+    """A step brought no token where it should have: its last token is computed again, and until
+    then counts as not computed. If the step before was late, it was not.
+    """
+    request.is_late = True
+    request.num_computed_tokens -= 1
+    request.num_output_placeholders -= scheduled.num_sampled_tokens
 
 
 def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus | None:

@@ -14,7 +14,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from pdserve_common.engine_types import EngineCoreEventType, EngineError, SchedulerStats
-from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
+from pdserve_common.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.forks import find_source
@@ -24,6 +28,7 @@ from pdserve_engine.core.places import Places
 from pdserve_engine.core.planner import Planner
 from pdserve_engine.core.results import Results
 from pdserve_engine.core.step_plan import StepPlan
+from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM, grammar_error
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import ConsumerPort, ProducerPort
 from pdserve_engine.request.deadlines import Deadlines
@@ -52,8 +57,13 @@ class Scheduler:
         *,
         producer: ProducerPort | None = None,
         consumer: ConsumerPort | None = None,
+        compile_grammar: CompileGrammar | None = None,
+        wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`wakeup` is called on any thread when `update_from_kv_transfer` has something to apply
+        that no port reports: a grammar was compiled.
+        """
         self.config = config
         self.kv = kv_cache_manager
         self.pause_state = PauseState.UNPAUSED
@@ -64,7 +74,13 @@ class Scheduler:
         self._outputs = Outputs()
         self.in_flight = InFlight(self.kv)
         self.places = Places(
-            config, self.kv, self.in_flight, producer=producer, consumer=consumer, clock=clock
+            config,
+            self.kv,
+            self.in_flight,
+            producer=producer,
+            consumer=consumer,
+            waiting_for_fsm=WaitingForFSM(compile_grammar, wakeup),
+            clock=clock,
         )
         self.requests = self.places.requests
         self.waiting = self.places.waiting
@@ -178,7 +194,9 @@ class Scheduler:
         return self.in_flight.add(plan, self.running.count_common_prefix_blocks())
 
     def update_from_kv_transfer(self) -> None:
-        """Apply what the ports report, then see who may have blocks now."""
+        """Apply what the ports and the grammar compiler report, then see who may have blocks."""
+        for request in self.places.waiting_for_fsm.take_compiled():
+            self._apply_grammar(request)
         self._kv_events.apply()
         places = self.places
         if self.pause_state is PauseState.UNPAUSED:
@@ -277,11 +295,35 @@ class Scheduler:
             )
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
             return
-        if prefills.add(request) or decodes.add(request):
+        error = self.places.waiting_for_fsm.start(request)
+        is_ticket = prefills.add(request)  # also one that ends at once: its connector knows of it
+        if error is not None:
+            self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
+        elif is_ticket:
+            return
+        elif request.is_grammar_ready:
+            self._queue(request)
+        else:
+            self.places.waiting_for_fsm.add(request)
+
+    def _apply_grammar(self, request: Request) -> None:
+        """The grammar of a request that was waited for is ready: it may start, or ends."""
+        error = grammar_error(request)
+        if error is not None:
+            self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
+        elif request in self.places.remote_prefills:
+            self._kv_events.queue_landed(request)
+        else:
+            request.leave()
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Put a new request where it waits for its turn."""
+        if self.places.remote_decodes.add(request):
             return
         source = find_source(request, self.requests)
         if source is None:
-            self.waiting.add_request(request)
+            self.waiting.insert_request(request)
             return
         self.places.forks.add(source, request)
         if source.is_prompt_computed:

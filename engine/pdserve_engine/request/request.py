@@ -5,6 +5,7 @@ import enum
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.sched_output import ModelRunnerOutput
 
 
@@ -100,9 +102,11 @@ class Request:
         "error",
         "events",
         "first_scheduled_time",
+        "grammar",
         "held_result",
         "held_up_before_s",
         "is_kv_loaded",
+        "is_late",
         "is_probe",
         "kv_ready_time",
         "kv_transfer_stats",
@@ -146,6 +150,10 @@ class Request:
         transfer = request.kv_transfer_params
         self.do_remote_decode = transfer is not None and transfer.do_remote_decode
         self.do_remote_prefill = transfer is not None and transfer.do_remote_prefill
+        # What its output follows, when it is compiled.
+        self.grammar: Future[CompiledGrammar] | None = None
+        # Its last step brought no token, as its grammar had not got so far.
+        self.is_late = False
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)
@@ -254,6 +262,11 @@ class Request:
         that runs nevertheless is speculative (rule K4).
         """
         return self.do_remote_prefill and not self.is_kv_loaded
+
+    @property
+    def is_grammar_ready(self) -> bool:
+        """Has it none, or is that compiled, or known to be none?"""
+        return self.grammar is None or self.grammar.done()
 
     @property
     def is_handed_off(self) -> bool:

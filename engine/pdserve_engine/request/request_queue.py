@@ -30,6 +30,11 @@ class RequestQueue(Place):
         self._enter(request)
         self._add(request)
 
+    def insert_request(self, request: Request) -> None:
+        """Add a new request where it would be if nothing had held it up since it came."""
+        self._enter(request)
+        self._insert(request)
+
     def prepend_request(self, request: Request) -> None:
         """Put a request back in front (preempted or skipped); a priority queue puts it where its
         turn is.
@@ -64,6 +69,9 @@ class RequestQueue(Place):
     def _add(self, request: Request) -> None: ...
 
     @abstractmethod
+    def _insert(self, request: Request) -> None: ...
+
+    @abstractmethod
     def _prepend(self, request: Request) -> None: ...
 
     @abstractmethod
@@ -87,6 +95,16 @@ class FCFSRequestQueue(RequestQueue):
             self._queue.insert(self._num_ahead(), request)
         else:
             self._queue.append(request)
+
+    def _insert(self, request: Request) -> None:
+        if request.is_probe or request.is_redrive:
+            self._add(request)
+            return
+        num_later = _num_leading(
+            other.queued_time > request.queued_time and not (other.is_probe or other.has_begun)
+            for other in reversed(self._queue)
+        )
+        self._queue.insert(len(self._queue) - num_later, request)
 
     def _num_probes(self) -> int:
         return _num_leading(request.is_probe for request in self._queue)
@@ -142,6 +160,9 @@ class PriorityRequestQueue(RequestQueue):
     def _add(self, request: Request) -> None:
         entry = self._entries[request] = _Entry(request)
         heapq.heappush(self._heap, entry)
+
+    def _insert(self, request: Request) -> None:
+        self._add(request)
 
     def _prepend(self, request: Request) -> None:
         self._add(request)

@@ -1,0 +1,373 @@
+"""Requests whose grammar is being compiled, and steps that brought no token as masks were late."""
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+from scripted_engine import (
+    ON_D,
+    ON_P,
+    Clock,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    check_places,
+    expected,
+)
+
+from pdserve_common.engine_types import (
+    ErrorCode,
+    FinishReason,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pdserve_common.errors import InvalidRequestError, OverloadedError
+from pdserve_engine.core import engine_core
+from pdserve_engine.grammar.native import CompiledGrammar
+from pdserve_engine.request.request import RequestStatus
+
+PROMPT = [7] * 15
+GRAMMAR = CompiledGrammar(None, 0)
+
+
+class Compiler:
+    """Compiles what a test says, when it says so."""
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[CompiledGrammar]] = {}
+
+    def __call__(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
+        assert params.regex is not None
+        return self.futures.setdefault(params.regex, Future())
+
+    def finish(self, name: str) -> None:
+        self.futures.setdefault(name, Future()).set_result(GRAMMAR)
+
+    def refuse(self, name: str) -> None:
+        error = InvalidRequestError("no such pattern")
+        self.futures.setdefault(name, Future()).set_exception(error)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    return Compiler()
+
+
+@pytest.fixture
+def producer() -> ScriptedProducer:
+    return ScriptedProducer()
+
+
+@pytest.fixture
+def consumer() -> ScriptedConsumer:
+    return ScriptedConsumer()
+
+
+@pytest.fixture
+def make_engine(
+    compiler: Compiler, producer: ScriptedProducer, consumer: ScriptedConsumer, clock: Clock
+) -> Callable[..., Engine]:
+    return lambda **config: Engine(
+        producer=producer, consumer=consumer, compile_grammar=compiler, clock=clock, **config
+    )
+
+
+def add(
+    engine: Engine, name: str, grammar: str | None = None, max_tokens: int = 4, **fields: object
+) -> None:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        structured_outputs=StructuredOutputsParams(regex=grammar or name),
+    )
+    engine.add(name, PROMPT, sampling_params=params, **fields)
+
+
+def status(engine: Engine, name: str) -> RequestStatus:
+    return engine.scheduler.requests[name].status
+
+
+def test_it_waits_for_its_grammar_and_then_runs_with_it(
+    make_engine: Callable[..., Engine], compiler: Compiler
+) -> None:
+    engine = make_engine()
+    add(engine, "a")
+    assert status(engine, "a") is RequestStatus.WAITING_FOR_FSM
+    engine.run()
+    assert status(engine, "a") is RequestStatus.WAITING_FOR_FSM
+    assert not engine.core.has_work()
+    check_places(engine.scheduler)
+    compiler.finish("a")
+    assert engine.num_wakeups == 1
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    (new,) = [new for step in engine.rank.steps for new in step.scheduled_new_reqs]
+    assert new.grammar is GRAMMAR
+    engine.assert_idle()
+
+
+def test_one_whose_grammar_is_known_does_not_wait(
+    make_engine: Callable[..., Engine], compiler: Compiler
+) -> None:
+    engine = make_engine()
+    compiler.finish("a")
+    add(engine, "a")
+    assert status(engine, "a") is RequestStatus.WAITING
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert not engine.num_wakeups
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_it_keeps_its_place_by_arrival(
+    make_engine: Callable[..., Engine], compiler: Compiler, clock: Clock, policy: str
+) -> None:
+    engine = make_engine(max_num_seqs=1, scheduling_policy=policy)
+    engine.add("first", [1] * 4, max_tokens=9, arrival_time=0.0)
+    engine.step()
+    for number, name in enumerate("abc"):
+        clock.now_s += 1
+        if name == "b":
+            add(engine, name, arrival_time=float(number))
+        else:
+            engine.add(name, PROMPT, arrival_time=float(number))
+    compiler.finish("b")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.waiting] == ["a", "b", "c"]
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("transfer", [None, ON_P, ON_D], ids=["local", "P", "D"])
+def test_one_that_is_refused_ends_with_the_reason(
+    make_engine: Callable[..., Engine], compiler: Compiler, is_known: bool, transfer: object
+) -> None:
+    engine = make_engine()
+    if is_known:
+        compiler.refuse("a")
+    add(engine, "a", kv_transfer_params=transfer)
+    if not is_known:
+        engine.step()
+        assert "a" not in engine.outputs
+        compiler.refuse("a")
+    engine.run()
+    (output,) = engine.outputs["a"]
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error is not None
+    assert output.error.code is ErrorCode.INVALID_ARGUMENT
+    assert output.error.message == "no such pattern"
+    engine.assert_idle()
+
+
+def test_without_a_compiler_it_is_refused(clock: Clock) -> None:
+    engine = Engine(clock=clock)
+    add(engine, "a")
+    engine.run()
+    (output,) = engine.outputs["a"]
+    assert output.error is not None
+    assert "this worker serves none" in output.error.message
+
+
+def test_one_that_ends_meanwhile_is_forgotten(
+    make_engine: Callable[..., Engine], compiler: Compiler, clock: Clock
+) -> None:
+    engine = make_engine()
+    add(engine, "aborted")
+    add(engine, "late", deadline=clock() + 5)
+    engine.core.abort_requests(["aborted"])
+    clock.now_s += 6
+    engine.run()
+    for name, reason in (("aborted", FinishReason.ABORT), ("late", FinishReason.ERROR)):
+        assert engine.finish_reason(name) is reason
+        compiler.finish(name)
+    engine.run()
+    assert not engine.scheduler.places.waiting_for_fsm
+    engine.assert_idle()
+
+
+def test_a_later_attempt_takes_over(make_engine: Callable[..., Engine], compiler: Compiler) -> None:
+    engine = make_engine()
+    add(engine, "a")
+    add(engine, "a", attempt=1)
+    check_places(engine.scheduler)
+    compiler.finish("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+def test_forks_share_their_source(make_engine: Callable[..., Engine], compiler: Compiler) -> None:
+    engine = make_engine()
+    add(engine, "a")
+    add(engine, "b", "a", fork_of="a")
+    engine.run()
+    compiler.finish("a")
+    engine.run()
+    for name in "ab":
+        assert engine.tokens(name) == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+# ---- P and D
+
+
+def test_p_asks_d_for_blocks_when_the_grammar_is_there(
+    make_engine: Callable[..., Engine], compiler: Compiler, producer: ScriptedProducer
+) -> None:
+    engine = make_engine()
+    add(engine, "a", kv_transfer_params=ON_P)
+    engine.run()
+    assert not producer.asked
+    compiler.finish("a")
+    engine.run()
+    assert "a" in producer.asked
+    assert engine.tokens("a") == expected(PROMPT, 1)
+
+
+@pytest.mark.parametrize("is_acknowledged", [False, True])
+def test_what_has_landed_on_d_waits_for_the_grammar(
+    make_engine: Callable[..., Engine],
+    compiler: Compiler,
+    consumer: ScriptedConsumer,
+    is_acknowledged: bool,
+) -> None:
+    engine = make_engine()
+    add(engine, "a", kv_transfer_params=ON_D)
+    assert status(engine, "a") is RequestStatus.WAITING_FOR_REMOTE_KVS
+    consumer.claim("a")
+    engine.step()
+    assert "a" in consumer.loading, "its blocks do not wait"
+    consumer.land_all("a")
+    if is_acknowledged:
+        consumer.accept("a")
+    engine.run()
+    assert not [step for step in engine.rank.steps if step.num_scheduled_tokens]
+    check_places(engine.scheduler)
+    compiler.finish("a")
+    engine.run()
+    if not is_acknowledged:
+        consumer.accept("a")
+        engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert sum(step.total_num_scheduled_tokens for step in engine.rank.steps) == 3
+    engine.assert_idle()
+
+
+def test_a_grammar_that_is_there_before_the_blocks_holds_up_nothing(
+    make_engine: Callable[..., Engine], compiler: Compiler, consumer: ScriptedConsumer
+) -> None:
+    engine = make_engine()
+    add(engine, "a", kv_transfer_params=ON_D)
+    consumer.claim("a")
+    engine.step()
+    compiler.finish("a")
+    engine.step()
+    consumer.land_all("a")
+    consumer.accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("then", ["refused", "aborted"])
+def test_landed_blocks_come_back_if_it_never_runs(
+    make_engine: Callable[..., Engine],
+    compiler: Compiler,
+    consumer: ScriptedConsumer,
+    then: str,
+) -> None:
+    engine = make_engine()
+    add(engine, "a", kv_transfer_params=ON_D)
+    consumer.claim("a")
+    engine.step()
+    consumer.land_all("a")
+    engine.step()
+    if then == "refused":
+        compiler.refuse("a")
+    else:
+        engine.core.abort_requests(["a"])
+    engine.run()
+    expected_reason = FinishReason.ERROR if then == "refused" else FinishReason.ABORT
+    assert engine.finish_reason("a") is expected_reason
+    engine.assert_idle()
+
+
+# ---- masks that are late
+
+
+def test_a_prompt_whose_mask_is_late_is_not_computed_again(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine()
+    tries = iter([True, True, False])
+    engine.rank.is_late = lambda request_id, num_tokens: next(tries, False)
+    engine.add("a", PROMPT)
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    num_tokens = [step.total_num_scheduled_tokens for step in engine.rank.steps]
+    assert [n for n in num_tokens if n] == [15, 1, 1, 1, 1, 1]
+    engine.assert_idle()
+
+
+def test_a_late_first_step_on_d_is_taken_again(
+    make_engine: Callable[..., Engine], consumer: ScriptedConsumer
+) -> None:
+    engine = make_engine()
+    tries = iter([True, False])
+    engine.rank.is_late = lambda request_id, num_tokens: next(tries, False)
+    engine.add("a", PROMPT, kv_transfer_params=ON_D)
+    consumer.claim("a")
+    engine.step()
+    consumer.land_all("a")
+    engine.run()
+    consumer.accept("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    engine.assert_idle()
+
+
+@pytest.fixture
+def looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", float("inf"))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.usefixtures("looks_ahead")
+def test_tokens_are_the_same_however_late_masks_are(
+    make_engine: Callable[..., Engine], compiler: Compiler, seed: int, async_scheduling: bool
+) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=14, max_num_seqs=4, async_scheduling=async_scheduling)
+    engine.rank.is_late = lambda request_id, num_tokens: rng.random() < 0.3
+    names = [f"{number}" for number in range(8)]
+    lengths = {}
+    for name in names:
+        lengths[name] = rng.randint(1, 12)
+        add(engine, name, rng.choice("xyz"), max_tokens=lengths[name])
+    for name in rng.sample("xyz", 3):
+        for _ in range(rng.randint(0, 5)):
+            engine.step()
+            check_places(engine.scheduler)
+        compiler.finish(name)
+    engine.run()
+    for name in names:
+        assert engine.tokens(name) == expected(PROMPT, lengths[name])
+    engine.core.close()
+    engine.assert_idle()
+
+
+def test_a_full_queue_of_the_compiler_is_told(clock: Clock) -> None:
+    def overloaded(params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
+        future: Future[CompiledGrammar] = Future()
+        future.set_exception(OverloadedError("too many", retry_after_ms=1000))
+        return future
+
+    engine = Engine(compile_grammar=overloaded, clock=clock)
+    add(engine, "a")
+    engine.run()
+    (output,) = engine.outputs["a"]
+    assert output.error is not None
+    assert output.error.code is ErrorCode.OVERLOADED
+    assert output.error.retry_after_ms == 1000
