@@ -699,11 +699,62 @@ def pool() -> Dashboard:
             ),
         ],
     )
+    grammars = Row(
+        title="Structured outputs",
+        panels=[
+            Panel(
+                title="Grammars asked for",
+                unit="reqps",
+                is_stacked=True,
+                queries={
+                    "{{outcome}}": sum_rate(
+                        "pdserve_grammar_compilations_total", labels, by="outcome"
+                    )
+                },
+                description=(
+                    "`refused` are clients' mistakes. `overloaded` for minutes: one client sends "
+                    "too many costly ones; `failed`: something kills the compiler, see the Pod's "
+                    "memory."
+                ),
+            ),
+            Panel(
+                title="Compile time, p99",
+                unit="s",
+                bad=5,
+                queries={
+                    "{{pod}}": quantile(0.99, "pdserve_grammar_compile_seconds", labels, by="pod")
+                },
+                description=(
+                    "Of grammars that are not cached, with the wait for others. The compiler has "
+                    "the lowest priority: above seconds the Pod has no core to spare."
+                ),
+            ),
+            Panel(
+                title="Waiting for a grammar",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_requests_waiting_for_fsm{{{labels}}}"},
+                description=(
+                    "Requests that could start but for their grammar. Growing: see the compile "
+                    "time."
+                ),
+            ),
+            Panel(
+                title="Late masks",
+                unit="ops",
+                queries={"{{pod}}": sum_rate("pdserve_late_grammar_masks_total", labels, by="pod")},
+                description=(
+                    "Rows left out of a step because their grammar was not ready with what may "
+                    "come next. Near the rate of steps: a grammar that is slow to match, or a Pod "
+                    "without a core to spare."
+                ),
+            ),
+        ],
+    )
     return Dashboard(
         name="pool",
         title="pdserve / Pool",
         description="The prefill or the decode workers, by Pod.",
-        rows=[work, kv, ends],
+        rows=[work, kv, grammars, ends],
         choices={"pool": ("prefill", "decode")},
     )
 

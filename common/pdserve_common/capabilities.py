@@ -30,7 +30,7 @@ class Capabilities:
     @classmethod
     def of(cls, info: EngineInfo) -> "Capabilities":
         """Return those of the worker that this describes."""
-        return cls(logits_processors=info.logits_processors)
+        return cls(logits_processors=info.logits_processors, fields=frozenset(info.served_fields))
 
     @classmethod
     def shared(cls, each: Iterable["Capabilities"]) -> "Capabilities":

@@ -418,6 +418,8 @@ class SchedulerStats:
     # Of those, the ones that wait for a decode worker: on P because D is full, on D itself all but
     # those that wait for P.
     num_waiting_for_decode_reqs: int = 0
+    # Of num_waiting_reqs, those that wait for their grammar alone.
+    num_waiting_for_fsm_reqs: int = 0
     # Of requests that are not in the batch and do not wait for another worker.
     num_waiting_tokens: int = 0
     num_total_blocks: int = 0
@@ -428,6 +430,8 @@ class SchedulerStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
+    # Rows that a step left out, as their grammar had not got so far, ever.
+    num_late_masks: int = 0
     # Leading blocks that all running requests share, in the KV group where they are most.
     num_common_prefix_blocks: int = 0
     step_num_tokens: int = 0
@@ -526,3 +530,5 @@ class EngineInfo:
     weights_digest: str = ""
     # Milliseconds since 1970, by the worker's clock.
     started_at_ms: int = 0
+    # Optional fields of requests and sampling parameters that are served (`Capabilities.fields`).
+    served_fields: tuple[str, ...] = ()

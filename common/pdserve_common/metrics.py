@@ -321,6 +321,34 @@ class RouterMetrics:
         )
 
 
+GRAMMAR_OUTCOMES = ("compiled", "cached", "refused", "overloaded", "failed")
+
+
+class GrammarMetrics:
+    """A prefill or decode worker: the compiler of its engine's grammars."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._compilations = Counter(
+            "pdserve_grammar_compilations_total",
+            "Grammars that requests asked for, by what came of it",
+            ["outcome"],
+            registry=registry,
+        )
+        begin(self._compilations, outcome=GRAMMAR_OUTCOMES)
+        self._duration = Histogram(
+            "pdserve_grammar_compile_seconds",
+            "From asking for a grammar that is not cached until it is compiled",
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
+
+    def observe(self, outcome: str, duration_s: float) -> None:
+        """Note an outcome. Any thread."""
+        self._compilations.labels(outcome=outcome).inc()
+        if outcome == "compiled":
+            self._duration.observe(duration_s)
+
+
 class EngineMetrics:
     """A prefill or decode worker: its engine."""
 
@@ -330,6 +358,11 @@ class EngineMetrics:
         )
         self.requests_waiting = Gauge(
             "pdserve_requests_waiting", "Requests not in the batch yet", registry=registry
+        )
+        self.requests_waiting_for_fsm = Gauge(
+            "pdserve_requests_waiting_for_fsm",
+            "Of the waiting requests, those that wait for their grammar alone (WAITING_FOR_FSM)",
+            registry=registry,
         )
         self.requests_waiting_for_decode = Gauge(
             "pdserve_requests_waiting_for_decode",
@@ -374,6 +407,11 @@ class EngineMetrics:
         self.preemptions = Counter(
             "pdserve_preemptions_total",
             "Running requests that lost their blocks",
+            registry=registry,
+        )
+        self.late_masks = Counter(
+            "pdserve_late_grammar_masks_total",
+            "Rows left out of a step because their grammar had not said what may come next",
             registry=registry,
         )
         self.engine_requests = Counter(

@@ -45,6 +45,7 @@ def declared() -> dict[str, list[str]]:
     metrics.RouterMetrics(registry)
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
+    metrics.GrammarMetrics(registry)
     return registry.labels
 
 

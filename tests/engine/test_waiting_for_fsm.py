@@ -5,16 +5,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
-from scripted_engine import (
-    ON_D,
-    ON_P,
-    Clock,
-    Engine,
-    ScriptedConsumer,
-    ScriptedProducer,
-    check_places,
-    expected,
-)
 
 from pdserve_common.engine_types import (
     ErrorCode,
@@ -26,6 +16,16 @@ from pdserve_common.errors import InvalidRequestError, OverloadedError
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import RequestStatus
+from support.clock import Clock
+from support.scripted_engine import (
+    ON_D,
+    ON_P,
+    Engine,
+    ScriptedConsumer,
+    ScriptedProducer,
+    check_places,
+    expected,
+)
 
 PROMPT = [7] * 15
 GRAMMAR = CompiledGrammar(None, 0)

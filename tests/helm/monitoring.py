@@ -156,6 +156,7 @@ def exported() -> dict[str, set[str]]:
     metrics.RouterMetrics(registry)
     metrics.EngineMetrics(registry)
     metrics.KVTransferMetrics(registry)
+    metrics.GrammarMetrics(registry)
     process = CollectorRegistry()
     ProcessCollector(registry=process)
     ProcessCollector(namespace="engine", registry=process)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pdserve_common.structured import StructuralTag
 from pdserve_engine.grammar.native import Bitmask
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
@@ -14,13 +15,14 @@ VOCAB_SIZE = 1392
 EOS = 2
 
 
-def structural_tag(format: dict[str, Any]) -> tuple[str, str]:
-    """Return the text of a format and its digest."""
+def structural_tag(format: dict[str, Any]) -> StructuralTag:
+    """Return the tag that is a format, as it is."""
     return with_digest(json.dumps({"type": "structural_tag", "format": format}))
 
 
-def with_digest(text: str) -> tuple[str, str]:
-    return text, hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+def with_digest(text: str) -> StructuralTag:
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return StructuralTag(text=text, digest=digest)
 
 
 def allowed_ids(bitmask: Bitmask) -> set[int]:

@@ -22,7 +22,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import PdserveError
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
-from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
 from pdserve_common.verbs import Call
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
@@ -103,6 +103,7 @@ class _EngineProcess:
             role=message.role,
             engine_id=message.engine_id,
             metrics=KVTransferMetrics(self._registry),
+            grammar_metrics=GrammarMetrics(self._registry),
             on_step=self._on_step,
         )
         self._engine = engine

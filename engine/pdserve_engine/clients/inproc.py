@@ -26,7 +26,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
 )
 from pdserve_common.errors import DrainingError, EngineDeadError
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients.control import ControlClient
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
@@ -90,6 +90,7 @@ class InprocEngineClient:
         role: Role,
         engine_id: str,
         metrics: KVTransferMetrics,
+        grammar_metrics: GrammarMetrics | None = None,
         on_step: StepObserver | None = None,
     ) -> "InprocEngineClient":
         """Load an engine without blocking the event loop, and start it. Raises what load_engine
@@ -102,6 +103,7 @@ class InprocEngineClient:
             role=role,
             engine_id=engine_id,
             metrics=metrics,
+            grammar_metrics=grammar_metrics,
             wakeup=client.wake,
             take_aborts=client.take_aborts,
         )

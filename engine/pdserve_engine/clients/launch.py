@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Union
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import confine_process
-from pdserve_common.metrics import EngineMetrics, KVTransferMetrics
+from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
 from pdserve_common.model_folder import find_model
 from pdserve_engine.clients.stats import EngineStatsRecorder
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
@@ -53,5 +53,6 @@ async def launch_engine(
         role=role,
         engine_id=engine_id,
         metrics=KVTransferMetrics(registry),
+        grammar_metrics=GrammarMetrics(registry),
         on_step=EngineStatsRecorder(EngineMetrics(registry)),
     )

@@ -1,6 +1,7 @@
 """Turns an EngineConfig into an EngineCore: executor, connector, scheduler."""
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve_common.engine_types import EngineInfo, WorkerRole
-from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
 from pdserve_common.model_folder import model_name
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
@@ -17,6 +18,7 @@ from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.executor import Executor, LoadedModel
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity
@@ -44,11 +46,14 @@ class LoadedEngine:
     control: EngineControl
     step_watch: StepWatch
     logs_iterations: bool
+    compiler: GrammarCompiler | None
 
     def close(self) -> bool:
         """Release the transport, then the pool under it; False, and nothing, if a step hangs that
         uses them. The engine thread has ended.
         """
+        if self.compiler is not None:
+            self.compiler.close()
         if not self.core.close():
             return False
         gc.unfreeze()  # what the pool and the weights held can be collected again
@@ -81,12 +86,14 @@ def load_engine(
     role: Role,
     engine_id: str,
     metrics: KVTransferMetrics,
+    grammar_metrics: GrammarMetrics | None = None,
     wakeup: Callable[[], None] = lambda: None,
     take_aborts: Callable[[], Iterable[str]] = tuple,
 ) -> LoadedEngine:
     """Load everything; takes seconds to minutes and blocks.
 
-    `wakeup` is called, on any thread, when the connector has events for the engine thread. Raises
+    `wakeup` is called, on any thread, when the connector or the grammar compiler has something for
+    the engine thread. Raises
     ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
     of memory.
     """
@@ -103,12 +110,15 @@ def load_engine(
         manager.block_pool.on_dead = executor.poison
     step_seq = _StepCounter()
     connector = _make_connector(config, role, identity, executor, metrics, wakeup, step_seq)
+    compiler = _make_compiler(source, grammar_metrics)
     core = step_seq.core = EngineCore(
         scheduler=Scheduler(
             config.scheduler,
             manager,
             producer=connector if isinstance(connector, ProducerConnector) else None,
             consumer=connector if isinstance(connector, ConsumerConnector) else None,
+            compile_grammar=compiler.compile if compiler is not None else None,
+            wakeup=wakeup,
         ),
         executor=executor,
         max_model_len=max_model_len,
@@ -117,6 +127,8 @@ def load_engine(
     # What is loaded now lives as long as the process: the collector need not look at it again.
     release_unused(source.device)
     info = _describe(config, role, identity, model, manager, max_model_len, source)
+    if compiler is not None:
+        info = dataclasses.replace(info, served_fields=("structured_outputs",))
     _log_loaded(info, source, manager, time.monotonic() - started)
     return LoadedEngine(
         core=core,
@@ -125,6 +137,7 @@ def load_engine(
         control=EngineControl(core),
         step_watch=_make_watch(config),
         logs_iterations=config.log_iterations,
+        compiler=compiler,
     )
 
 
@@ -148,6 +161,18 @@ def _make_pool(
     _check_chunks(config, max_model_len)
     executor.make_pool(num_blocks, max_model_len=max_model_len)
     return manager, max_model_len
+
+
+def _make_compiler(source: ModelSource, metrics: GrammarMetrics | None) -> GrammarCompiler | None:
+    """None, and a line in the log, if the model's vocabulary is not known."""
+    try:
+        info = source.tokenizer_info()
+    except ValueError as error:
+        logger.warning("structured outputs are not served: %s", error)
+        return None
+    if metrics is None:
+        return GrammarCompiler(info)
+    return GrammarCompiler(info, observe=metrics.observe)
 
 
 def _make_connector(

@@ -38,6 +38,7 @@ class EngineStatsRecorder:
         metrics, last = self._metrics, self._last
         metrics.requests_running.set(stats.num_running_reqs)
         metrics.requests_waiting.set(stats.num_waiting_reqs)
+        metrics.requests_waiting_for_fsm.set(stats.num_waiting_for_fsm_reqs)
         metrics.requests_waiting_for_decode.set(stats.num_waiting_for_decode_reqs)
         metrics.waiting_tokens.set(stats.num_waiting_tokens)
         metrics.slots.labels(state="used").set(stats.num_used_slots)
@@ -51,6 +52,7 @@ class EngineStatsRecorder:
         metrics.prefix_cache_queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
         metrics.prefix_cache_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
         metrics.common_prefix_blocks.set(stats.num_common_prefix_blocks)
+        metrics.late_masks.inc(stats.num_late_masks - last.num_late_masks)
         metrics.preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._last = stats
 

@@ -66,6 +66,7 @@ class Places:
         self.ports = (self.remote_decodes.port, self.remote_prefills.port)
         self.suspects = Suspects(self.remote_decodes)
         self.num_preemptions = 0
+        self.num_late_masks = 0
         # Of the requests that wait, those that were running.
         self.num_preempted = 0
 

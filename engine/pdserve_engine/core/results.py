@@ -37,6 +37,7 @@ class Results:
         start = request.num_finished_tokens - scheduled.num_tokens
         if scheduled.num_sampled_tokens and not (token_ids or request.request_id in result.errors):
             _note_late(request, scheduled)
+            self._places.num_late_masks += 1
         end = request.num_finished_tokens
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)

@@ -263,6 +263,7 @@ class Scheduler:
         decodes = places.remote_decodes
         num_waiting = len(self.requests) - len(self.running)
         num_here = num_waiting - len(places.remote_prefills) - len(decodes)
+        num_here -= len(places.waiting_for_fsm)
         num_tokens = self.waiting.num_tokens + decodes.num_tokens
         held_up = decodes.held_up
         return SchedulerStats(
@@ -278,6 +279,8 @@ class Scheduler:
             prefix_cache_queries=self.kv.prefix_cache_queries,
             prefix_cache_hits=self.kv.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
+            num_late_masks=places.num_late_masks,
+            num_waiting_for_fsm_reqs=len(places.waiting_for_fsm),
             num_common_prefix_blocks=max(self.running.num_common_prefix_blocks, default=0),
             step_num_tokens=step_num_tokens,
             step_duration_s=step_duration_s,
@@ -289,11 +292,11 @@ class Scheduler:
         """Put a new request where it waits, or refuse it."""
         decodes, prefills = self.places.remote_decodes, self.places.remote_prefills
         if not (decodes.can_serve(request) and prefills.can_serve(request)):
-            error = InvalidRequestError(
+            refusal = InvalidRequestError(
                 "kv_transfer_params is set, this worker has no KV connector",
                 field="kv_transfer_params",
             )
-            self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
+            self._results.finish(request, RequestStatus.FINISHED_ERROR, refusal.to_engine_error())
             return
         error = self.places.waiting_for_fsm.start(request)
         is_ticket = prefills.add(request)  # also one that ends at once: its connector knows of it

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -16,6 +17,7 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.messages import Compiled, Killed, Refused, TimedOut
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
@@ -40,8 +42,7 @@ Observe = Callable[[Outcome, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    text: str
-    digest: str
+    tag: StructuralTag
     queued_at: float
     future: "Future[CompiledGrammar]" = field(default_factory=Future)
 
@@ -73,21 +74,25 @@ class GrammarCompiler:
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
-    def submit(self, text: str, digest: str) -> "Future[CompiledGrammar]":
-        """Compile a structural tag (JSON) whose SHA-256 is `digest`. Any thread; returns at once.
+    def compile(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
+        """As `submit`, of a constraint. Raises InvalidRequestError."""
+        return self.submit(to_structural_tag(params))
+
+    def submit(self, tag: StructuralTag) -> "Future[CompiledGrammar]":
+        """Compile a structural tag. Any thread; returns at once.
 
         Several may get the same future: do not cancel it. Its exception is InvalidRequestError for
         what is no grammar or takes too much, OverloadedError if the queue is too long,
         RequestFailedError if the compiler was killed twice, EngineDeadError after `close`.
         """
-        job = _Job(text=text, digest=digest, queued_at=self._clock())
+        job = _Job(tag=tag, queued_at=self._clock())
         with self._lock:
-            if (pending := self._pending.get(digest)) is not None:
+            if (pending := self._pending.get(tag.digest)) is not None:
                 return pending.future
-            grammar = self._cache.get(digest)
-            error = self._refusal(text)
+            grammar = self._cache.get(tag.digest)
+            error = self._refusal(tag.text)
             if grammar is None and error is None:
-                self._pending[digest] = job
+                self._pending[tag.digest] = job
                 self._jobs.put(job)
         if grammar is not None:
             self._succeed(job, grammar, "cached")
@@ -134,9 +139,9 @@ class GrammarCompiler:
     def _forget(self, job: _Job, grammar: CompiledGrammar | None = None) -> None:
         """Take a job off the list, and keep what came of it."""
         with self._lock:
-            del self._pending[job.digest]
+            del self._pending[job.tag.digest]
             if grammar is not None:
-                self._cache.put(job.digest, grammar)
+                self._cache.put(job.tag.digest, grammar)
 
     def _succeed(self, job: _Job, grammar: CompiledGrammar, outcome: Outcome) -> None:
         self._observe(outcome, self._clock() - job.queued_at)
@@ -150,7 +155,7 @@ class GrammarCompiler:
         waited_s = self._clock() - job.queued_at
         if waited_s > MAX_QUEUED_S:
             raise _overloaded(f"the grammar waited {waited_s:.0f} s to be compiled")
-        answer = self._ask(job.text)
+        answer = self._ask(job.tag.text)
         if isinstance(answer, Refused):
             raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
         if isinstance(answer, TimedOut):

@@ -4,6 +4,8 @@ import torch
 
 from pdserve_common.kv_types import new_epoch
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.grammar.native import TokenizerInfo
+from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
@@ -44,6 +46,14 @@ class ModelSource:
     def weights_digest(self) -> str:
         processors = tuple(self.logits_processors)
         return model_digest(self._model_dir, self.config, logits_processors=processors)
+
+    def tokenizer_info(self) -> TokenizerInfo:
+        """Return the vocabulary as grammars see it. Raises ValueError if they cannot."""
+        return make_tokenizer_info(
+            self._model_dir,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+        )
 
     def load(self) -> Model:
         return load_model(self._model_dir, self.config, device=self.device)

@@ -477,7 +477,7 @@ class EngineCoreOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs", "num_waiting_for_fsm_reqs", "num_late_masks")
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -493,6 +493,8 @@ class SchedulerStats(_message.Message):
     NUM_COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_DECODE_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FOR_FSM_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_MASKS_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int
@@ -508,7 +510,9 @@ class SchedulerStats(_message.Message):
     num_common_prefix_blocks: int
     num_slots: int
     num_waiting_for_decode_reqs: int
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_waiting_for_decode_reqs: _Optional[int] = ...) -> None: ...
+    num_waiting_for_fsm_reqs: int
+    num_late_masks: int
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_waiting_for_decode_reqs: _Optional[int] = ..., num_waiting_for_fsm_reqs: _Optional[int] = ..., num_late_masks: _Optional[int] = ...) -> None: ...
 
 class UtilityOutput(_message.Message):
     __slots__ = ("call_id", "failure_message", "result")

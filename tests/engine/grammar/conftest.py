@@ -25,4 +25,4 @@ def compiler(tokenizer_info: TokenizerInfo) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="session")
 def compile_format(compiler: GrammarCompiler) -> Callable[[dict[str, Any]], CompiledGrammar]:
-    return lambda format: compiler.submit(*structural_tag(format)).result()
+    return lambda format: compiler.submit(structural_tag(format)).result()

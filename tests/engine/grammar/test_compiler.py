@@ -15,6 +15,7 @@ from pdserve_common.errors import (
     OverloadedError,
     RequestFailedError,
 )
+from pdserve_common.structured import StructuralTag
 from pdserve_engine.grammar import compiler as compiler_module
 from pdserve_engine.grammar import process as process_module
 from pdserve_engine.grammar.cache import GrammarCache
@@ -46,8 +47,8 @@ class Compiler:
         self.submit = self.compiler.submit
         self._others = set(processes())
 
-    def error(self, text: str, digest: str) -> BaseException | None:
-        return self.submit(text, digest).exception(TIMEOUT_S)
+    def error(self, tag: StructuralTag) -> BaseException | None:
+        return self.submit(tag).exception(TIMEOUT_S)
 
     def processes(self) -> list[psutil.Process]:
         return [process for process in processes() if process not in self._others]
@@ -114,15 +115,15 @@ def make_compiler(tokenizer_info: TokenizerInfo) -> Iterator[Callable[..., Compi
 def test_a_grammar_is_compiled_once_and_its_process_starts_with_it(make_compiler) -> None:
     compiler = make_compiler()
     assert not compiler.processes()
-    first = compiler.submit(*NUMBER).result(TIMEOUT_S)
+    first = compiler.submit(NUMBER).result(TIMEOUT_S)
     assert len(compiler.processes()) == 1
-    assert compiler.submit(*NUMBER).result(0) is first
+    assert compiler.submit(NUMBER).result(0) is first
     assert compiler.outcomes == ["compiled", "cached"]
 
 
 def test_those_who_ask_for_one_grammar_wait_for_one_compilation(make_compiler) -> None:
     compiler = make_compiler()
-    first, second = compiler.submit(*NUMBER), compiler.submit(*NUMBER)
+    first, second = compiler.submit(NUMBER), compiler.submit(NUMBER)
     assert first is second
     assert isinstance(first.result(TIMEOUT_S), CompiledGrammar)
     assert compiler.outcomes == ["compiled"]
@@ -131,8 +132,8 @@ def test_those_who_ask_for_one_grammar_wait_for_one_compilation(make_compiler) -
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (structural_tag({"type": "regex", "pattern": "["})[0], "Unclosed"),
-        (structural_tag({"type": "grammar", "grammar": "root ::= nowhere"})[0], "nowhere"),
+        (structural_tag({"type": "regex", "pattern": "["}).text, "Unclosed"),
+        (structural_tag({"type": "grammar", "grammar": "root ::= nowhere"}).text, "nowhere"),
         ("{", "JSON"),
         ("x" * (MAX_TEXT_BYTES + 1), f"at most {MAX_TEXT_BYTES}"),
     ],
@@ -140,7 +141,7 @@ def test_those_who_ask_for_one_grammar_wait_for_one_compilation(make_compiler) -
 )
 def test_what_is_no_grammar_is_refused(make_compiler, text: str, reason: str) -> None:
     compiler = make_compiler()
-    error = compiler.error(*with_digest(text))
+    error = compiler.error(with_digest(text))
     assert isinstance(error, InvalidRequestError)
     assert reason in error.message
     assert error.field == "structured_outputs"
@@ -148,13 +149,13 @@ def test_what_is_no_grammar_is_refused(make_compiler, text: str, reason: str) ->
 
 
 def test_what_takes_too_long_is_given_up(make_compiler) -> None:
-    assert_given_up(make_compiler().error(*ENDLESS))
+    assert_given_up(make_compiler().error(ENDLESS))
 
 
 def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:
     compiler = make_compiler(max_queued=2)
-    waiting = [compiler.submit(*ENDLESS), compiler.submit(*WORD)]
-    error = compiler.error(*NUMBER)
+    waiting = [compiler.submit(ENDLESS), compiler.submit(WORD)]
+    error = compiler.error(NUMBER)
     assert isinstance(error, OverloadedError)
     assert error.retry_after_ms
     compiler.kill_twice()
@@ -166,8 +167,8 @@ def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:
 def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_QUEUED_S", 0.5)
     compiler = make_compiler()
-    compiler.submit(*ENDLESS)
-    future = compiler.submit(*WORD)
+    compiler.submit(ENDLESS)
+    future = compiler.submit(WORD)
     time.sleep(1.0)
     compiler.kill_twice()
     assert isinstance(future.exception(TIMEOUT_S), OverloadedError)
@@ -175,34 +176,34 @@ def test_one_that_waited_too_long_is_refused(make_compiler, monkeypatch) -> None
 
 def test_a_compilation_that_is_killed_is_tried_once_more(make_compiler) -> None:
     compiler = make_compiler()
-    future = compiler.submit(*ENDLESS)
+    future = compiler.submit(ENDLESS)
     compiler.await_fork().kill()
     assert_given_up(future.exception(TIMEOUT_S))
 
 
 def test_one_that_is_killed_twice_is_a_typed_error(make_compiler) -> None:
     compiler = make_compiler()
-    future = compiler.submit(*ENDLESS)
+    future = compiler.submit(ENDLESS)
     compiler.kill_twice()
     assert isinstance(future.exception(TIMEOUT_S), RequestFailedError)
     assert compiler.outcomes == ["failed"]
-    assert isinstance(compiler.submit(*WORD).result(TIMEOUT_S), CompiledGrammar)
+    assert isinstance(compiler.submit(WORD).result(TIMEOUT_S), CompiledGrammar)
 
 
 def test_a_compiler_that_is_killed_starts_anew(make_compiler) -> None:
     compiler = make_compiler()
-    future = compiler.submit(*ENDLESS)
+    future = compiler.submit(ENDLESS)
     fork = compiler.await_fork()
     compiler.processes()[0].kill()
     await_end(fork)
     assert_given_up(future.exception(TIMEOUT_S))
-    assert isinstance(compiler.submit(*WORD).result(TIMEOUT_S), CompiledGrammar)
+    assert isinstance(compiler.submit(WORD).result(TIMEOUT_S), CompiledGrammar)
 
 
 def test_a_compiler_that_hangs_is_killed(make_compiler, monkeypatch) -> None:
     monkeypatch.setattr(process_module, "ANSWER_TIMEOUT_S", 0.2)
     compiler = make_compiler()
-    future = compiler.submit(*ENDLESS)
+    future = compiler.submit(ENDLESS)
     for _ in range(2):
         compiler.await_fork()
         (process,) = compiler.processes()
@@ -213,12 +214,12 @@ def test_a_compiler_that_hangs_is_killed(make_compiler, monkeypatch) -> None:
 
 def test_the_end_leaves_no_process_and_nobody_waiting(make_compiler) -> None:
     compiler = make_compiler()
-    futures = [compiler.submit(*ENDLESS), compiler.submit(*WORD)]
+    futures = [compiler.submit(ENDLESS), compiler.submit(WORD)]
     fork = compiler.await_fork()
     ended = [fork, *compiler.processes()]
     compiler.compiler.close()
     assert all(isinstance(future.exception(0), EngineDeadError) for future in futures)
-    assert isinstance(compiler.error(*NUMBER), EngineDeadError)
+    assert isinstance(compiler.error(NUMBER), EngineDeadError)
     await_end(*ended)
 
 
@@ -238,11 +239,11 @@ def test_a_process_ends_with_the_thread_that_started_it(tokenizer_info: Tokenize
 
 def test_signals_to_the_group_do_not_end_it(make_compiler) -> None:
     compiler = make_compiler()
-    compiler.submit(*WORD).result(TIMEOUT_S)
+    compiler.submit(WORD).result(TIMEOUT_S)
     (process,) = compiler.processes()
     for signum in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, signum)
-    assert isinstance(compiler.submit(*NUMBER).result(TIMEOUT_S), CompiledGrammar)
+    assert isinstance(compiler.submit(NUMBER).result(TIMEOUT_S), CompiledGrammar)
     assert compiler.processes() == [process]
 
 
@@ -276,10 +277,10 @@ def test_a_cache_keeps_nothing_that_is_larger_than_itself() -> None:
 )
 def test_whatever_strangers_send_is_compiled_or_refused(make_compiler, count: int) -> None:
     compiler = make_compiler()
-    compiler.submit(*WORD).result(TIMEOUT_S)
+    compiler.submit(WORD).result(TIMEOUT_S)
     (process,) = compiler.processes()
     for number, text in enumerate(hostile_grammars.texts(count, count)):
-        error = compiler.submit(*with_digest(text)).exception(ANSWER_S)
+        error = compiler.submit(with_digest(text)).exception(ANSWER_S)
         # Overloaded: a busy machine gives it too little time.
         assert error is None or isinstance(error, (InvalidRequestError, OverloadedError)), (
             number,
