@@ -181,7 +181,7 @@ def record_logits(driver: Driver) -> list[torch.Tensor]:
         return seen[-1].clone()
 
     model.compute_logits = record
-    model.choose_greedily = lambda hidden_rows: argmax(record(hidden_rows))
+    model.choose_greedily = lambda hidden_rows, mask: argmax(record(hidden_rows), mask=mask)
     return seen
 
 

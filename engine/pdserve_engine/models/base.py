@@ -48,6 +48,11 @@ class Model(Protocol):
         """Return logits [n, vocab_size] of the n hidden rows, in fp32 or the model's dtype."""
         ...
 
-    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
-        """Return the argmax of the n rows' logits, which need not be in memory for that."""
+    def choose_greedily(
+        self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
+        """Return the argmax of the n rows' logits, which need not be in memory for that.
+
+        A mask is int32 [n, ceil(vocab_size / 32)] on the model's device: a set bit allows a token.
+        """
         ...

@@ -135,9 +135,11 @@ class LlamaModel:
         return logits
 
     @torch.inference_mode()
-    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
+    def choose_greedily(
+        self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
         """See `models.base.Model`."""
-        best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head)
+        best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head, mask=mask)
         return best
 
     def _read(self, *names: str) -> torch.Tensor:

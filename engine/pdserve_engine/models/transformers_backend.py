@@ -110,9 +110,11 @@ class TransformersModel:
         return logits
 
     @torch.inference_mode()
-    def choose_greedily(self, hidden_rows: torch.Tensor) -> Argmax:
+    def choose_greedily(
+        self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
         """See `models.base.Model`."""
-        best: Argmax = self._kernels.argmax(self.compute_logits(hidden_rows))
+        best: Argmax = self._kernels.argmax(self.compute_logits(hidden_rows), mask=mask)
         return best
 
     def _probe(self) -> None:

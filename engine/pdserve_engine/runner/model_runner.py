@@ -22,7 +22,12 @@ from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs
 from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
-from pdserve_engine.sampling.state import NO_LOGPROBS, SampledTokens, SamplingState
+from pdserve_engine.sampling.state import (
+    NO_LOGPROBS,
+    SampledTokens,
+    SamplingState,
+    errors_of_masks,
+)
 from pdserve_kernels.metadata import AttentionMetadata
 
 # Prompts that ask for logprobs have the logits of so many rows in memory at a time, and so many
@@ -223,9 +228,10 @@ class ModelRunner:
         """Return a token for each of `rows`, whose hidden states are [n, hidden_size]."""
         batch = self._batch
         if batch.sampling.is_greedy(rows):
-            best = self.model.choose_greedily(hidden_states)
+            mask = None if masks is None else self._to_device(masks.bitmask)
+            best = self.model.choose_greedily(hidden_states, mask=mask)
             token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
-            return SampledTokens(rows, token_ids, {}, {}, num_nans)
+            return SampledTokens(rows, token_ids, {}, errors_of_masks(masks, token_ids), num_nans)
         logits = self.model.compute_logits(hidden_states)
         return batch.sampling.sample(logits, rows, batch.output_token_ids, masks)
 

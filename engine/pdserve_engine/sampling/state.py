@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
-from pdserve_engine.grammar.manager import ALL_ALLOWED, StructuredOutputManager, TokenMasks
-from pdserve_engine.grammar.native import Bitmask
+from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs, narrow
@@ -22,7 +22,8 @@ from pdserve_engine.sampling.processors import (
 )
 from pdserve_engine.sampling.rules import TokenRules
 from pdserve_kernels import select
-from pdserve_kernels.sampling_batch import SamplingBatch
+from pdserve_kernels.reference.masks import mask_logits
+from pdserve_kernels.sampling_batch import MASK_BITS, SamplingBatch
 
 # In num_logprobs and num_prompt_logprobs; 0 asks for the chosen token's alone.
 NO_LOGPROBS = -1
@@ -108,7 +109,6 @@ class SamplingState:
             or params.logprobs is not None
             or self._has_rules[row]
             or self._penalties.are_asked_for(np.array([row]))
-            or request.grammar is not None
         )
         if self._has_rules[row]:
             self._rules[row] = self._make_rules(params, request.eos_token_id)
@@ -158,9 +158,11 @@ class SamplingState:
         raw_logits = logits[self._to_device(asked)] if len(asked) else None
         if self._has_rules[batch_rows].any() or self._penalties.are_asked_for(batch_rows):
             logits = logits.float()
-        errors = self._apply_rules(logits, rows, output_token_ids, masks)
+        mask = None if masks is None else self._to_device(masks.bitmask)
+        errors = self._apply_rules(logits, rows, output_token_ids, mask)
         self._penalties.apply(logits, rows)
-        token_ids = self._kernels.sample(logits, self._describe(rows)).cpu().numpy()
+        token_ids = self._kernels.sample(logits, self._describe(rows), mask=mask).cpu().numpy()
+        errors |= errors_of_masks(masks, token_ids)
         token_ids[list(errors)] = DUMMY_TOKEN_ID
         logprobs: dict[int, LogprobsLists] = {}
         if raw_logits is not None:
@@ -185,8 +187,9 @@ class SamplingState:
         logits: torch.Tensor,
         rows: LogitsRows,
         output_token_ids: Callable[[int], Rows],
-        masks: TokenMasks | None,
+        mask: torch.Tensor | None,
     ) -> dict[int, EngineError]:
+        """Change the logits; return the errors of rows of which nothing is left to choose."""
         errors: dict[int, EngineError] = {}
         constrained: list[int] = []
         for index in np.flatnonzero(self._has_rules[rows.batch_rows]).tolist():
@@ -199,24 +202,13 @@ class SamplingState:
                     constrained.append(index)
             except LogitsProcessorError as error:
                 errors[index] = error.to_engine_error()
-        if masks is not None:  # last: no processor allows what a grammar does not
-            errors |= masks.errors
-            constrained += self._apply_masks(logits, masks.bitmask)
         if constrained:
-            highest = torch.stack([logits[index].amax() for index in constrained]).tolist()
+            left = [_masked_row(logits, mask, index) for index in constrained]
+            highest = torch.stack([row.amax() for row in left]).tolist()
             for index, value in zip(constrained, highest, strict=True):
                 if not math.isfinite(value):
                     errors[index] = _why_unusable(value).to_engine_error()
         return errors
-
-    def _apply_masks(self, logits: torch.Tensor, bitmask: Bitmask) -> list[int]:
-        """Ban what is not allowed; return the indexes of the rows in which something is not."""
-        indexes = np.flatnonzero((bitmask != ALL_ALLOWED).any(axis=1))
-        bits = np.unpackbits(bitmask[indexes].view(np.uint8), axis=1, bitorder="little")
-        banned = torch.from_numpy(bits[:, : self._vocab_size] == 0).to(self._device)
-        for index, row in zip(indexes.tolist(), banned, strict=True):
-            logits[index].masked_fill_(row, -math.inf)
-        return list(indexes.tolist())
 
     def _logprobs(
         self, raw_logits: torch.Tensor, batch_rows: Rows, asked: Rows, token_ids: Rows
@@ -240,8 +232,25 @@ class SamplingState:
             factories=self._logits_processors,
         )
 
-    def _to_device(self, array: Rows) -> torch.Tensor:
+    def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def errors_of_masks(masks: TokenMasks | None, token_ids: Rows) -> dict[int, EngineError]:
+    """Return, by row, why it cannot be given its token: the grammar's reason, or that the token is
+    none of the grammar's, which happens where the logits of all of those are -inf.
+    """
+    if masks is None:
+        return {}
+    words = masks.bitmask[np.arange(len(token_ids)), token_ids // MASK_BITS]
+    not_allowed = np.flatnonzero(words >> (token_ids % MASK_BITS) & 1 == 0)
+    none_left = _why_unusable(-math.inf).to_engine_error()
+    return dict.fromkeys(not_allowed.tolist(), none_left) | masks.errors
+
+
+def _masked_row(logits: torch.Tensor, mask: torch.Tensor | None, index: int) -> torch.Tensor:
+    row = slice(index, index + 1)
+    return logits[row] if mask is None else mask_logits(logits[row], mask[row])
 
 
 def _count_or_none(num_logprobs: int | None) -> int:

@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -76,6 +77,22 @@ def test_answers_fit_their_grammars(
             jsonschema.validate(json.loads(text), SCHEMA)
         else:
             assert regex.fullmatch(PATTERN, text), text
+
+
+def test_greedy_answers_need_no_logits_and_are_those_of_the_logits(
+    driver: Driver, compile_format: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, model = compile_format(JSON), driver.runner.model
+    greedy = SamplingParams(temperature=0.0)
+    driver.add("logits", [10, 20, 30], params=replace(greedy, logprobs=1), grammar=grammar)
+    finish(driver, "logits")
+    for name in ("plain", "fused"):
+        driver.add(name, [10, 20, 30], params=greedy, grammar=grammar if name == "fused" else None)
+    monkeypatch.delattr(type(model), "compute_logits")
+    while driver.sequences["fused"].token_ids[-1] != EOS:
+        driver.step({"fused": 100, "plain": 100})
+    assert driver.sequences["fused"].output == driver.sequences["logits"].output
+    assert driver.sequences["fused"].output[:5] != driver.sequences["plain"].output[:5]
 
 
 def test_rows_without_a_grammar_have_the_tokens_that_they_have_alone(

@@ -17,10 +17,11 @@ from pdserve_common.engine_types import (
     LogprobsLists,
     SamplingParams,
 )
+from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
-from pdserve_engine.sampling.state import SamplingState
+from pdserve_engine.sampling.state import SamplingState, errors_of_masks
 
 VOCAB_SIZE = 403
 MAX_NUM_SEQS = 8
@@ -325,6 +326,45 @@ def test_nan_logits_stay_in_their_row() -> None:
     assert (tokens[:1], {0: logprobs[0]}) == expected[:2]
     assert 0 not in errors
     assert 0 <= tokens[1] < VOCAB_SIZE
+
+
+def mask_of(*allowed: Sequence[int]) -> TokenMasks:
+    bits = np.zeros((len(allowed), -(-VOCAB_SIZE // 32) * 32), dtype=np.uint8)
+    for row, token_ids in zip(bits, allowed, strict=True):
+        row[list(token_ids)] = 1
+    return TokenMasks(np.packbits(bits, axis=1, bitorder="little").view(np.int32), (), {})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_masks_say_what_is_sampled_and_not_what_logprobs_are_of(temperature: float) -> None:
+    batch, logits = Batch(), make_logits(2)
+    params = SamplingParams(temperature=temperature, logprobs=1, presence_penalty=1.0)
+    for row in range(2):
+        batch.add(row, params)
+    rows, masks = LogitsRows(np.arange(2), np.zeros(2, dtype=np.int64)), mask_of([40], range(403))
+    sampled = batch.state.sample(logits.clone(), rows, batch.output_token_ids, masks)
+    assert sampled.token_ids[0] == 40
+    assert sampled.token_ids[1] == batch.sample([1], logits[1:])[0][0]
+    assert not sampled.errors
+    expected = logits[0].double().log_softmax(0)
+    best = int(expected.argmax())
+    assert sampled.logprobs[0].logprob_token_ids == ((40, best),)
+    assert sampled.logprobs[0].logprobs[0] == pytest.approx(expected[[40, best]].tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(bad_words_token_ids=((40,),))])
+def test_a_row_of_which_its_mask_allows_nothing_gets_no_token(params: SamplingParams) -> None:
+    batch, logits = Batch(), make_logits(3)
+    for row in range(3):
+        batch.add(row, params)
+    logits[0, [40, 50]] = -torch.inf
+    rows = LogitsRows(np.arange(3), np.zeros(3, dtype=np.int64))
+    masks = mask_of([40, 50], [], [40, 50])
+    sampled = batch.state.sample(logits, rows, batch.output_token_ids, masks)
+    assert list(sampled.errors) == [0, 1]
+    assert "no token is left to choose" in sampled.errors[0].message
+    assert sampled.token_ids[2] in (40, 50)
+    assert list(errors_of_masks(masks, np.array([3, 3, 50]))) == [0, 1]
 
 
 def test_plain_rows_do_nothing_for_features() -> None:
