@@ -26,7 +26,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
 from support.local_transport import LocalRegistry, LocalTransport
 from support.scripted_engine import ON_D, ON_P, ScriptedConsumer
-from support.steps import held_steps
+from support.steps import exchange_parts, held_steps
 
 
 def request(request_id: str, **fields: Any) -> EngineCoreRequest:
@@ -72,7 +72,7 @@ async def test_the_connector_hears_of_a_request_in_the_midst_of_a_step(
 ) -> None:
     engine = await launch(make_model(), role="decode", kv_connector="none")
     connector = Connector()
-    engine._loaded = replace(engine._loaded, connector=connector)
+    exchange_parts(engine, connector=connector)
     async with long_step(engine):
         ticket = request("remote", kv_transfer_params=ON_D)
         engine.add_request(ticket)

@@ -20,7 +20,7 @@ from pdserve_engine.request.watchdog import (
     work_of,
 )
 from support.clock import Clock
-from support.steps import held_steps
+from support.steps import exchange_parts, held_steps
 from support.waiting import until
 
 TIMEOUT_S = 300.0
@@ -161,7 +161,7 @@ async def test_an_engine_learns_from_its_steps(
     engine.add_request(request)  # what is slow once is over then
     await until(lambda: "a" in ended(outputs))
     watch = StepWatch(timeout_s=TIMEOUT_S, min_bound_s=0.1)
-    engine._loaded = dataclasses.replace(engine._loaded, step_watch=watch)
+    exchange_parts(engine, step_watch=watch)
     engine.add_request(dataclasses.replace(request, request_id="b"))
     await until(lambda: "b" in ended(outputs))
     with held_steps():

@@ -79,10 +79,14 @@ def test_those_who_come_together_compile_once(
     assert caplog.text.count("compiled ") == 1
 
 
+def library_name() -> str:
+    return building._library_name(ISA)
+
+
 def test_a_prebuilt_library_needs_no_compiler(
     no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prebuilt = tmp_path / building._library_name(ISA)
+    prebuilt = tmp_path / library_name()
     prebuilt.touch()
     monkeypatch.setenv(building.PREBUILT_VARIABLE, str(tmp_path))
     assert build(ISA) == prebuilt
@@ -91,7 +95,7 @@ def test_a_prebuilt_library_needs_no_compiler(
 def test_a_damaged_library_is_refused_by_its_name(
     no_compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damaged = tmp_path / building._library_name(ISA)
+    damaged = tmp_path / library_name()
     damaged.write_bytes(bytes(4096))
     monkeypatch.setenv(building.PREBUILT_VARIABLE, str(tmp_path))
     with pytest.raises(KernelsUnavailable, match=f"{damaged.name}: invalid ELF header"):

@@ -1,5 +1,6 @@
 """What a router needs of a model: a small tokenizer with a chat template."""
 
+import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,3 +40,10 @@ def make_model_dir(path: Path) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(path)
+
+
+def copy_with_template(model_dir: Path, folder: Path, template: str) -> str:
+    """Copy a model into a folder that is not there yet, with another chat template."""
+    shutil.copytree(model_dir, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)

@@ -4,6 +4,7 @@ import logging
 
 import httpx
 import pytest
+from fake_model import copy_with_template
 
 from pdserve_router.api.openai_fields import (
     MAX_NAMES,
@@ -280,9 +281,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def template_tokenizer(model_dir):
-    tokenizer = Tokenizer(str(model_dir))
-    tokenizer._pretrained.chat_template = TEMPLATE
+def template_tokenizer(model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("template") / "tiny"
+    tokenizer = Tokenizer(copy_with_template(model_dir, folder, TEMPLATE))
     yield tokenizer
     tokenizer.close()
 

@@ -293,7 +293,9 @@ async def test_a_mismatch_is_never_tried_and_names_what_differs(start, caplog, f
         assert stage.path == "no_proven_pair"
         ours = getattr(stage.prefill[0].info, field)
         assert f"cannot work together: {field} is {ours} and {value}" in caplog.text
-        stage.pool._on_change()
+        for is_paused in (True, False):  # they are looked at again
+            stage.prefill[0].is_paused = is_paused
+            await until(lambda is_paused=is_paused: stage.pool.prefill[0].is_ready != is_paused)
         assert caplog.text.count("cannot work together") == 1
         assert stage.decode[0].probes == []
 

@@ -349,15 +349,16 @@ async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) ->
     assert outputs[-1].metrics.num_redrives == 1
 
 
+def before_making(stack, monkeypatch, act) -> None:
+    """Let `act` happen in the thread that makes a live request, before it does."""
+    make = stack.server.router._make
+    monkeypatch.setattr(stack.server.router, "_make", lambda *args: act() or make(*args))
+
+
 async def test_many_tokens_are_taken_beside_the_event_loop(stack, answer, monkeypatch) -> None:
     monkeypatch.setattr("pdserve_router.router.INLINE_RESUMED_TOKENS", 2)
     threads = []
-    make = stack.server.router._make
-    monkeypatch.setattr(
-        stack.server.router,
-        "_make",
-        lambda *args: threads.append(threading.current_thread()) or make(*args),
-    )
+    before_making(stack, monkeypatch, lambda: threads.append(threading.current_thread()))
     for num_tokens in (2, 3):
         outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer[:num_tokens]}])
         assert tokens_of(outputs) == answer[num_tokens:]
@@ -370,13 +371,11 @@ async def test_a_worker_may_be_gone_when_the_request_is_sent(
 ) -> None:
     monkeypatch.setattr("pdserve_router.router.INLINE_RESUMED_TOKENS", 0)
     async with start_stack(max_redrives=max_redrives) as stack:
-        make = stack.server.router._make
 
-        def make_late(*args: object) -> object:
+        def lose_prefill() -> None:
             stack.server.pool.prefill[0].state = WorkerState.DOWN
-            return make(*args)
 
-        monkeypatch.setattr(stack.server.router, "_make", make_late)
+        before_making(stack, monkeypatch, lose_prefill)
         resume = [{"index": 0, "token_ids": answer[:3]}]
         outputs = await generate(stack, resume=resume, n=n)
         if max_redrives:

@@ -5,6 +5,9 @@ import json
 import httpx
 import openai
 import pytest
+from fake_model import copy_with_template
+
+from pdserve_router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 QUESTION = {"role": "user", "content": "what is the weather?"}
@@ -192,11 +195,12 @@ async def test_unknown_fields_of_tools_and_calls_are_named(http, stack) -> None:
         assert stack.metric("pdserve_http_unknown_fields_total", field=name) == 1
 
 
-async def test_a_model_whose_template_knows_no_tools(start_stack, tokenizer, monkeypatch) -> None:
+async def test_a_model_whose_template_knows_no_tools(
+    start_stack, model_dir, tmp_path, monkeypatch
+) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(tokenizer._pretrained, "chat_template", template)
-    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(tokenizer, "close", lambda: None)
+    folder = copy_with_template(model_dir, tmp_path / "tiny", template)
+    monkeypatch.setattr("pdserve_router.server.Tokenizer", lambda path: Tokenizer(folder))
     for chat_format, reason in (("auto", "is not known"), ("hermes", "chat template knows none")):
         async with (
             start_stack(http=True, answer=CALLING, chat_format=chat_format) as stack,

@@ -2,6 +2,7 @@
 stand-in connectors for both roles: the test says when KV arrives.
 """
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -227,6 +228,12 @@ class Engine:
         self.kv.check_integrity()
         assert self.pool.num_free_blocks == self.pool.num_blocks
         assert not self.scheduler.has_requests()
+
+
+def num_requests_alive() -> int:
+    """How many requests something of this process still holds."""
+    gc.collect()
+    return sum(type(item) is Request for item in gc.get_objects())
 
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:

@@ -1,9 +1,11 @@
 """What happens in the steps of this process's engines: they hang, take long, or fail."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,11 @@ def before_steps(act: Callable[[SchedulerOutput], object]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rank, "execute_model", execute_after)
         yield
+
+
+def exchange_parts(engine: Any, **parts: object) -> None:
+    """Give an engine of this process other parts (LoadedEngine's fields) than it has."""
+    engine._loaded = dataclasses.replace(engine._loaded, **parts)
 
 
 class HeldStep:

@@ -254,15 +254,24 @@ def test_a_text_that_no_token_continues_is_an_error(
     assert "no token continues the 0 so far" in manager.error(0)
 
 
+def hold_slow_rows(manager: Manager, blocked: threading.Event) -> None:
+    """Until the event is set no slow row gets on."""
+    manager._slow.submit(blocked.wait)
+
+
+def rows_of(manager: Manager) -> Any:
+    return manager._rows
+
+
 def test_a_late_row_is_left_out_and_nobody_waits_for_it(
     compile_format: Compile, manager: Manager, clock: Clock, vocabulary: list[bytes]
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    manager._slow.submit(blocked.wait)
+    hold_slow_rows(manager, blocked)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
     manager.add(1, grammar, ())
-    manager._rows[1].ready.result(60)
+    rows_of(manager)[1].ready.result(60)
     masks = manager.take([0, 1])
     assert masks is not None
     assert masks.late == (0,)
@@ -276,7 +285,7 @@ def test_a_row_that_stays_late_is_an_error(
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    manager._slow.submit(blocked.wait)
+    hold_slow_rows(manager, blocked)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
     clock.now += MAX_LATE_S + 1
     masks = manager.take([0])
@@ -296,14 +305,14 @@ def test_a_row_whose_masks_are_slow_leaves_the_others_alone(
     manager.add(0, grammar, ())
     manager.masks(0)
     blocked = threading.Event()
-    manager._slow.submit(blocked.wait)
+    hold_slow_rows(manager, blocked)
     manager.accept(0, a)
-    assert not manager._rows[0].ready.done()
+    assert not rows_of(manager)[0].ready.done()
     blocked.set()
     manager.masks(0)
     # That turn was quick.
     blocked.clear()
-    manager._slow.submit(blocked.wait)
+    hold_slow_rows(manager, blocked)
     manager.accept(0, a)
     manager.masks(0)
     blocked.set()
@@ -315,9 +324,9 @@ def test_a_row_that_is_gone_is_not_matched(
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    manager._slow.submit(blocked.wait)
+    hold_slow_rows(manager, blocked)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
-    row = manager._rows[0]
+    row = rows_of(manager)[0]
     manager.remove(0)
     manager.add(0, grammar, [a])  # another request's, in the same place
     blocked.set()

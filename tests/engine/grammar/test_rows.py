@@ -109,6 +109,10 @@ def test_rows_without_a_grammar_have_the_tokens_that_they_have_alone(
     assert driver.sequences["beside"].output[:20] == driver.sequences["alone"].output
 
 
+def grammars_of(driver: Driver) -> Any:
+    return driver.runner._batch.sampling.grammars
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_preemptions_and_late_masks_change_no_token(
     driver: Driver, compile_format: Compile, seed: int
@@ -117,7 +121,7 @@ def test_preemptions_and_late_masks_change_no_token(
     for name in ("calm", "moved"):
         driver.add(name, [10, 20, 30], params=RANDOM, seed=seed, grammar=grammar)
     finish(driver, "calm")
-    manager = driver.runner._batch.sampling.grammars
+    manager = grammars_of(driver)
     while driver.sequences["moved"].token_ids[-1] != EOS:
         blocked = threading.Event()
         if rng.random() < 0.3:
@@ -138,7 +142,7 @@ def test_a_late_row_is_left_out_beside_one_that_is_not(
     a_lot = compile_format({"type": "regex", "pattern": "[^\\x00]*"})
     letter = 40
     blocked = threading.Event()
-    driver.runner._batch.sampling.grammars._slow.submit(blocked.wait)
+    grammars_of(driver)._slow.submit(blocked.wait)
     output = [letter] * (SLOW_NUM_TOKENS + 1)
     driver.add("late", [10], output=output, params=RANDOM, grammar=a_lot)
     driver.add("other", [10], params=RANDOM)
@@ -187,4 +191,4 @@ def test_a_row_that_another_request_gets_is_as_new(driver: Driver, compile_forma
     driver.finish("a")
     driver.add("b", [10], params=RANDOM)
     driver.step({"b": 100})
-    assert not driver.runner._batch.sampling.grammars.num_rows
+    assert not grammars_of(driver).num_rows
