@@ -403,27 +403,32 @@ def longest(node: Node) -> int | None:
     return max(known) if isinstance(node, Alt) else sum(known)
 
 
-def write(node: Node) -> str:
-    """The pattern of a tree without anchors, in printable ASCII."""
+def _parts(node: Node) -> tuple[Node, ...]:
+    assert isinstance(node, Cat | Alt), "anchors are gone"
+    return node[0]
+
+
+def write(node: Node, *, is_split: bool = True) -> str:
+    """The pattern of a tree without anchors, in printable ASCII. xgrammar's automata, which take
+    patterns within JSON, take wrong bytes for ranges over characters of different lengths in UTF-8,
+    unless they are split; its rules are slow if they are.
+    """
     if isinstance(node, Chars):
-        return _class_text(node.ranges)
+        return _class_text(node.ranges, _UTF8_LENGTHS if is_split else ((0, _LAST),))
     if isinstance(node, Repeat):
         high = "" if node.high is None else str(node.high)
-        text = write(node.part)
+        text = write(node.part, is_split=is_split)
         return f"{text if isinstance(node.part, Chars) else f'(?:{text})'}{{{node.low},{high}}}"
-    if isinstance(node, Alt):
-        return f"(?:{'|'.join(map(write, node.options))})"
-    assert isinstance(node, Cat)
-    return "".join(map(write, node.parts))
+    texts = [write(part, is_split=is_split) for part in _parts(node)]
+    return f"(?:{'|'.join(texts)})" if isinstance(node, Alt) else "".join(texts)
 
 
-def _class_text(ranges: Ranges) -> str:
+def _class_text(ranges: Ranges, lengths: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and chr(ranges[0][0]).isalnum():
         return _char_text(ranges[0][0])
-    # xgrammar's automata take wrong bytes for ranges over characters of different lengths in UTF-8.
     classes = [
         "".join(_range_text(*pair) for pair in part)
-        for length in _UTF8_LENGTHS
+        for length in lengths
         if (part := intersection(ranges, (length,)))
     ]
     return f"[{classes[0]}]" if len(classes) == 1 else f"(?:[{']|['.join(classes)}])"

@@ -17,12 +17,12 @@ MAX_INTEGER = 2**63 - 2
 MAX_NUMBER = 2**53
 MAX_FRACTION = 10**9
 _MICRO = Decimal("0.000001")
-# A character of a JSON string in one of its spellings. As one of its characters is not ASCII,
-# xgrammar makes rules of it, which count, and no automaton with states for each repetition.
-_ANY_CHAR = (
-    r"(?:[\x20-\x21\x23-\x5b\x5d-\u{d7ff}\u{e000}-" + chr(0x10FFFF) + "]"
-    r'|\x5c["\x5c/bfnrt]|\x5cu00[01][0-9a-f])'
-)
+# Of what patterns may have in one document: a bound of a number or of a length costs xgrammar about
+# as much as so many characters of a pattern.
+_BOUND_COST = 16
+# A character of a JSON string, but for those that are escaped. As one end of it is not ASCII,
+# xgrammar makes rules of it: they count, and their masks are quick.
+_ANY_CHAR = r"[\x20-\x21\x23-\x5b\x5d-\u{d7ff}\u{e000}-" + chr(0x10FFFF) + "]"
 
 
 def read_integer(node: Node) -> Written:
@@ -54,6 +54,8 @@ def _range(node: Node, step: Decimal) -> tuple[Decimal | None, Decimal | None]:
     lows = _firsts(node.bound("minimum"), node.bound("exclusiveMinimum"), step, sign=1)
     highs = _firsts(node.bound("maximum"), node.bound("exclusiveMaximum"), step, sign=-1)
     low, high = max(lows, default=None), min(highs, default=None)
+    if (low, high) != (None, None):
+        node.spend("characters of patterns", _BOUND_COST, "minimum")
     if low is not None and high is not None and low > high:
         node.refuse("minimum", f"leaves no value: the first is {low:.6g}, the last {high:.6g}")
     return low, high
@@ -107,6 +109,7 @@ def read_string(node: Node) -> Written:
             return {"type": "string", "pattern": f"^{patterns.write(tree)}$"}
     if low == 0 and high is None:
         return {"type": "string"}
+    node.spend("characters of patterns", _BOUND_COST, "maxLength")
     counted = "" if high == 0 else f"{_ANY_CHAR}{{{low},{'' if high is None else high}}}"
     return {"type": "string", "pattern": f"^{counted}$"}
 

@@ -52,7 +52,7 @@ def regex_format(text: str, *, field: str) -> Format:
         patterns.check_size(tree)
     except patterns.PatternError as error:
         raise InvalidRequestError(f"{field} {error}", field=field_name(field)) from None
-    return {"type": "regex", "pattern": f"^{patterns.write(tree)}$"}
+    return {"type": "regex", "pattern": f"^{patterns.write(tree, is_split=False)}$"}
 
 
 def grammar_format(text: str) -> Format:
