@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from cpu_limits import DOT_FLOPS, DOTS, Kernel, fastest, load_limits
 
@@ -19,12 +20,16 @@ from pdserve_kernels import cpu, name_of, reference
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
+from pdserve_kernels.sampling_batch import MASK_BITS, SamplingBatch, num_mask_words
 
 # [out_features, in_features] of a 0.6B model with a small vocabulary.
 LAYER = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = {"lm_head": (32000, 1024)}
 # Bits and group size of integer weights, as `--quantization` makes them.
 QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
+# Of a large vocabulary, for masks, and how many tokens these allow; None is no mask.
+MASKED_HEAD = (151_936, 1024)
+ALLOWED_TOKENS = (None, 1000, 64, 5)
 NUM_LAYERS = 28
 COLD_BYTES = 2**28
 # Of the same model's attention.
@@ -190,6 +195,53 @@ def report_attention(
     )
 
 
+def bench_masks(args: argparse.Namespace) -> None:
+    """The head and the choice of a token, where each row allows some tokens only."""
+    print("| allowed tokens | rows | greedy, with the head: µs | of all | drawn: µs | of all |")
+    print("|---|---|---|---|---|---|")
+    head = cpu.pack_linear((torch.randn(MASKED_HEAD) * 0.05).bfloat16())
+    for rows in (rows for rows in args.rows if rows in (1, 8, 32)):
+        x = torch.randn(rows, MASKED_HEAD[1]).bfloat16()
+        kernels = mask_kernels(x, head, cpu.linear(x, head))
+        best = fastest(kernels, args.seconds)
+        for count in ALLOWED_TOKENS:
+            greedy, drawn = best[f"greedy {count}"], best[f"drawn {count}"]
+            print(
+                f"| {count or 'all'} | {rows} | {greedy * 1e6:.0f} "
+                f"| {greedy / best['greedy None']:.3f} | {drawn * 1e6:.0f} "
+                f"| {drawn / best['drawn None']:.3f} |",
+                flush=True,
+            )
+
+
+def mask_kernels(
+    x: torch.Tensor, head: cpu.LinearWeight, logits: torch.Tensor
+) -> dict[str, Kernel]:
+    n = len(x)
+    batch = SamplingBatch(
+        temperature=np.ones(n, dtype=np.float32),
+        top_k=np.zeros(n, dtype=np.int64),
+        top_p=np.ones(n),
+        min_p=np.zeros(n, dtype=np.float32),
+        seeds=np.arange(n),
+        positions=np.zeros(n, dtype=np.int64),
+    )
+    kernels: dict[str, Kernel] = {}
+    for count in ALLOWED_TOKENS:
+        mask = None if count is None else random_mask(n, count)
+        kernels[f"greedy {count}"] = lambda mask=mask: cpu.linear_argmax(x, head, mask=mask)
+        kernels[f"drawn {count}"] = lambda mask=mask: cpu.sample(logits, batch, mask=mask)
+    return kernels
+
+
+def random_mask(num_rows: int, count: int) -> torch.Tensor:
+    """Each row allows `count` tokens of its own, anywhere in the vocabulary."""
+    bits = np.zeros((num_rows, num_mask_words(MASKED_HEAD[0]) * MASK_BITS), dtype=np.uint8)
+    for row in bits:
+        row[torch.randperm(MASKED_HEAD[0])[:count].numpy()] = 1
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
 def report(
     name: str,
     rows: int,
@@ -215,12 +267,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="per line of a table")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 512])
+    parser.add_argument("--only", nargs="+", choices=("linear", "model", "attention", "masks"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     limits = load_limits()
-    bench_linear(args, limits)
-    bench_whole_model(args, limits)
-    bench_attention(args, limits)
+    benchmarks = {
+        "linear": lambda: bench_linear(args, limits),
+        "model": lambda: bench_whole_model(args, limits),
+        "attention": lambda: bench_attention(args, limits),
+        "masks": lambda: bench_masks(args),
+    }
+    for name in args.only or benchmarks:
+        benchmarks[name]()
 
 
 if __name__ == "__main__":
