@@ -25,7 +25,7 @@ RUN printf '%s\n' 'set -eu' \
 # By themselves, so that only a change of these, and none of the code, installs them anew.
 FROM build AS requirements
 COPY pyproject.toml ./
-RUN for extra in router worker; do \
+RUN for extra in router engine; do \
         python3 -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
             print(*p['dependencies'], *p['optional-dependencies'][sys.argv[1]], sep='\n')" $extra > $extra.txt; \
     done
@@ -68,14 +68,15 @@ CMD ["pdserve-router"]
 
 FROM build AS worker-requirements
 RUN apt-get update && apt-get install -y --no-install-recommends g++
-COPY --from=requirements /src/worker.txt ./
+COPY --from=requirements /src/engine.txt ./
 COPY constraints.txt ./
 ARG VARIANT
 # PyPI's torch is the one for CUDA.
 RUN if [ $VARIANT = cpu ]; then index="--index-url https://download.pytorch.org/whl/cpu"; fi; \
-    $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r worker.txt
-# NIXL brings its expert parallelism, torch its headers, tests and tools, xgrammar a Triton that only GPUs use.
-RUN { [ $VARIANT = cuda ] || $PIP uninstall --yes triton; } && sh /prune \
+    $PIP install $index -c constraints.txt torch && $PIP install -c constraints.txt -r engine.txt \
+    && $PIP install --no-deps -c constraints.txt xgrammar
+# NIXL brings its expert parallelism, torch its headers, tests and tools.
+RUN sh /prune \
     && cd /opt/pdserve/lib/python3.*/site-packages \
     && rm -rf nixl_ep* torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete

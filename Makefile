@@ -35,6 +35,7 @@ PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
+# xgrammar asks for Triton, which only GPUs use; what it needs besides is among the engine's requirements.
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(PYTHON) -m venv $(VENV)
@@ -42,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		index='--extra-index-url $(TORCH_INDEX)'; fi; $(PIP) $$index torch numpy hatchling editables
 	@(PYTHONPATH=kernels $(BIN)/python -m pdserve_kernels.cpu.build || \
 		echo "the CPU runs on reference kernels, which are several times slower") & \
-		$(PIP) -e '.[router,worker]'; status=$$?; wait; exit $$status
+		$(PIP) -e '.[router,engine]' && $(PIP) --no-deps xgrammar; status=$$?; wait; exit $$status
 	@touch $@
 
 $(DEV_INSTALLED): $(INSTALLED)
