@@ -103,6 +103,7 @@ class RouterServer:
             default_deadline_s=config.default_deadline_s,
             max_deadline_s=config.max_deadline_s,
             chat_format=config.chat_format,
+            is_inline=True,
         )
         self.edge_processes = EdgeProcesses(
             input_processor, EdgeSettings.from_config(config), metrics

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import grpc
+import httpx
 import jsonschema
 import pytest
 import regex
@@ -93,3 +94,32 @@ async def check_refusals(stack: RunningStack, routed: Any, prompt: list[int]) ->
         # One for each constraint: answers of other seeds find it.
         assert metrics['pdserve_grammar_compilations_total{outcome="compiled"}'] == len(CONSTRAINTS)
         assert metrics["pdserve_requests_waiting_for_fsm"] == 0
+
+
+async def test_over_http(start_stack: Any) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "child", "schema": SCHEMA}}
+    question = "Who is it? " * 20
+    bodies = {
+        "completions": {"prompt": question, "max_tokens": 200},
+        "chat/completions": {"messages": [{"role": "user", "content": question}]},
+    }
+    with start_stack(model=MODEL, num_threads=1, max_num_batched_tokens=32) as stack:
+        url = f"http://127.0.0.1:{stack.http_port}/v1"
+        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+            async def ask(path: str, seed: int, **constraint: object) -> str:
+                body = {**bodies[path], "seed": seed, "temperature": 1.0, **constraint}
+                response = await http.post(f"/{path}", json=body)
+                assert response.status_code == 200, response.text
+                (choice,) = response.json()["choices"]
+                assert choice["finish_reason"] == "stop"
+                text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+                return text
+
+            for path in bodies:
+                for text in await asyncio.gather(
+                    *(ask(path, seed, response_format=named) for seed in range(NUM_SEEDS))
+                ):
+                    jsonschema.validate(json.loads(text), SCHEMA)
+                assert await ask(path, 0, guided_choice=CHOICES) in CHOICES
+        stack.assert_idle()

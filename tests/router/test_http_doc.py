@@ -25,6 +25,7 @@ from pdserve_router.api.openapi import OPERATIONS
 
 DOC = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 MODEL = "pdserve-tiny"
+INFO = {"model": MODEL, "served_fields": ("structured_outputs",)}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -38,7 +39,7 @@ BLOCK = re.compile(
 @pytest.fixture
 async def http(start_stack):
     async with (
-        start_stack(http=True, served_model_name=MODEL, info={"model": MODEL}) as stack,
+        start_stack(http=True, served_model_name=MODEL, info=INFO) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
         yield http

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import tags
-from pdserve_common.structured.json_text import check_size, parse_json
+from pdserve_common.structured.json_text import check_size, field_name, parse_json
 from pdserve_common.structured.node import Json
 
 MAX_CHOICES = 1000
@@ -41,57 +41,59 @@ class StructuralTag:
         return cls(text=text, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
-def to_structural_tag(params: StructuredOutputsParams) -> StructuralTag:
+def to_structural_tag(
+    params: StructuredOutputsParams, *, field: str | None = None
+) -> StructuralTag:
     """Return the tag of a constraint. Raises InvalidRequestError for more or less than one, for one
-    that is malformed or too large, and for what is not enforced.
+    that is malformed or too large, and for what is not enforced; `field` is the constraint's path
+    in what a client sent.
     """
-    tag = StructuralTag.of(_format(params))
+    name = _check_one_constraint(params)
+    field = field or f"{_FIELD}.{name}"
+    tag = StructuralTag.of(_format(params, field))
     if len(tag.text) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
-            f"{_FIELD} has {len(tag.text)} bytes as a structural tag, at most {MAX_TEXT_BYTES}",
-            field=_FIELD,
+            f"{field} has {len(tag.text)} bytes as a structural tag, at most {MAX_TEXT_BYTES}",
+            field=field_name(field),
         )
     return tag
 
 
-def _format(params: StructuredOutputsParams) -> tags.Format:
-    _check_one_constraint(params)
+def _format(params: StructuredOutputsParams, field: str) -> tags.Format:
     if params.json_object:
         return tags.object_format()
     if params.json_schema is not None:
-        field = f"{_FIELD}.json_schema"
         return tags.schema_format(parse_json(params.json_schema, field=field), field=field)
     if params.regex is not None:
-        field = f"{_FIELD}.regex"
         check_size(params.regex, field=field)
         return tags.regex_format(params.regex, field=field)
     if params.grammar is not None:
-        check_size(params.grammar, field=f"{_FIELD}.grammar", limit=tags.MAX_GRAMMAR_BYTES)
+        check_size(params.grammar, field=field, limit=tags.MAX_GRAMMAR_BYTES)
         return tags.grammar_format(params.grammar)
     if params.structural_tag is not None:
-        return _tag_format(params.structural_tag)
-    return _choice_format(params.choice)
+        return _tag_format(params.structural_tag, field)
+    return _choice_format(params.choice, field)
 
 
-def _choice_format(choices: tuple[str, ...]) -> tags.Format:
-    field = f"{_FIELD}.choice"
+def _choice_format(choices: tuple[str, ...], field: str) -> tags.Format:
     if len(choices) > MAX_CHOICES:
         raise InvalidRequestError(
-            f"{field} has {len(choices)} texts, at most {MAX_CHOICES}", field=_FIELD
+            f"{field} has {len(choices)} texts, at most {MAX_CHOICES}", field=field_name(field)
         )
     if "" in choices:
-        raise InvalidRequestError(f"{field} has an empty text", field=_FIELD)
+        raise InvalidRequestError(f"{field} has an empty text", field=field_name(field))
     check_size("".join(choices), field=field)
     return tags.choice_format(choices)
 
 
-def _tag_format(text: str) -> tags.Format:
-    field = f"{_FIELD}.structural_tag"
+def _tag_format(text: str, field: str) -> tags.Format:
     value = parse_json(text, field=field, limit=MAX_TAG_BYTES)
     if not isinstance(value, dict) or {*value} - {"type", "format"} or "format" not in value:
-        raise InvalidRequestError(f"{field} must be an object of type and format", field=_FIELD)
+        raise InvalidRequestError(
+            f"{field} must be an object of type and format", field=field_name(field)
+        )
     if value.get("type", "structural_tag") != "structural_tag":
-        raise InvalidRequestError(f"{field}: type must be structural_tag", field=_FIELD)
+        raise InvalidRequestError(f"{field}: type must be structural_tag", field=field_name(field))
     return tags.read_format(value["format"], field=field)
 
 
@@ -117,8 +119,8 @@ def validate_structured_outputs(params: SamplingParams) -> None:
             )
 
 
-def _check_one_constraint(params: StructuredOutputsParams) -> None:
-    """A oneof on the wire, which would keep the last one."""
+def _check_one_constraint(params: StructuredOutputsParams) -> str:
+    """Return its name. A oneof on the wire, which would keep the last one."""
     names = [field.name for field in fields(params) if getattr(params, field.name) != field.default]
     if len(names) != 1:
         every = ", ".join(field.name for field in fields(params))
@@ -127,3 +129,4 @@ def _check_one_constraint(params: StructuredOutputsParams) -> None:
             f"exactly one of {every}",
             field=_FIELD,
         )
+    return names[0]

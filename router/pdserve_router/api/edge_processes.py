@@ -25,6 +25,7 @@ from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests.input_processor import InputProcessor
+from pdserve_router.requests.request_limits import NotSmallError
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class EdgeSettings:
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
 
     def to_json(self) -> str:
-        processor = ("model_name", "default_deadline_s", "max_deadline_s")
+        processor = ("model_name", "default_deadline_s", "max_deadline_s", "chat_format")
         values = dataclasses.asdict(self)
         values["input_processor"] = {name: values.pop(name) for name in processor}
         limits = {"max_memory_bytes": MAX_MEMORY_BYTES, "timeout_s": JOB_TIMEOUT_S}
@@ -113,7 +114,8 @@ class EdgeProcesses:
         return self._held.hold(client)
 
     async def run(self, job: Job[R], raw: bytes, *args: object, client: str, is_small: bool) -> R:
-        """Return what `job` makes of a request's bytes. Raises what it raises; OverloadedError if
+        """Return what `job` makes of a request's bytes; a small one may turn out to be work for a
+        process. Raises what it raises; OverloadedError if
         a large one gets no turn, DeadlineExceededError if it takes too long, PdserveError if its
         process ended.
         """
@@ -121,7 +123,8 @@ class EdgeProcesses:
             if len(raw) > _AT_ONCE_BYTES:
                 async with self._turn:
                     await asyncio.sleep(0)
-            return await job(self._processor, raw, *args)
+            with contextlib.suppress(NotSmallError):
+                return await job(self._processor, raw, *args)
         await self._take_slot(client)
         with contextlib.ExitStack() as stack:
             stack.callback(self._slots.release, client)

@@ -201,7 +201,9 @@ async def prepare_generate(
         ]
     )
     check_chat(request.chat)
-    return await processor.process(_generation_request(request, call), limits)
+    generation = _generation_request(request, call)
+    processor.check_constraint(generation, limits)
+    return await processor.process(generation, limits)
 
 
 async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -> bytes:

@@ -11,6 +11,7 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_router.api.openai_fields import WITHOUT_EFFECT, UnknownNames, check_refused
 from pdserve_router.api.openai_messages import check_messages
 from pdserve_router.api.openai_model import MAX_ERRORS, TOO_MANY
+from pdserve_router.api.openai_structured import ResponseFormatBody
 from pdserve_router.api.openai_tools import check_tools
 from pdserve_router.api.openai_types import (
     ChatCompletionBody,
@@ -85,6 +86,7 @@ def _known_names(cls: type[GenerationBody]) -> frozenset[str]:
 _NESTED = {
     "stream_options": StreamOptions.model_fields.keys(),
     "repetition_detection": RepetitionDetectionBody.model_fields.keys(),
+    "response_format": ResponseFormatBody.model_fields.keys(),
 }
 _BRANCHES = ("str", "list[str]", "bool", "literal['never']")
 

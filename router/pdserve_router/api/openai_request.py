@@ -65,6 +65,7 @@ async def prepare(
     requests = _generation_requests(body, call)
     if body.stream:
         _check_streamable(requests[0].sampling_params)
+    processor.check_constraint(requests[0], limits)
     processed: list[ProcessedInput] = []
     for request in requests:
         if processed:
@@ -113,7 +114,10 @@ def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
     prompts = body.prompt_inputs()
     request_id = call.request_id or body.request_id or secrets.token_hex(12)
     validate_request_id(request_id)
+    constraint = body.constraint()
     params = body.sampling_params()
+    if constraint is not None:
+        params = dataclasses.replace(params, structured_outputs=constraint.params)
     if len(prompts) > 1 and params.seed is None:
         # All have the one that the answer tells.
         params = dataclasses.replace(params, seed=secrets.randbits(DRAWN_SEED_BITS))
@@ -122,6 +126,7 @@ def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
             request_id=request_id,
             model=body.model or "",
             sampling_params=params,
+            constraint_field=constraint.field if constraint else None,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,

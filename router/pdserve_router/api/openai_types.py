@@ -32,6 +32,14 @@ from pdserve_router.api.openai_model import (
     Int,
     Items,
 )
+from pdserve_router.api.openai_structured import (
+    Constraint,
+    JsonSchema,
+    PredictionBody,
+    ResponseFormatBody,
+    StructuredOutputsBody,
+    constraint_of,
+)
 from pdserve_router.api.openai_tools import ToolChoice, Tools, tool_use
 from pdserve_router.requests.request_limits import MAX_PROMPTS
 from pdserve_router.requests.tool_use import ToolUse
@@ -143,6 +151,18 @@ class GenerationBody(BaseModel):
     """Without effect: fast tokenizers write none."""
     include_stop_str_in_output: bool | None = None
     """A stop string that came is part of the answer."""
+    response_format: ResponseFormatBody | None = None
+    """What an answer has to be: text, json_object or json_schema."""
+    structured_outputs: StructuredOutputsBody | None = None
+    """What an answer has to be, in vLLM's words: json, regex, choice, grammar, structural_tag."""
+    guided_json: JsonSchema = None
+    """The older name of structured_outputs.json."""
+    guided_regex: str | None = None
+    """The older name of structured_outputs.regex."""
+    guided_choice: Items[str] | None = None
+    """The older name of structured_outputs.choice."""
+    guided_grammar: str | None = None
+    """The older name of structured_outputs.grammar."""
     truncate_prompt_tokens: Int | None = None
     """Only the prompt's last tokens count, this many; -1: as many as fit beside max_tokens."""
     return_token_ids: bool | None = None
@@ -202,6 +222,12 @@ class GenerationBody(BaseModel):
     def num_prompt_logprobs(self) -> int | None:
         """How many of the top tokens to show for each one of the prompt."""
         return self.prompt_logprobs
+
+    def constraint(self) -> Constraint | None:
+        """Return what an answer has to be. Raises InvalidRequestError for two constraints."""
+        kinds = ("json", "regex", "choice", "grammar")
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in kinds}
+        return constraint_of(self.response_format, self.structured_outputs, guided)
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequestError for what SamplingParams cannot say."""
@@ -336,9 +362,11 @@ class ChatCompletionBody(GenerationBody):
     tools: Tools | None = None
     """Functions that the model may call, at most 1024; the chat template has to know of them."""
     tool_choice: ToolChoice = None
-    """none, auto, or allowed_tools with mode auto; what asks for a call is refused yet."""
+    """none, auto, required, a function's name, or allowed_tools with a mode."""
     parallel_tool_calls: bool | None = None
     """false: only the first call of an answer is told."""
+    prediction: PredictionBody | None = None
+    """Without effect: a hint for speed."""
 
     @property
     def num_logprobs(self) -> int | None:

@@ -126,15 +126,22 @@ class ChatFormat(ABC):
         """Return the grammar of an answer, in xgrammar's JSON form: reasoning, unless the prompt
         has closed it, then text and calls. What fits it `read` finds again.
         """
-        calls = self.call_tag(rules)
+        return self.answer_tag(self.call_tag(rules), reasoning)
+
+    def answer_tag(self, content: Tag, reasoning: ReasoningStart) -> Tag:
+        """Return the grammar of an answer with this content behind its reasoning."""
         if self.reasoning is None or reasoning is ReasoningStart.CLOSED:
-            return structural_tag([calls])
+            return structural_tag([content])
         begin, end = self.reasoning
         if reasoning is ReasoningStart.OPEN:
-            return structural_tag([*reasoning_tag("", end), calls])
+            return structural_tag([*reasoning_tag("", end), content])
         if self.is_reasoning_implied:
-            return structural_tag([*reasoning_tag(begin, end), calls])
-        return structural_tag([optional(reasoning_tag(begin, end)), calls])
+            return structural_tag([*reasoning_tag(begin, end), content])
+        return structural_tag([optional(reasoning_tag(begin, end)), content])
+
+    def may_reason(self, reasoning: ReasoningStart) -> bool:
+        """Return whether an answer to such a prompt may have reasoning."""
+        return self.reasoning is not None and reasoning is not ReasoningStart.CLOSED
 
     def read_start(self, reader: Reader, answer: Answer) -> Steps[None]:
         """Read calls at the beginning of an answer that no trigger announces."""

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pdserve_common.engine_types import StructuredOutputsParams
+
 Tag = dict[str, Any]
 # What an answer may have between reasoning and what follows.
 _LINE_BREAKS = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -46,6 +48,22 @@ def tag(begin: str, content: Tag, end: str) -> Tag:
 def json_of(schema: Any, **more: str) -> Tag:
     """Return JSON that the schema of a tool's parameters lets pass."""
     return {"type": "json_schema", "json_schema": schema, **more}
+
+
+def constraint_tag(params: StructuredOutputsParams) -> Tag:
+    """Return what a client asks for, which is checked already, as part of a tag."""
+    if params.json_object:
+        return json_of({"type": "object"})
+    if params.json_schema is not None:
+        return json_of(json.loads(params.json_schema))
+    if params.regex is not None:
+        return {"type": "regex", "pattern": params.regex}
+    if params.grammar is not None:
+        return {"type": "grammar", "grammar": params.grammar}
+    if params.structural_tag is not None:
+        tag: Tag = json.loads(params.structural_tag)["format"]
+        return tag
+    return either(*({"type": "const_string", "value": text} for text in params.choice))
 
 
 def triggered(trigger: str, tags: Iterable[Tag], rules: CallRules) -> Tag:

@@ -26,13 +26,12 @@ from pdserve_common.validation import (
 )
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.chat_formats.registry import AUTO, choose_format
+from pdserve_router.requests.constraint import check_constraint, constrained_params
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
 from pdserve_router.requests.tool_use import (
-    ToolMode,
     ToolUse,
-    calling_params,
     check_tool_use,
     parser_options,
 )
@@ -67,6 +66,8 @@ class GenerationRequest:
     # Only the last tokens of the prompt count, this many; -1: as many as fit beside max_tokens.
     truncate_prompt_tokens: int | None = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    # Where the client has said what the answer has to be; None: in the sampling parameters.
+    constraint_field: str | None = None
     priority: int = 0
     cache_salt: str | None = None
     arrival_ns: int = field(default_factory=time.monotonic_ns)
@@ -118,9 +119,12 @@ class InputProcessor:
         default_deadline_s: float,
         max_deadline_s: float,
         chat_format: str = AUTO,
+        is_inline: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`is_inline`: on an event loop, which does not wait for what takes long."""
         self._clock = clock
+        self._is_inline = is_inline
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._chat_format = choose_format(chat_format, tokenizer.chat_template)
@@ -134,8 +138,22 @@ class InputProcessor:
                 f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
             )
 
+    def check_constraint(self, request: GenerationRequest, limits: ModelLimits) -> None:
+        """Check what an answer has to be; of the prompts of one body, it is the same. Raises
+        InvalidRequestError naming the field, NotSmallError if it takes too long inline.
+        """
+        check_constraint(
+            request.sampling_params.structured_outputs,
+            request.tools,
+            limits.capabilities,
+            field=request.constraint_field,
+            is_inline=self._is_inline,
+        )
+
     async def process(self, request: GenerationRequest, limits: ModelLimits) -> ProcessedInput:
-        """Check and tokenize. Raises InvalidRequestError naming the field."""
+        """Check and tokenize, after `check_constraint`. Raises InvalidRequestError naming the
+        field.
+        """
         self.check_model(request.model)
         validate_request_id(request.request_id)
         _check_request(request)
@@ -171,10 +189,15 @@ class InputProcessor:
             max_logprob_entries=request.max_logprob_entries,
         )
         parsing = self._parsing(request, token_ids)
-        if request.tools is not None and request.tools.mode is ToolMode.REQUIRED:
-            assert self._chat_format is not None, "check_tool_use needs it"
-            assert parsing is not None, "tools are those of messages"
-            params = calling_params(params, request.tools, self._chat_format, parsing.reasoning)
+        if parsing is not None:
+            assert self._chat_format is not None, "it says how to parse"
+            params = constrained_params(
+                params,
+                request.tools,
+                self._chat_format,
+                parsing.reasoning,
+                field=request.constraint_field,
+            )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         _check_message(params, len(token_ids), limit=request.max_logprob_entries)
         params = dataclasses.replace(

@@ -16,6 +16,8 @@ from pdserve_common.validation import (
 # Up to here a request is parsed on the event loop, which takes at most 3 ms of it.
 INLINE_BYTES = 64 << 10
 INLINE_OBJECTS = 1024
+# Of a schema or a pattern that is checked there.
+INLINE_CONSTRAINT_CHARS = 512
 MAX_MESSAGES = 1 << 14
 # Of one request; each is a request of its own to workers, and waits as one.
 MAX_PROMPTS = 128
@@ -59,6 +61,10 @@ _OTHER_BYTES = (1 << 20) + 5 * MAX_RESUMED_TOKENS
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _MAX_DEPTH = 100
+
+
+class NotSmallError(Exception):
+    """A request turned out to be too much work for the event loop."""
 
 
 def max_request_bytes(

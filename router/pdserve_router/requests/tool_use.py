@@ -13,7 +13,11 @@ from pydantic_core import from_json
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.structured import check_json_schema, validate_structured_outputs
+from pdserve_common.structured import (
+    check_json_schema,
+    to_structural_tag,
+    validate_structured_outputs,
+)
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.text.parts import ToolCall
@@ -109,18 +113,26 @@ def calling_params(
     params: SamplingParams, use: ToolUse, chat_format: ChatFormat, reasoning: ReasoningStart
 ) -> SamplingParams:
     """Return the parameters of an answer that has to call. Raises InvalidRequestError for a strict
-    tool whose schema cannot be enforced, and for parameters that a grammar cannot hold beside.
+    tool whose schema cannot be enforced, for tools that are too many for a grammar, and for
+    parameters that it cannot hold beside.
     """
-    rules = CallRules(
+    tag = json.dumps(chat_format.structural_tag(call_rules(use), reasoning))
+    constraint = StructuredOutputsParams(structural_tag=tag)
+    to_structural_tag(constraint, field="tools")
+    params = dataclasses.replace(params, structured_outputs=constraint)
+    validate_structured_outputs(params)
+    return params
+
+
+def call_rules(use: ToolUse) -> CallRules:
+    """Return the rules of calls, of which there is at least one. Raises InvalidRequestError for a
+    strict tool whose schema cannot be enforced.
+    """
+    return CallRules(
         tools={name: _enforced(name, schema, use) for name, schema in use.parameters.items()},
         at_least_one=True,
         stop_after_first=not use.is_parallel,
     )
-    tag = json.dumps(chat_format.structural_tag(rules, reasoning))
-    constraint = StructuredOutputsParams(structural_tag=tag)
-    params = dataclasses.replace(params, structured_outputs=constraint)
-    validate_structured_outputs(params)
-    return params
 
 
 def _enforced(name: str, schema: Any, use: ToolUse) -> Any:

@@ -1,0 +1,76 @@
+"""What an answer has to be: checked before anything is tokenized, enforced behind reasoning."""
+
+import dataclasses
+import json
+
+from pdserve_common.capabilities import Capabilities
+from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.structured import to_structural_tag
+from pdserve_common.structured.json_text import field_name
+from pdserve_router.chat_formats.base import ChatFormat, ReasoningStart
+from pdserve_router.chat_formats.tags import constraint_tag, either
+from pdserve_router.requests.request_limits import INLINE_CONSTRAINT_CHARS, NotSmallError
+from pdserve_router.requests.tool_use import ToolMode, ToolUse, call_rules, calling_params
+
+_FIELD = "structured_outputs"
+
+
+def check_constraint(
+    params: StructuredOutputsParams | None,
+    use: ToolUse | None,
+    capabilities: Capabilities,
+    *,
+    field: str | None,
+    is_inline: bool,
+) -> None:
+    """Raise InvalidRequestError, naming `field`, for what is not served, or beside calls that are
+    asked for, or not enforced; NotSmallError if that takes too long to be done inline.
+    """
+    is_calling = use is not None and use.mode is ToolMode.REQUIRED
+    if params is not None:
+        path = field or _FIELD
+        if _FIELD not in capabilities.fields:
+            problem = "not served by all workers, leave it unset"
+            raise InvalidRequestError(f"{path} is set: {problem}", field=field_name(path))
+        if is_calling:
+            problem = "is set and tool_choice asks for a call, at most one of them can be"
+            raise InvalidRequestError(f"{path} {problem}", field=field_name(path))
+    in_grammar = use if is_calling or params is not None else None
+    if is_inline and _num_chars(params, in_grammar) > INLINE_CONSTRAINT_CHARS:
+        raise NotSmallError
+    if params is not None:
+        to_structural_tag(params, field=field)
+
+
+def _num_chars(params: StructuredOutputsParams | None, use: ToolUse | None) -> int:
+    """Of what says what is enforced. Texts of choices cost next to nothing."""
+    texts = [] if params is None else [params.json_schema, params.regex, params.structural_tag]
+    schemas = [] if use is None else list(use.parameters.values())
+    return sum(len(text) for text in texts if text) + sum(len(json.dumps(s)) for s in schemas)
+
+
+def constrained_params(
+    params: SamplingParams,
+    use: ToolUse | None,
+    chat_format: ChatFormat,
+    reasoning: ReasoningStart,
+    *,
+    field: str | None,
+) -> SamplingParams:
+    """Return the parameters of an answer in a chat format, of which one grammar holds all: its
+    reasoning, then what it has to be. Raises InvalidRequestError if that becomes too large.
+    """
+    if use is not None and use.mode is ToolMode.REQUIRED:
+        return calling_params(params, use, chat_format, reasoning)
+    if params.structured_outputs is None:
+        return params
+    if use is None and not chat_format.may_reason(reasoning):
+        return params
+    content = constraint_tag(params.structured_outputs)
+    if use is not None:
+        content = either(content, chat_format.call_tag(call_rules(use)))
+    tag = json.dumps(chat_format.answer_tag(content, reasoning))
+    constraint = StructuredOutputsParams(structural_tag=tag)
+    to_structural_tag(constraint, field=field)
+    return dataclasses.replace(params, structured_outputs=constraint)

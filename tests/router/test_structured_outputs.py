@@ -1,0 +1,354 @@
+"""What an answer has to be, over HTTP and gRPC: what workers get, and what is refused by name."""
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import pytest
+from test_tools import TOOLS, tool
+from xgrammar import Grammar
+from xgrammar.testing import _is_grammar_accept_string as is_accepted
+
+from pdserve.v1 import engine_core_pb2 as core
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.structured import to_structural_tag
+from pdserve_router.requests import constraint as checks
+from pdserve_router.requests.request_limits import INLINE_CONSTRAINT_CHARS
+
+SERVED = {"served_fields": ("structured_outputs",)}
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "b"}}
+PATHS = {
+    "/v1/completions": {"prompt": "hello", "max_tokens": 64},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+CHAT = "/v1/chat/completions"
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def response_format(schema: object = SCHEMA, **more: object) -> dict:
+    named = {"name": "n", "schema": schema, **more}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def both_names(kind: str, value: object) -> list[dict]:
+    return [{"structured_outputs": {kind: value}}, {f"guided_{kind}": value}]
+
+
+# What a body asks for: texts that fit, and that do not.
+ASKED = {
+    "json_object": (
+        [
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ],
+        ('{"a": [1]}', "[1]"),
+    ),
+    "json_schema": (
+        [
+            response_format(),
+            response_format(strict=True),
+            response_format(strict=False),
+            *both_names("json", SCHEMA),
+            *both_names("json", json.dumps(SCHEMA)),
+        ],
+        ('{"x": 1}', '{"x": "1"}'),
+    ),
+    "regex": (both_names("regex", "[ab]c"), ("bc", "c")),
+    "choice": (both_names("choice", ["red", "blue"]), ("blue", "re")),
+    "grammar": (both_names("grammar", 'root ::= "a" | "b"'), ("b", "c")),
+    "structural_tag": (
+        [{"structured_outputs": {"structural_tag": each}} for each in (TAG, json.dumps(TAG))],
+        ("b", "c"),
+    ),
+}
+CASES = [
+    pytest.param(path, body, kind, texts, id=f"{path.split('/')[2]}-{kind}-{number}")
+    for path in PATHS
+    for kind, (bodies, texts) in ASKED.items()
+    for number, body in enumerate(bodies)
+]
+
+
+@pytest.fixture
+async def stack(start_stack):
+    async with start_stack(http=True, info=SERVED) as stack:
+        yield stack
+        await stack.assert_idle()
+
+
+def constraint_of(stack) -> StructuredOutputsParams | None:
+    return stack.decode.requests[-1].sampling_params.structured_outputs
+
+
+async def post(http, path: str, body: dict) -> None:
+    response = await http.post(path, json={**PATHS[path], **body})
+    assert response.status_code == 200, response.text
+
+
+async def refusal_of(http, path: str, body: dict) -> tuple[str, str]:
+    response = await http.post(path, json={**PATHS[path], **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "kind", "texts"), CASES)
+async def test_a_worker_gets_one_constraint(http, stack, path, body, kind, texts) -> None:
+    await post(http, path, body)
+    params = constraint_of(stack)
+    is_chat = path == CHAT
+    # Its reasoning is part of a chat's grammar.
+    assert getattr(params, "structural_tag" if is_chat else kind)
+    grammar = Grammar.from_structural_tag(to_structural_tag(params).text)
+    fitting, other = texts
+    for before in ("", "<think>\nso</think>\n\n") if is_chat else ("",):
+        assert is_accepted(grammar, before + fitting)
+        assert not is_accepted(grammar, before + other)
+    assert not is_accepted(grammar, "<think>so</think>")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "structured_outputs": None, "guided_json": None},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json": None, "json_object": False, "whitespace_pattern": None}},
+        {"structured_outputs": {"disable_any_whitespace": False, "disable_fallback": True}},
+    ],
+)
+async def test_what_asks_for_nothing_is_no_constraint(http, stack, path, body) -> None:
+    await post(http, path, body)
+    assert constraint_of(stack) is None
+
+
+ONE_OF_EACH = [bodies[-1] for bodies, _ in ASKED.values()] + [response_format()]
+NOT_ENFORCED = {**SCHEMA, "properties": {"x": {"type": "integer", "not": {}}}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_two_constraints_are_refused_and_both_are_named(http, stack, path) -> None:
+    for first in ONE_OF_EACH:
+        for second in ONE_OF_EACH:
+            names = {*first} | {*second}
+            if len(names) == 2:
+                field, message = await refusal_of(http, path, {**first, **second})
+                assert field in names
+                assert all(name in message for name in names)
+    kinds = {"json_object": True, "regex": "a", "choice": ["a"]}
+    _, message = await refusal_of(http, path, {"structured_outputs": kinds})
+    assert "structured_outputs.json_object and structured_outputs.regex are set" in message
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("body", "field", "reason"),
+    [
+        (response_format(NOT_ENFORCED), "response_format", "not at /properties/x is"),
+        (both_names("json", NOT_ENFORCED)[0], "structured_outputs", "not at /properties/x is"),
+        (both_names("json", NOT_ENFORCED)[1], "guided_json", "not at /properties/x is"),
+        (both_names("json", "{")[1], "guided_json", "guided_json is no JSON"),
+        (both_names("json", 5)[0], "structured_outputs.json", "must be an object"),
+        (both_names("json", 5)[1], "guided_json", "must be an object"),
+        (both_names("json", [SCHEMA])[1], "guided_json", "must be an object"),
+        (both_names("json", {"x": "y" * 65536})[1], "guided_json", "at most 65536"),
+        (both_names("json", {"const": 10**400})[1], "guided_json", "guided_json"),
+        (both_names("regex", "(")[0], "structured_outputs", "structured_outputs.regex "),
+        (both_names("regex", "")[1], "guided_regex", "is empty"),
+        (both_names("choice", [])[1], "guided_choice", "is empty"),
+        (both_names("choice", ["a"] * 1001)[0], "structured_outputs", "at most 1000"),
+        (both_names("choice", "a")[0], "structured_outputs.choice", ""),
+        (both_names("grammar", "x" * 20000)[1], "guided_grammar", "at most 16384"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "must be an object"),
+        ({"structured_outputs": {"jsno": SCHEMA}}, "structured_outputs.jsno", ""),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "",
+        ),
+        ({"response_format": {}}, "response_format.type", "is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", ""),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
+        (response_format(SCHEMA) | {"ignore_eos": True}, "ignore_eos", "with structured_outputs"),
+        (response_format(SCHEMA) | {"min_tokens": 2}, "min_tokens", "with structured_outputs"),
+        (
+            response_format(SCHEMA) | {"use_beam_search": True, "temperature": 0},
+            "use_beam_search",
+            "with structured_outputs",
+        ),
+    ],
+)
+async def test_a_wrong_constraint_is_refused_by_name(http, path, body, field, reason) -> None:
+    found, message = await refusal_of(http, path, body)
+    assert found == field
+    assert reason in message
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_workers_that_enforce_nothing(start_stack, path) -> None:
+    async with (
+        start_stack(http=True) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        for body in ONE_OF_EACH:
+            field, message = await refusal_of(http, path, body)
+            assert field in body
+            assert "not served by all workers" in message
+
+
+async def test_calls_that_are_asked_for_are_enforced_and_are_no_second_constraint(
+    http, stack
+) -> None:
+    for choice in ("required", NOW):
+        calling = {"tools": TOOLS, "tool_choice": choice}
+        await post(http, CHAT, calling)
+        assert "<tool_call>" in constraint_of(stack).structural_tag
+        for body in ONE_OF_EACH:
+            field, message = await refusal_of(http, CHAT, {**calling, **body})
+            assert field in body
+            assert "tool_choice" in message
+
+
+async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
+    calling = {"tools": [tool(f"f{i}") for i in range(600)], "tool_choice": "required"}
+    async with (
+        start_stack(http=True, info={**SERVED, "max_model_len": 1 << 17}) as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        field, message = await refusal_of(http, CHAT, calling)
+        assert field == "tools"
+        assert "at most 512" in message
+
+
+async def test_an_answer_may_call_instead(http, stack) -> None:
+    strict = tool("get_weather")
+    strict["function"]["strict"] = True
+    await post(http, CHAT, {**response_format(), "tools": [strict]})
+    grammar = Grammar.from_structural_tag(to_structural_tag(constraint_of(stack)).text)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": %s}}\n</tool_call>'
+    for before in ("", "<think>so</think>"):
+        for fitting in ('{"x": 1}', call % '"here"'):
+            assert is_accepted(grammar, before + fitting)
+        for other in ("so", '{"x": "1"}', call % "1", '{"x": 1}' + call % '"here"'):
+            assert not is_accepted(grammar, before + other)
+
+
+async def test_several_prompts_have_one_constraint(http, stack) -> None:
+    await post(http, "/v1/completions", {"prompt": ["a", "b"], **ONE_OF_EACH[2]})
+    first, second = (each.sampling_params for each in stack.decode.requests[-2:])
+    assert first.structured_outputs == second.structured_outputs == constraint_of(stack)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_enforced", [True, False])
+async def test_a_large_schema_is_checked_in_another_process(
+    http, stack, monkeypatch, path, is_enforced
+) -> None:
+    monkeypatch.setattr(checks, "to_structural_tag", None)
+    last = {"type": "string"} if is_enforced else {"type": "string", "not": {}}
+    names = [f"name{i}" for i in range(INLINE_CONSTRAINT_CHARS // 20)]
+    schema = {"type": "object", "properties": {**{n: {"type": "null"} for n in names}, "z": last}}
+    if is_enforced:
+        await post(http, path, response_format(schema))
+        assert names[-1] in str(constraint_of(stack))
+    else:
+        field, message = await refusal_of(http, path, response_format(schema))
+        assert (field, "not at /properties/z" in message) == ("response_format", True)
+    assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
+
+
+@pytest.mark.parametrize(
+    "prediction", [None, {"type": "content", "content": "x"}, {"type": "content", "content": []}]
+)
+async def test_a_prediction_has_no_effect(http, stack, prediction) -> None:
+    await post(http, CHAT, {"prediction": prediction})
+    assert constraint_of(stack) is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        (5, "prediction"),
+        ({}, "prediction.type"),
+        ({"type": "tokens", "content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+    ],
+)
+async def test_a_wrong_prediction_is_refused(http, stack, prediction, field) -> None:
+    assert (await refusal_of(http, CHAT, {"prediction": prediction}))[0] == field
+
+
+def grpc_constraints() -> dict[str, core.StructuredOutputsParams]:
+    choice = core.StructuredOutputsParams.Choice(choices=["red", "blue"])
+    return {
+        "json_object": core.StructuredOutputsParams(json_object=True),
+        "json_schema": core.StructuredOutputsParams(json_schema=json.dumps(SCHEMA)),
+        "regex": core.StructuredOutputsParams(regex="[ab]c"),
+        "choice": core.StructuredOutputsParams(choice=choice),
+        "grammar": core.StructuredOutputsParams(grammar='root ::= "a" | "b"'),
+        "structural_tag": core.StructuredOutputsParams(structural_tag=json.dumps(TAG)),
+    }
+
+
+async def generate(stack, constraint: core.StructuredOutputsParams, **prompt) -> None:
+    params = core.SamplingParams(structured_outputs=constraint)
+    request = pb2.GenerateRequest(sampling_params=params, **(prompt or {"text": "hello"}))
+    async for _ in stack.stub.Generate(request):
+        pass
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("kind", ASKED)
+async def test_grpc_goes_the_same_way(stack, kind, is_chat) -> None:
+    message = pb2.ChatMessage(role="user", content="hello")
+    prompt = {"chat": pb2.ChatPrompt(messages=[message])} if is_chat else {}
+    await generate(stack, grpc_constraints()[kind], **prompt)
+    params = constraint_of(stack)
+    grammar = Grammar.from_structural_tag(to_structural_tag(params).text)
+    fitting, other = ASKED[kind][1]
+    assert is_accepted(grammar, fitting)
+    assert not is_accepted(grammar, other)
+    assert is_accepted(grammar, "<think></think>" + fitting) == is_chat
+
+
+@pytest.mark.parametrize(
+    ("constraint", "prompt", "reason"),
+    [
+        (core.StructuredOutputsParams(), {}, "structured_outputs is empty, set one of"),
+        (
+            core.StructuredOutputsParams(json_schema=json.dumps(NOT_ENFORCED)),
+            {},
+            "structured_outputs.json_schema: not at /properties/x",
+        ),
+        (
+            core.StructuredOutputsParams(regex="a"),
+            {
+                "chat": pb2.ChatPrompt(
+                    messages=[pb2.ChatMessage(role="user", content="hello")],
+                    tools=[pb2.Tool(name="now")],
+                    tool_choice=pb2.TOOL_CHOICE_REQUIRED,
+                )
+            },
+            "structured_outputs is set and tool_choice asks for a call",
+        ),
+    ],
+)
+async def test_grpc_refuses_by_name(stack, constraint, prompt, reason) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await asyncio.wait_for(generate(stack, constraint, **prompt), 60)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason in error.value.details()
