@@ -4,6 +4,7 @@ before all others, and requests that their front end has sent again after a fail
 
 import heapq
 import itertools
+import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -87,6 +88,12 @@ class FCFSRequestQueue(RequestQueue):
     def __init__(self, owner: Place | None = None) -> None:
         super().__init__(owner)
         self._queue: deque[Request] = deque()
+        # No request in the queue came after this.
+        self._latest_time = -math.inf
+
+    def _enter(self, request: Request) -> None:
+        super()._enter(request)
+        self._latest_time = max(self._latest_time, request.queued_time)
 
     def _add(self, request: Request) -> None:
         if request.is_probe:
@@ -99,12 +106,20 @@ class FCFSRequestQueue(RequestQueue):
     def _insert(self, request: Request) -> None:
         if request.is_probe or request.is_redrive:
             self._add(request)
-            return
-        num_later = _num_leading(
-            other.queued_time > request.queued_time and not (other.is_probe or other.has_begun)
-            for other in reversed(self._queue)
+        elif request.queued_time >= self._latest_time:
+            self._queue.append(request)
+        else:
+            self._queue.insert(self._num_before(request), request)
+
+    def _num_before(self, request: Request) -> int:
+        """Return how many come before a new request: all that are in front of the first new one
+        that came later. Others have been held up themselves, and came earlier than their places
+        say.
+        """
+        return _num_leading(
+            other.is_probe or other.has_begun or other.queued_time <= request.queued_time
+            for other in self._queue
         )
-        self._queue.insert(len(self._queue) - num_later, request)
 
     def _num_probes(self) -> int:
         return _num_leading(request.is_probe for request in self._queue)
