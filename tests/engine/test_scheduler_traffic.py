@@ -8,12 +8,13 @@ from concurrent.futures import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import FinishReason, SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.grammars import ScriptedCompiler
 from support.scripted_engine import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
@@ -51,7 +52,11 @@ EVENTS = {
     "pause": 0.5,
     "finish_steps": 0.5,
     "fault": 0.2,
+    "compile": 2,
+    "refuse": 0.3,
 }
+# Of requests that follow a grammar, and of steps in which a row's mask is late.
+CONSTRAINED, LATE = 0.3, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Added:
 
     prompt: list[int]
     num_tokens: int
+    grammar: str | None
 
 
 class Traffic:
@@ -70,11 +76,13 @@ class Traffic:
         engine: Engine,
         producer: ScriptedProducer,
         consumer: ScriptedConsumer,
+        compiler: ScriptedCompiler,
         rng: random.Random,
     ) -> None:
         self.engine = engine
         self.producer = producer
         self.consumer = consumer
+        self.compiler = compiler
         self.rng = rng
         self.added: dict[str, Added] = {}
         self.claimed: set[str] = set()
@@ -83,6 +91,8 @@ class Traffic:
         self._ids = itertools.count()
         self._fault: Exception | None = None
         engine.rank.on_step = self._maybe_fail
+        masks = random.Random(rng.random())  # of the rank's thread
+        engine.rank.is_late = lambda request_id, num_tokens: masks.random() < LATE
 
     def event(self) -> None:
         pools = (self.consumer.loading, self.consumer.zombies, self.producer.held)
@@ -115,6 +125,8 @@ class Traffic:
         elif kind == "fault":
             wait([batch.future for batch in self.engine.core._batch_queue])
             self._fault = RuntimeError("a passing fault")  # of the next step
+        elif kind in ("compile", "refuse"):
+            self.compile(kind)
         elif kind == "pause":
             self.engine.scheduler.pause_state = self.rng.choice(list(PauseState))
         elif kind == "finish_steps":
@@ -125,22 +137,36 @@ class Traffic:
         request_id = f"{kind}-{next(self._ids)}"
         is_probe = fork_of is None and self.rng.random() < 0.1
         if fork_of is not None:
-            prompt = self.added[fork_of].prompt
+            prompt, grammar = self.added[fork_of].prompt, self.added[fork_of].grammar
         else:
+            grammar = self.pick_grammar(request_id)
             max_tokens = MAX_PROBE_BLOCKS * BLOCK_SIZE if is_probe else 40
             prompt = [self.rng.randrange(3)] * self.rng.randrange(1, max_tokens + 1)
         num_tokens = self.rng.randrange(1, 1 + (MAX_PROBE_TOKENS if is_probe else 12))
         self.engine.add(
             request_id,
             prompt,
-            num_tokens,
+            sampling_params=_sampling_params(num_tokens, grammar),
             kv_transfer_params=params,
             priority=PROBE_PRIORITY if is_probe else self.rng.randrange(3),
             fork_of=fork_of,
             deadline=FAR + self.rng.random() if self.rng.random() < 0.1 else None,
         )
-        self.added[request_id] = Added(prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)))
+        self.added[request_id] = Added(
+            prompt, min(num_tokens, MAX_MODEL_LEN - len(prompt)), grammar
+        )
         return request_id
+
+    def pick_grammar(self, request_id: str) -> str | None:
+        """Its own, one that others have asked for, or none."""
+        if self.rng.random() >= CONSTRAINED:
+            return None
+        return self.rng.choice([request_id, *self.compiler.futures])
+
+    def compile(self, kind: str) -> None:
+        if self.compiler.compiling:
+            end = self.compiler.refuse if kind == "refuse" else self.compiler.finish
+            end(self.rng.choice(self.compiler.compiling))
 
     def claim(self, limit: int) -> None:
         tickets = [rid for rid in self.consumer.tickets if rid not in self.claimed]
@@ -192,7 +218,7 @@ class Traffic:
         self.engine.add(
             request_id,
             added.prompt,
-            added.num_tokens,
+            sampling_params=_sampling_params(added.num_tokens, added.grammar),
             attempt=self.attempts[request_id],
             resume_output_token_ids=delivered,
             kv_transfer_params=ON_P
@@ -229,10 +255,22 @@ class Traffic:
             # Probes have seats of their own to wait for.
             before = [r for r in queue if r not in forbidden and not r.is_probe]
             self._check_order(before, set(scheduler.waiting))
+        if scheduler.config.scheduling_policy == "fcfs":
+            self._check_arrival(list(scheduler.waiting))
+
+    def give_up_grammars(self) -> None:
+        """Some are never compiled: their requests end, by a deadline or their clients."""
+        never = [name for name in self.compiler.compiling if self.rng.random() < 0.5]
+        places = self.engine.scheduler.requests
+        waiting = [name for name, added in self.added.items() if added.grammar in never]
+        self.engine.core.abort_requests([name for name in waiting if name in places])
+        for name in set(self.compiler.compiling) - set(never):
+            self.compiler.finish(name)
 
     def settle(self) -> None:
         """Let everything that can happen happen, until nothing is left."""
         self.engine.scheduler.pause_state = PauseState.UNPAUSED
+        self.give_up_grammars()
         for _ in range(MAX_SETTLE_STEPS):
             self.claim(limit=1000)
             for request in self.engine.scheduler.places.remote_decodes:
@@ -258,6 +296,9 @@ class Traffic:
             num_tokens = sum(step.num_scheduled_tokens.values())
             assert num_tokens == step.total_num_scheduled_tokens
             assert num_tokens <= self.engine.scheduler.config.max_num_batched_tokens
+            for new in step.scheduled_new_reqs:
+                is_constrained = self.added[new.request_id].grammar is not None
+                assert is_constrained == (new.grammar is not None)
 
     def check_answers(self) -> None:
         for request_id, added in self.added.items():
@@ -273,11 +314,23 @@ class Traffic:
         is_left = [request in after for request in before if not request.status.is_finished]
         assert is_left == sorted(is_left), "a request was overtaken"
 
+    @staticmethod
+    def _check_arrival(waiting: list[Request]) -> None:
+        """One that has waited for its grammar is where it would be without."""
+        others = [r for r in waiting if not (r.is_probe or r.has_begun or r.core_request.fork_of)]
+        times = [r.queued_time for r in others if not r.do_remote_decode]
+        assert times == sorted(times), "a request has lost its place"
+
     def _maybe_fail(self, step: SchedulerOutput) -> None:
         # A step of one request would be its fault.
         if self._fault is not None and len(step.num_scheduled_tokens) > 1:
             fault, self._fault = self._fault, None
             raise fault
+
+
+def _sampling_params(num_tokens: int, grammar: str | None) -> SamplingParams:
+    constraint = None if grammar is None else StructuredOutputsParams(regex=grammar)
+    return SamplingParams(max_tokens=num_tokens, structured_outputs=constraint)
 
 
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
@@ -303,12 +356,13 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
     watermark: float,
     num_blocks: int,
 ) -> None:
-    producer, consumer = ScriptedProducer(), ScriptedConsumer()
+    producer, consumer, compiler = ScriptedProducer(), ScriptedConsumer(), ScriptedCompiler()
     producer.grants_at_once = False
     engine = Engine(
         num_blocks=num_blocks * len(windows),
         producer=producer,
         consumer=consumer,
+        compile_grammar=compiler,
         max_num_seqs=4,
         max_num_batched_tokens=MAX_MODEL_LEN if mode == "v0" else 16,
         enable_caching=enable_caching,
@@ -319,7 +373,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
         long_prefill_token_threshold=threshold,
         kv_watermark=watermark,
     )
-    traffic = Traffic(engine, producer, consumer, random.Random(seed))
+    traffic = Traffic(engine, producer, consumer, compiler, random.Random(seed))
     try:
         for _ in range(NUM_STEPS):
             traffic.event()

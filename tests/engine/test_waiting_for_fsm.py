@@ -12,11 +12,12 @@ from pdserve_common.engine_types import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pdserve_common.errors import InvalidRequestError, OverloadedError
+from pdserve_common.errors import OverloadedError
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import RequestStatus
 from support.clock import Clock
+from support.grammars import ScriptedCompiler
 from support.scripted_engine import (
     ON_D,
     ON_P,
@@ -28,30 +29,11 @@ from support.scripted_engine import (
 )
 
 PROMPT = [7] * 15
-GRAMMAR = CompiledGrammar(None, 0)
-
-
-class Compiler:
-    """Compiles what a test says, when it says so."""
-
-    def __init__(self) -> None:
-        self.futures: dict[str, Future[CompiledGrammar]] = {}
-
-    def __call__(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
-        assert params.regex is not None
-        return self.futures.setdefault(params.regex, Future())
-
-    def finish(self, name: str) -> None:
-        self.futures.setdefault(name, Future()).set_result(GRAMMAR)
-
-    def refuse(self, name: str) -> None:
-        error = InvalidRequestError("no such pattern")
-        self.futures.setdefault(name, Future()).set_exception(error)
 
 
 @pytest.fixture
-def compiler() -> Compiler:
-    return Compiler()
+def compiler() -> ScriptedCompiler:
+    return ScriptedCompiler()
 
 
 @pytest.fixture
@@ -66,7 +48,7 @@ def consumer() -> ScriptedConsumer:
 
 @pytest.fixture
 def make_engine(
-    compiler: Compiler, producer: ScriptedProducer, consumer: ScriptedConsumer, clock: Clock
+    compiler: ScriptedCompiler, producer: ScriptedProducer, consumer: ScriptedConsumer, clock: Clock
 ) -> Callable[..., Engine]:
     return lambda **config: Engine(
         producer=producer, consumer=consumer, compile_grammar=compiler, clock=clock, **config
@@ -88,7 +70,7 @@ def status(engine: Engine, name: str) -> RequestStatus:
 
 
 def test_it_waits_for_its_grammar_and_then_runs_with_it(
-    make_engine: Callable[..., Engine], compiler: Compiler
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
 ) -> None:
     engine = make_engine()
     add(engine, "a")
@@ -102,12 +84,12 @@ def test_it_waits_for_its_grammar_and_then_runs_with_it(
     engine.run()
     assert engine.tokens("a") == expected(PROMPT, 4)
     (new,) = [new for step in engine.rank.steps for new in step.scheduled_new_reqs]
-    assert new.grammar is GRAMMAR
+    assert new.grammar is ScriptedCompiler.GRAMMAR
     engine.assert_idle()
 
 
 def test_one_whose_grammar_is_known_does_not_wait(
-    make_engine: Callable[..., Engine], compiler: Compiler
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
 ) -> None:
     engine = make_engine()
     compiler.finish("a")
@@ -120,7 +102,7 @@ def test_one_whose_grammar_is_known_does_not_wait(
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_it_keeps_its_place_by_arrival(
-    make_engine: Callable[..., Engine], compiler: Compiler, clock: Clock, policy: str
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, clock: Clock, policy: str
 ) -> None:
     engine = make_engine(max_num_seqs=1, scheduling_policy=policy)
     engine.add("first", [1] * 4, max_tokens=9, arrival_time=0.0)
@@ -141,7 +123,7 @@ def test_it_keeps_its_place_by_arrival(
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("transfer", [None, ON_P, ON_D], ids=["local", "P", "D"])
 def test_one_that_is_refused_ends_with_the_reason(
-    make_engine: Callable[..., Engine], compiler: Compiler, is_known: bool, transfer: object
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, is_known: bool, transfer: object
 ) -> None:
     engine = make_engine()
     if is_known:
@@ -170,7 +152,7 @@ def test_without_a_compiler_it_is_refused(clock: Clock) -> None:
 
 
 def test_one_that_ends_meanwhile_is_forgotten(
-    make_engine: Callable[..., Engine], compiler: Compiler, clock: Clock
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, clock: Clock
 ) -> None:
     engine = make_engine()
     add(engine, "aborted")
@@ -186,7 +168,9 @@ def test_one_that_ends_meanwhile_is_forgotten(
     engine.assert_idle()
 
 
-def test_a_later_attempt_takes_over(make_engine: Callable[..., Engine], compiler: Compiler) -> None:
+def test_a_later_attempt_takes_over(
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
+) -> None:
     engine = make_engine()
     add(engine, "a")
     add(engine, "a", attempt=1)
@@ -197,7 +181,9 @@ def test_a_later_attempt_takes_over(make_engine: Callable[..., Engine], compiler
     engine.assert_idle()
 
 
-def test_forks_share_their_source(make_engine: Callable[..., Engine], compiler: Compiler) -> None:
+def test_forks_share_their_source(
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
+) -> None:
     engine = make_engine()
     add(engine, "a")
     add(engine, "b", "a", fork_of="a")
@@ -213,7 +199,7 @@ def test_forks_share_their_source(make_engine: Callable[..., Engine], compiler: 
 
 
 def test_p_asks_d_for_blocks_when_the_grammar_is_there(
-    make_engine: Callable[..., Engine], compiler: Compiler, producer: ScriptedProducer
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, producer: ScriptedProducer
 ) -> None:
     engine = make_engine()
     add(engine, "a", kv_transfer_params=ON_P)
@@ -228,7 +214,7 @@ def test_p_asks_d_for_blocks_when_the_grammar_is_there(
 @pytest.mark.parametrize("is_acknowledged", [False, True])
 def test_what_has_landed_on_d_waits_for_the_grammar(
     make_engine: Callable[..., Engine],
-    compiler: Compiler,
+    compiler: ScriptedCompiler,
     consumer: ScriptedConsumer,
     is_acknowledged: bool,
 ) -> None:
@@ -255,7 +241,7 @@ def test_what_has_landed_on_d_waits_for_the_grammar(
 
 
 def test_a_grammar_that_is_there_before_the_blocks_holds_up_nothing(
-    make_engine: Callable[..., Engine], compiler: Compiler, consumer: ScriptedConsumer
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler, consumer: ScriptedConsumer
 ) -> None:
     engine = make_engine()
     add(engine, "a", kv_transfer_params=ON_D)
@@ -273,7 +259,7 @@ def test_a_grammar_that_is_there_before_the_blocks_holds_up_nothing(
 @pytest.mark.parametrize("then", ["refused", "aborted"])
 def test_landed_blocks_come_back_if_it_never_runs(
     make_engine: Callable[..., Engine],
-    compiler: Compiler,
+    compiler: ScriptedCompiler,
     consumer: ScriptedConsumer,
     then: str,
 ) -> None:
@@ -336,7 +322,10 @@ def looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.usefixtures("looks_ahead")
 def test_tokens_are_the_same_however_late_masks_are(
-    make_engine: Callable[..., Engine], compiler: Compiler, seed: int, async_scheduling: bool
+    make_engine: Callable[..., Engine],
+    compiler: ScriptedCompiler,
+    seed: int,
+    async_scheduling: bool,
 ) -> None:
     rng = random.Random(seed)
     engine = make_engine(num_blocks=14, max_num_seqs=4, async_scheduling=async_scheduling)

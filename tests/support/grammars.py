@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import StructuralTag
-from pdserve_engine.grammar.native import Bitmask
+from pdserve_engine.grammar.native import Bitmask, CompiledGrammar
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
 VOCAB_SIZE = 1392
@@ -30,3 +33,28 @@ def allowed_ids(bitmask: Bitmask) -> set[int]:
     bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
     assert not bits[VOCAB_SIZE:].any()
     return set(np.flatnonzero(bits).tolist())
+
+
+class ScriptedCompiler:
+    """Compiles what a test says, when it says so; a grammar's name is its regex."""
+
+    GRAMMAR = CompiledGrammar(None, 0)
+
+    def __init__(self) -> None:
+        self.futures: dict[str, Future[CompiledGrammar]] = {}
+
+    def __call__(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
+        assert params.regex is not None
+        return self.futures.setdefault(params.regex, Future())
+
+    @property
+    def compiling(self) -> list[str]:
+        """Those that are asked for and not there."""
+        return [name for name, future in self.futures.items() if not future.done()]
+
+    def finish(self, name: str) -> None:
+        self.futures.setdefault(name, Future()).set_result(self.GRAMMAR)
+
+    def refuse(self, name: str) -> None:
+        error = InvalidRequestError("no such pattern")
+        self.futures.setdefault(name, Future()).set_exception(error)

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ class Judge:
         matcher = xgrammar.GrammarMatcher(self._grammar)
         return matcher.accept_string(text) and matcher.is_completed()
 
+    def allows_prefix(self, text: bytes) -> bool:
+        """Whether a text is one or goes on to one."""
+        return bool(xgrammar.GrammarMatcher(self._grammar).accept_string(text))
+
     def answer(self, rng: random.Random, *, max_tokens: int = 80) -> bytes | None:
         """Tokens drawn of those that are allowed, until an end is and is drawn; None: there was
         none in time. Tokens that close or separate are likelier, and bytes of ASCII.
@@ -75,6 +80,12 @@ class Judge:
         if closing and draw < 0.5:
             return rng.choice(closing)
         return rng.choice(ascii_ids if ascii_ids and draw < 0.9 else token_ids)
+
+
+def answer_bytes(token_ids: Sequence[int]) -> bytes:
+    """What tokens say, without those that end a text."""
+    info = tokenizer()
+    return b"".join(info.decoded_vocab[i] for i in token_ids if i not in info.stop_token_ids)
 
 
 def dump(value: Any) -> str:

@@ -1,0 +1,284 @@
+"""Requests with grammars in whole engines: the same tokens however late masks are, and answers that
+are what was asked for.
+"""
+
+import contextlib
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tokenizers
+from jsonschema import Draft202012Validator
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.structured import to_structural_tag
+from pdserve_engine.clients.loading import load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core import engine_core
+from pdserve_engine.grammar.manager import MAX_LATE_S, StructuredOutputManager
+from support.grammars import EOS, MODEL
+from support.schemas import Judge, RandomSchemas, answer_bytes
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS = 8
+MAX_STEPS = 50_000
+CONSTRAINTS = (
+    StructuredOutputsParams(regex="(Mia|Theo) [a-z]{3,9}( and [a-z]{2,9}){0,2}[.!]"),
+    StructuredOutputsParams(choice=("a kite", "a boat", "two cats")),
+    StructuredOutputsParams(json_object=True),
+    StructuredOutputsParams(json_schema='{"type": "array", "items": {"type": "integer"}}'),
+    StructuredOutputsParams(grammar='root ::= "(" root ")" | [a-z]*'),
+)
+
+
+class Engine:
+    """An engine of the bundled model that is stepped by hand."""
+
+    def __init__(self, **overrides: object) -> None:
+        config = EngineConfig(
+            model=str(MODEL),
+            kv_connector="none",
+            max_num_seqs=NUM_ROWS,
+            num_threads=1,
+            **{"num_blocks": 256, **overrides},  # type: ignore[arg-type]
+        )
+        metrics = KVTransferMetrics(CollectorRegistry())
+        self._wakeup = threading.Event()
+        self.loaded = load_engine(
+            config, role="decode", engine_id="d", metrics=metrics, wakeup=self._wakeup.set
+        )
+        self.core = self.loaded.core
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
+
+    @property
+    def masks(self) -> StructuredOutputManager:
+        rank: Any = self.core.executor
+        return rank.rank._runner._batch.sampling.grammars  # type: ignore[no-any-return]
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
+        self.tokens[name] = []
+        self.core.add_request(
+            EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=tuple(prompt),
+                sampling_params=params,
+                eos_token_id=EOS,
+                **fields,
+            )
+        )
+
+    def run(self, between: Callable[[], None] = lambda: None) -> None:
+        """Step until each request has ended; `between` runs before each step."""
+        self.run_until(lambda: not self.core.scheduler.has_requests(), between)
+
+    def run_until(
+        self, condition: Callable[[], bool], between: Callable[[], None] = lambda: None
+    ) -> None:
+        for _ in range(MAX_STEPS):
+            if condition():
+                return
+            between()
+            self._step()
+        raise AssertionError("it does not happen")
+
+    def _step(self) -> None:
+        if not self.core.has_work():  # grammars are being compiled
+            self._wakeup.wait(0.01)
+            self._wakeup.clear()
+        result = self.core.step() if self.core.has_work() else self.core.poll()
+        for output in (each for outputs in result.outputs.values() for each in outputs):
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finished:
+                self.ends[output.request_id] = output
+
+    def close(self) -> None:
+        self.core.close()
+        self.loaded.close()
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(**overrides: object) -> Engine:
+        engines.append(Engine(**overrides))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+@pytest.fixture
+def looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "MAX_LOOKAHEAD_STEP_S", float("inf"))
+
+
+class Hold:
+    """Keeps the threads that make masks from it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._masks, self._is_over = engine.masks, threading.Event()
+        self._is_over.set()
+
+    def begin(self) -> None:
+        self._is_over = threading.Event()
+        for thread in (self._masks._quick, self._masks._slow):
+            thread.submit(self._is_over.wait)
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    def toggle(self, rng: random.Random) -> None:
+        """Begin or end, sometimes."""
+        if not self._is_over.is_set() and rng.random() < 0.5:
+            self.end()
+        elif self._is_over.is_set() and rng.random() < 0.3:
+            self.begin()
+
+
+def ask_all(engine: Engine) -> None:
+    """Two long requests without a constraint, and one for each."""
+    for number, constraint in enumerate((None, None, *CONSTRAINTS)):
+        params = SamplingParams(
+            temperature=1.0,
+            seed=number,
+            max_tokens=80,
+            repetition_penalty=1.1,
+            logprobs=number % 2 or None,
+            ignore_eos=constraint is None,
+            structured_outputs=constraint,
+        )
+        engine.add(f"{number}", [10 + number] * 40, params)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.usefixtures("looks_ahead")
+def test_rows_whose_masks_are_late_go_on_with_the_same_tokens(
+    make_engine: Callable[..., Engine], async_scheduling: bool
+) -> None:
+    calm = make_engine()
+    ask_all(calm)
+    calm.run()
+    # So few blocks that some are preempted as well.
+    engine = make_engine(async_scheduling=async_scheduling, num_blocks=10, max_model_len=128)
+    hold, rng = Hold(engine), random.Random(0)
+    ask_all(engine)
+    engine.run(lambda: hold.toggle(rng))
+    hold.end()
+    assert engine.tokens == calm.tokens
+    assert not [end for end in engine.ends.values() if end.error is not None]
+    assert engine.core.scheduler.places.num_late_masks
+    assert engine.core.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.usefixtures("looks_ahead")
+def test_a_mask_that_never_comes_ends_its_request_alone(
+    make_engine: Callable[..., Engine], async_scheduling: bool
+) -> None:
+    engine = make_engine(async_scheduling=async_scheduling)
+    hold, masks = Hold(engine), engine.masks
+    params = SamplingParams(temperature=1.0, max_tokens=30)
+    engine.add("late", [10], replace(params, structured_outputs=CONSTRAINTS[0]))
+    engine.add("other", [10], params)
+    engine.run_until(lambda: bool(engine.tokens["late"]))
+    hold.begin()
+    engine.run_until(lambda: engine.core.scheduler.places.num_late_masks > 0)
+    masks._clock = lambda: time.monotonic() + MAX_LATE_S
+    engine.run()
+    hold.end()
+    error = engine.ends["late"].error
+    assert error is not None
+    assert error.code is ErrorCode.INTERNAL
+    assert "structured_outputs took" in error.message
+    assert engine.ends["other"].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_tokens_of_an_attempt_before_that_do_not_fit_are_an_error(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=30, structured_outputs=CONSTRAINTS[0])
+    engine.add("a", [10], params, attempt=1, resume_output_token_ids=(20, 21))
+    engine.run()
+    error = engine.ends["a"].error
+    assert error is not None
+    assert error.code is ErrorCode.INTERNAL
+    assert "output token 0 (20) does not fit" in error.message
+    assert not engine.tokens["a"]
+
+
+# ---- random schemas
+
+
+def random_schemas(count: int) -> Iterator[Any]:
+    """Those of the random ones that are accepted."""
+    schemas = RandomSchemas(seed=count)
+    while count:
+        schema = schemas.schema()
+        with contextlib.suppress(InvalidRequestError):
+            to_structural_tag(StructuredOutputsParams(json_schema=json.dumps(schema)))
+            yield schema
+            count -= 1
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.soak)])
+def test_answers_to_random_schemas_are_valid(
+    make_engine: Callable[..., Engine], tokenizer: tokenizers.Tokenizer, count: int
+) -> None:
+    engine = make_engine(async_scheduling=True)
+    schemas = {f"{number}": schema for number, schema in enumerate(random_schemas(count))}
+    asked = iter(schemas.items())
+
+    def ask() -> None:
+        for name, schema in itertools.islice(asked, NUM_ROWS - len(engine.core.scheduler.requests)):
+            constraint = StructuredOutputsParams(json_schema=json.dumps(schema))
+            params = SamplingParams(seed=int(name), max_tokens=80, structured_outputs=constraint)
+            engine.add(name, tokenizer.encode("Once upon a time").ids, params)
+
+    ask()
+    engine.run(ask)
+    seen = Counter(check_answer(schemas[name], engine, name) for name in schemas)
+    assert seen["valid"] > count / 2
+    assert seen["prefix"]
+
+
+def check_answer(schema: Any, engine: Engine, name: str) -> str:
+    end, text = engine.ends[name], answer_bytes(engine.tokens[name])
+    assert end.error is None, (schema, end.error)
+    if end.finish_reason is FinishReason.LENGTH:
+        assert Judge.of_schema(schema).allows_prefix(text), (schema, text)
+        return "prefix"
+    assert end.finish_reason is FinishReason.STOP
+    try:
+        value = json.loads(text.decode())
+    except UnicodeDecodeError:  # halves of surrogate pairs, which grammars of strings take
+        assert b"\xed" in text, (schema, text)
+        return "surrogates"
+    assert Draft202012Validator(schema).is_valid(value), (schema, text)
+    return "valid"
