@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
+from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.structured import to_structural_tag
 from pdserve_router.chat_formats.base import Parser, ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE, choose_format
-from pdserve_router.chat_formats.tags import CallRules
+from pdserve_router.chat_formats.tags import CallRules, constraint_tag
 from pdserve_router.text.parts import (
     Content,
     OutputPart,
@@ -338,6 +340,50 @@ def test_what_the_structural_tag_lets_pass_is_read_as_a_call(name, is_required, 
     assert is_accepted(grammar, before + "It rains.") != is_required
     if start is ReasoningStart.CLOSED:
         assert is_accepted(grammar, f"{begin}hm{end}It rains.") != is_required
+
+
+JSON = '{"city": "Paris", "days": 2}'
+CONTENTS = {
+    "json_object": (StructuredOutputsParams(json_object=True), '{"a": "<think>"}', "[]"),
+    "json_schema": (StructuredOutputsParams(json_schema=json.dumps(PARAMETERS)), JSON, "{}"),
+    "regex": (StructuredOutputsParams(regex="[ab]c"), "bc", "c"),
+    "choice": (StructuredOutputsParams(choice=("red", "blue")), "blue", "green"),
+    "grammar": (StructuredOutputsParams(grammar='root ::= "a" | "b"'), "b", "c"),
+    "structural_tag": (
+        StructuredOutputsParams(
+            structural_tag='{"format": {"type": "sequence", "elements": '
+            '[{"type": "const_string", "value": "a"}, {"type": "regex", "pattern": "b+"}]}}'
+        ),
+        "abb",
+        "a",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONTENTS)
+@pytest.mark.parametrize("start", ReasoningStart)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_constraint_is_on_what_follows_the_reasoning(name, start, kind) -> None:
+    chat_format = FORMATS[name]
+    params, fitting, other = CONTENTS[kind]
+    tag = json.dumps(chat_format.answer_tag(constraint_tag(params), start))
+    read = to_structural_tag(StructuredOutputsParams(structural_tag=tag))
+    grammar = Grammar.from_structural_tag(read.text)
+    begin, end = chat_format.reasoning or ("", "")
+    may_reason = chat_format.may_reason(start)
+    assert may_reason == (name != "llama3_json" and start is not ReasoningStart.CLOSED)
+    before = ("" if start is ReasoningStart.OPEN else begin) + f"\nhm\n{end}\n\n"
+    if not may_reason:
+        assert not begin or not is_accepted(grammar, before + fitting)
+        before = ""
+    assert is_accepted(grammar, before + fitting)
+    assert not is_accepted(grammar, before + other)
+    parts = parse(name, before + fitting, reasoning=start, tools={})
+    assert content_of(parts) == fitting
+    assert reasoning_of(parts) == ("hm" if may_reason else "")
+    # Where reasoning may be left out, it may.
+    is_needed = may_reason and (start is ReasoningStart.OPEN or chat_format.is_reasoning_implied)
+    assert is_accepted(grammar, fitting) != is_needed
 
 
 TEMPLATES = {

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from typing import Any, Literal
 
 import grpc
 import httpx
+import openai
+import pydantic
 import pytest
 from test_tools import TOOLS, tool
 from xgrammar import Grammar
@@ -12,10 +15,16 @@ from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
 from pdserve_router.requests import constraint as checks
-from pdserve_router.requests.request_limits import INLINE_CONSTRAINT_CHARS
+from pdserve_router.requests.constraint import check_constraint
+from pdserve_router.requests.request_limits import (
+    INLINE_PATTERN_CHARS,
+    INLINE_SCHEMA_CHARS,
+    NotSmallError,
+)
 
 SERVED = {"served_fields": ("structured_outputs",)}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -260,7 +269,7 @@ async def test_a_large_schema_is_checked_in_another_process(
 ) -> None:
     monkeypatch.setattr(checks, "to_structural_tag", None)
     last = {"type": "string"} if is_enforced else {"type": "string", "not": {}}
-    names = [f"name{i}" for i in range(INLINE_CONSTRAINT_CHARS // 20)]
+    names = [f"name{i}" for i in range(INLINE_SCHEMA_CHARS // 20)]
     schema = {"type": "object", "properties": {**{n: {"type": "null"} for n in names}, "z": last}}
     if is_enforced:
         await post(http, path, response_format(schema))
@@ -269,6 +278,51 @@ async def test_a_large_schema_is_checked_in_another_process(
         field, message = await refusal_of(http, path, response_format(schema))
         assert (field, "not at /properties/z" in message) == ("response_format", True)
     assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
+
+
+def padded_to(params: StructuredOutputsParams, num_chars: int) -> StructuredOutputsParams:
+    """With a comment that makes its schema so long."""
+    schema = {"$comment": "", **json.loads(params.json_schema)}
+    schema["$comment"] = "x" * (num_chars - len(json.dumps(schema)))
+    return StructuredOutputsParams(json_schema=json.dumps(schema))
+
+
+SLOW_KEYWORDS = [
+    {"type": "string", "pattern": "a"},
+    {"type": "string", "format": "date"},
+    {"oneOf": [{"type": "null"}, {"type": "string"}]},
+    {"type": "integer", "minimum": 0, "maximum": 9, "multipleOf": 2},
+    {"type": "object", "patternProperties": {"^a$": True}},
+    {"type": "object", "propertyNames": {"enum": ["a"]}},
+    {"type": "object", "properties": {"a": True}, "additionalProperties": True},
+    {"const": "\\"},
+]
+QUICK = {"type": "object", "properties": {"a": True}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [*((each, INLINE_PATTERN_CHARS) for each in SLOW_KEYWORDS), (QUICK, INLINE_SCHEMA_CHARS)],
+)
+def test_how_much_is_checked_inline_depends_on_what_it_costs(schema, most) -> None:
+    params = StructuredOutputsParams(json_schema=json.dumps(schema))
+    capabilities = Capabilities(fields=frozenset(("structured_outputs",)))
+
+    def check(num_chars: int, *, is_inline: bool = True) -> None:
+        padded = padded_to(params, num_chars)
+        check_constraint(padded, None, capabilities, field=None, is_inline=is_inline)
+
+    check(most)
+    check(most + 1, is_inline=False)
+    with pytest.raises(NotSmallError):
+        check(most + 1)
+
+
+def test_a_long_pattern_is_not_checked_inline() -> None:
+    params = StructuredOutputsParams(regex="a" * (INLINE_PATTERN_CHARS + 1))
+    capabilities = Capabilities(fields=frozenset(("structured_outputs",)))
+    with pytest.raises(NotSmallError):
+        check_constraint(params, None, capabilities, field=None, is_inline=True)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +344,34 @@ async def test_a_prediction_has_no_effect(http, stack, prediction) -> None:
 )
 async def test_a_wrong_prediction_is_refused(http, stack, prediction, field) -> None:
     assert (await refusal_of(http, CHAT, {"prediction": prediction}))[0] == field
+
+
+class Child(pydantic.BaseModel):
+    """As OpenAI's client describes it: titles, $defs, no other properties."""
+
+    class Kite(pydantic.BaseModel):
+        color: Literal["red", "blue"]
+        length: float | None
+
+    name: str
+    kites: list[Kite]
+
+
+async def test_openais_client_parses_an_answer(start_stack) -> None:
+    child = Child(name="Mia", kites=[Child.Kite(color="red", length=None)])
+    async with (
+        start_stack(http=True, info=SERVED, answer=child.model_dump_json()) as stack,
+        openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        asked: Any = {"model": "tiny", **PATHS[CHAT], "response_format": Child}
+        answer = await client.chat.completions.parse(**asked)
+        assert answer.choices[0].message.parsed == child
+        grammar = Grammar.from_structural_tag(to_structural_tag(constraint_of(stack)).text)
+        assert is_accepted(grammar, child.model_dump_json())
+        assert not is_accepted(grammar, '{"name": "Mia"}')
+        async with client.chat.completions.stream(**asked) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == child
 
 
 def grpc_constraints() -> dict[str, core.StructuredOutputsParams]:

@@ -7,6 +7,7 @@ import openai
 import pytest
 from fake_model import copy_with_template
 
+from pdserve_router.requests.request_limits import INLINE_BYTES
 from pdserve_router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
@@ -286,3 +287,15 @@ async def test_a_stream_with_openais_client(client) -> None:
     calls = final.choices[0].message.tool_calls
     assert [call.function.arguments for call in calls] == [ARGUMENTS, "{}"]
     assert final.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_large_request_is_read_in_the_chosen_format_too(start_stack) -> None:
+    async with (
+        start_stack(http=True, answer=CALLING, chat_format="none") as stack,
+        httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
+    ):
+        for padding in ("", "x" * INLINE_BYTES):
+            body = {"messages": [QUESTION], "metadata": {"padding": padding}}
+            response = await http.post(PATH, json=body)
+            assert response.json()["choices"][0]["message"]["content"] == CALLING
+        assert stack.metric("pdserve_large_requests_total", outcome="done") == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
@@ -10,10 +11,19 @@ from pdserve_common.structured import to_structural_tag
 from pdserve_common.structured.json_text import field_name
 from pdserve_router.chat_formats.base import ChatFormat, ReasoningStart
 from pdserve_router.chat_formats.tags import constraint_tag, either
-from pdserve_router.requests.request_limits import INLINE_CONSTRAINT_CHARS, NotSmallError
+from pdserve_router.requests.request_limits import (
+    INLINE_PATTERN_CHARS,
+    INLINE_SCHEMA_CHARS,
+    NotSmallError,
+)
 from pdserve_router.requests.tool_use import ToolMode, ToolUse, call_rules, calling_params
 
 _FIELD = "structured_outputs"
+# Keywords that make patterns or compare schemas; an escape may be any of them.
+_SLOW = re.compile(
+    r'\\|"(pattern|patternProperties|propertyNames|format|oneOf|multipleOf)"'
+    r'|"additionalProperties"\s*:(?!\s*false)'
+)
 
 
 def check_constraint(
@@ -37,17 +47,25 @@ def check_constraint(
             problem = "is set and tool_choice asks for a call, at most one of them can be"
             raise InvalidRequestError(f"{path} {problem}", field=field_name(path))
     in_grammar = use if is_calling or params is not None else None
-    if is_inline and _num_chars(params, in_grammar) > INLINE_CONSTRAINT_CHARS:
+    if is_inline and not _is_small(params, in_grammar):
         raise NotSmallError
     if params is not None:
         to_structural_tag(params, field=field)
 
 
-def _num_chars(params: StructuredOutputsParams | None, use: ToolUse | None) -> int:
-    """Of what says what is enforced. Texts of choices cost next to nothing."""
-    texts = [] if params is None else [params.json_schema, params.regex, params.structural_tag]
-    schemas = [] if use is None else list(use.parameters.values())
-    return sum(len(text) for text in texts if text) + sum(len(json.dumps(s)) for s in schemas)
+def _is_small(params: StructuredOutputsParams | None, use: ToolUse | None) -> bool:
+    """Return whether the check takes no longer than the event loop can wait. Choices and grammars
+    cost next to nothing here.
+    """
+    texts = [] if use is None else [json.dumps(use.parameters, ensure_ascii=False)]
+    if params is not None:
+        texts += [params.json_schema or "", params.structural_tag or ""]
+        if len(params.regex or "") > INLINE_PATTERN_CHARS:
+            return False
+    num_chars = sum(map(len, texts))
+    if num_chars <= INLINE_PATTERN_CHARS:
+        return True
+    return num_chars <= INLINE_SCHEMA_CHARS and not any(map(_SLOW.search, texts))
 
 
 def constrained_params(
