@@ -1,5 +1,6 @@
 """Numbers, strings and listed values of a JSON schema."""
 
+import functools
 import json
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, Decimal
@@ -122,7 +123,13 @@ def _tree(node: Node, keyword: str) -> patterns.Node:
         return read_pattern(node, keyword, text)
     if text not in PATTERNS:
         node.refuse(keyword, f"is {short(text)}, enforced are {', '.join(PATTERNS)}")
-    return patterns.whole(patterns.parse(PATTERNS[text]))
+    return _format_tree(text)
+
+
+@functools.cache
+def _format_tree(name: str) -> patterns.Node:
+    """Parsing takes longer than all that is done with it."""
+    return patterns.whole(patterns.parse(PATTERNS[name]))
 
 
 def read_pattern(node: Node, keyword: str, text: str) -> patterns.Node:

@@ -16,9 +16,9 @@ from pdserve_common.validation import (
 # Up to here a request is parsed on the event loop, which takes at most 3 ms of it.
 INLINE_BYTES = 64 << 10
 INLINE_OBJECTS = 1024
-# Of schemas and patterns that are checked there, some 3 ms of work: with keywords that take long,
+# Of schemas and patterns that are checked there, up to 5 ms of work: with keywords that take long,
 # and without.
-INLINE_PATTERN_CHARS = 512
+INLINE_PATTERN_CHARS = 256
 INLINE_SCHEMA_CHARS = 2048
 MAX_MESSAGES = 1 << 14
 # Of one request; each is a request of its own to workers, and waits as one.
