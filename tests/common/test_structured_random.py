@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
 from support.schemas import Judge, RandomSchemas, closed, dump
 
@@ -33,6 +35,35 @@ def test_a_schema_is_enforced_or_refused(seed: int) -> None:
             seen[_check_answer(judge, schema, rng)] += 1
     assert seen["refused"] < NUM_SCHEMAS / 2
     assert min(seen[kind] for kind in ("allowed", "invalid", "answered")) >= NUM_SCHEMAS
+
+
+CHARACTERS = "abfz09 -_.,!/^]{}\\\t'é"
+NUM_PATTERNS = 40
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pattern_is_enforced_character_by_character(seed: int) -> None:
+    rng, seen = random.Random(seed), Counter[bool]()
+    for _ in range(NUM_PATTERNS):
+        pattern = "".join(_atom(rng) for _ in range(rng.randint(1, 3)))
+        judge = Judge(StructuredOutputsParams(regex=pattern))
+        for _ in range(NUM_VALUES):
+            text = "".join(rng.choices(CHARACTERS, k=rng.randint(0, 4)))
+            is_match = re.fullmatch(pattern, text) is not None
+            assert judge.allows(text) == is_match, (pattern, text)
+            seen[is_match] += 1
+    assert min(seen[True], seen[False]) > NUM_PATTERNS / 4
+
+
+def _atom(rng: random.Random) -> str:
+    chars = "".join(map(_escape, rng.sample(CHARACTERS, rng.randint(1, 5))))
+    ranges = "".join(rng.sample(["a-z", "0-9", "b-f", " -/"], rng.randint(0, 2)))
+    part = f"[{rng.choice(['', '', '^'])}{chars}{ranges}]"
+    return part + rng.choice(["", "", "*", "?", "{1,3}"])
+
+
+def _escape(char: str) -> str:
+    return f"\\{char}" if char in "-^]\\" else char
 
 
 def _check_value(judge: Judge, schema: Any, value: Any) -> str:

@@ -424,14 +424,28 @@ def write(node: Node, *, is_split: bool = True) -> str:
 
 
 def _class_text(ranges: Ranges, lengths: Ranges) -> str:
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and chr(ranges[0][0]).isalnum():
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_single(chr(ranges[0][0])):
         return _char_text(ranges[0][0])
     classes = [
-        "".join(_range_text(*pair) for pair in part)
+        "".join(_range_text(*pair) for pair in _ordered(part))
         for length in lengths
         if (part := intersection(ranges, (length,)))
     ]
     return f"[{classes[0]}]" if len(classes) == 1 else f"(?:[{']|['.join(classes)}])"
+
+
+def _is_single(char: str) -> bool:
+    return char.isalnum() or char == "^"
+
+
+def _ordered(ranges: Ranges) -> Sequence[tuple[int, int]]:
+    """As xgrammar writes them to itself, a control character (\\x1f) takes all hexadecimal digits
+    behind it, and what begins with ^ is the class of all others.
+    """
+    caret = ord("^")
+    if len(ranges) == 1 and ranges[0][0] == caret:
+        return ((caret + 1, ranges[0][1]), (caret, caret))
+    return sorted(ranges, key=lambda pair: (pair[0] == caret, pair[0] < ord(" ")))
 
 
 def _range_text(low: int, high: int) -> str:
@@ -439,9 +453,8 @@ def _range_text(low: int, high: int) -> str:
 
 
 def _char_text(code: int) -> str:
-    if code < 0x80:
-        return chr(code) if chr(code).isalnum() else f"\\x{code:02x}"
-    return f"\\u{{{code:x}}}"
+    is_plain = code < 0x80 and chr(code).isalnum()
+    return chr(code) if is_plain else f"\\u{{{code:x}}}"
 
 
 def literal(text: str) -> Node:
