@@ -1,9 +1,10 @@
 """JSON schemas for tests: what their grammars allow, random ones, and values for them."""
 
+import contextlib
 import functools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import xgrammar
 from transformers import AutoTokenizer
 
 from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import to_structural_tag
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
@@ -287,3 +289,13 @@ class RandomSchemas:
         # Names that are known stand in the schema's order.
         names = {self._pick(NAMES + TEXTS) for _ in range(self._rng.randint(0, 3))} - known.keys()
         return value | {name: self.value(others[0], depth) for name in sorted(names)}
+
+
+def accepted_schemas(seed: int) -> Iterator[Any]:
+    """Random ones without end of which none is refused."""
+    schemas = RandomSchemas(seed)
+    while True:
+        schema = schemas.schema()
+        with contextlib.suppress(InvalidRequestError):
+            to_structural_tag(StructuredOutputsParams(json_schema=json.dumps(schema)))
+            yield schema
