@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from typing import Any
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import grpc
 import httpx
@@ -11,8 +13,11 @@ import pytest
 import regex
 import tokenizers
 
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from support.grammars import MODEL
+from support.schemas import accepted_schemas
 from support.stack import RunningStack
 
 pytestmark = pytest.mark.slow
@@ -30,6 +35,11 @@ SCHEMA = {
 PATTERN = "(Mia|Theo) [a-z]{3,9}( and [a-z]{2,9}){0,2}[.!]"
 CHOICES = ("a kite", "a boat", "two cats")
 NUM_SEEDS = 4
+MAX_MODEL_LEN = 512
+# Of one worker: for the longest answer, and little besides.
+FEW_BLOCKS = 32
+NUM_LONG = 4
+WORDS = "One afternoon Mia found a kite in the garden and Theo a boat by the sea ."
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +63,46 @@ CONSTRAINTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def stack(start_stack: Any) -> Iterator[RunningStack]:
+    """Of two Ds the second has few blocks."""
+    length = ("--max-model-len", str(MAX_MODEL_LEN))
+    flags = {
+        "prefill-0": length,
+        "decode-0": length,
+        "decode-1": (*length, "--num-blocks", str(FEW_BLOCKS)),
+    }
+    with start_stack(
+        model=MODEL, num_threads=1, decode=2, max_num_batched_tokens=32, flags=flags
+    ) as stack:
+        yield stack
+
+
 async def test_answers_follow_their_grammars_the_same_way_with_and_without_p(
-    start_stack: Any, start_router: Any, tokenizer: tokenizers.Tokenizer
+    stack: RunningStack, start_router: Any, tokenizer: tokenizers.Tokenizer
 ) -> None:
     prompt = tokenizer.encode("One afternoon Mia found a kite in the garden. " * 4).ids
-    with start_stack(model=MODEL, num_threads=1, max_num_batched_tokens=32) as stack:
-        async with (
-            start_router(stack, prefill="prefill-0") as both,
-            start_router(stack) as without_prefill,
-        ):
+    async with (
+        start_router(stack, prefill="prefill-0") as both,
+        start_router(stack) as without_prefill,
+    ):
 
-            async def ask(constraint: StructuredOutputsParams, seed: int) -> None:
-                params = SamplingParams(
-                    temperature=0.0 if seed == 0 else 1.0,
-                    seed=seed,
-                    max_tokens=200,
-                    structured_outputs=constraint,
-                )
-                handed_over, _ = await both.ask(prompt, params)
-                alone, _ = await without_prefill.ask(prompt, params, cache_salt="alone")
-                assert handed_over == alone
-                check(constraint, tokenizer.decode(handed_over))
+        async def ask(constraint: StructuredOutputsParams, seed: int) -> None:
+            params = SamplingParams(
+                temperature=0.0 if seed == 0 else 1.0,
+                seed=seed,
+                max_tokens=200,
+                structured_outputs=constraint,
+            )
+            handed_over, _ = await both.ask(prompt, params)
+            alone, _ = await without_prefill.ask(prompt, params, cache_salt="alone")
+            assert handed_over == alone
+            check(constraint, tokenizer.decode(handed_over))
 
-            tasks = (ask(each, seed) for each in CONSTRAINTS for seed in range(NUM_SEEDS))
-            await asyncio.gather(*tasks)
-            await check_refusals(stack, both, prompt)
-        stack.assert_idle()
+        tasks = (ask(each, seed) for each in CONSTRAINTS for seed in range(NUM_SEEDS))
+        await asyncio.gather(*tasks)
+        await check_refusals(stack, both, prompt)
+    stack.assert_idle()
 
 
 async def check_refusals(stack: RunningStack, routed: Any, prompt: list[int]) -> None:
@@ -123,3 +147,149 @@ async def test_over_http(start_stack: Any) -> None:
                     jsonschema.validate(json.loads(text), SCHEMA)
                 assert await ask(path, 0, guided_choice=CHOICES) in CHOICES
         stack.assert_idle()
+
+
+# ---- random requests
+
+
+class Completion(NamedTuple):
+    """What a client got of one completion of its request."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[str, ...]
+    end: str
+
+
+def random_constraint(rng: random.Random, schemas: Iterator[Any]) -> StructuredOutputsParams | None:
+    kind = rng.choice(["none", "schema", "schema", "regex", "choice", "object", "grammar", "tag"])
+    match kind:
+        case "schema":
+            return StructuredOutputsParams(json_schema=json.dumps(next(schemas)))
+        case "regex":
+            low, high = rng.randint(0, 20), rng.randint(20, 200)
+            return StructuredOutputsParams(regex=f"[a-z ]{{{low},{high}}}[.!]")
+        case "choice":
+            return StructuredOutputsParams(choice=tuple(rng.sample([*CHOICES, "a", "été"], 3)))
+        case "object":
+            return StructuredOutputsParams(json_object=True)
+        case "grammar":
+            name = rng.choice(["Mia", "Theo"])
+            return StructuredOutputsParams(grammar=f'root ::= "({name} " root ")" | [a-z]+')
+        case "tag":
+            inner = {"type": "regex", "pattern": "[a-z]{1,9}"}
+            tag = {"type": "tag", "begin": "<say>", "content": inner, "end": "</say>"}
+            return StructuredOutputsParams(
+                structural_tag=json.dumps({"type": "structural_tag", "format": tag})
+            )
+    return None
+
+
+def random_params(rng: random.Random, schemas: Iterator[Any]) -> SamplingParams:
+    constraint = random_constraint(rng, schemas)
+    pick = rng.choice
+    # What is refused beside a constraint.
+    free = {"ignore_eos": pick([False, True]), "min_tokens": pick([0, 5])} if not constraint else {}
+    return SamplingParams(
+        n=pick([1, 1, 1, 2, 3]),
+        seed=rng.randrange(2**64),
+        temperature=pick([0.0, 0.7, 1.0, 1.5]),
+        top_p=pick([1.0, 0.9]),
+        top_k=pick([0, 40]),
+        min_p=pick([0.0, 0.02]),
+        presence_penalty=pick([0.0, 0.5]),
+        frequency_penalty=pick([0.0, 0.3]),
+        repetition_penalty=pick([1.0, 1.2]),
+        logit_bias=pick([{}, {rng.randrange(10, 1300): 3.0, rng.randrange(10, 1300): -5.0}]),
+        bad_words=pick([(), (), ("kite", "a")]),
+        stop=pick([(), (), ("e ", "oo"), ('"',)]),
+        stop_token_ids=pick([(), (), tuple(rng.sample(range(10, 1300), 30))]),
+        include_stop_str_in_output=pick([False, True]),
+        logprobs=pick([None, 0, 3]),
+        max_tokens=rng.randint(1, 120),
+        structured_outputs=constraint,
+        **free,  # type: ignore[arg-type]
+    )
+
+
+def random_requests(count: int, tokenizer: tokenizers.Tokenizer) -> list[Any]:
+    """Return prompts with their parameters; the last are long, and are under way at the kill."""
+    rng, schemas = random.Random(count), accepted_schemas(seed=count)
+    words = WORDS.split()
+
+    def prompt() -> list[int]:
+        return list(tokenizer.encode(" ".join(rng.choices(words, k=rng.randint(1, 60)))).ids)
+
+    short = [(prompt(), random_params(rng, schemas)) for _ in range(count - NUM_LONG)]
+    endless = StructuredOutputsParams(regex="[a-z ]{300,}")
+    params = (
+        SamplingParams(seed=i, logprobs=1, max_tokens=200, structured_outputs=endless)
+        for i in range(NUM_LONG)
+    )
+    return short + [(prompt(), each) for each in params]
+
+
+async def answer(
+    client: AsyncClient,
+    prompt: list[int],
+    params: SamplingParams,
+    begun: asyncio.Event,
+    **fields: str,
+) -> tuple[list[Completion], int]:
+    """Return the completions of a request, and how often it was driven again."""
+    parts: dict[int, list[pb2.CompletionOutput]] = {}
+    output = pb2.RequestOutput()
+    async for output in client.generate(prompt, params, timeout_s=300, **fields):
+        begun.set()
+        for part in output.outputs:
+            parts.setdefault(part.index, []).append(part)
+    completions = []
+    for _, each in sorted(parts.items()):
+        end = each[-1]
+        completions.append(
+            Completion(
+                tuple(token_id for part in each for token_id in part.token_ids),
+                "".join(part.text for part in each),
+                tuple(str(position) for part in each for position in part.logprobs.positions),
+                f"{end.finish_reason} {end.stop_token_id} {end.stop_string} {end.error.message}",
+            )
+        )
+    assert len(completions) == params.n
+    return completions, output.metrics.num_redrives
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.soak)])
+async def test_random_requests_have_the_same_answers_in_each_world(
+    stack: RunningStack, start_router: Any, tokenizer: tokenizers.Tokenizer, count: int
+) -> None:
+    requests = random_requests(count, tokenizer)
+
+    async def answers(client: AsyncClient, salt: str, *, kills: bool = False) -> list[Any]:
+        begun = [asyncio.Event() for _ in requests]
+        asked = [
+            asyncio.create_task(answer(client, *request, event, cache_salt=salt))
+            for request, event in zip(requests, begun, strict=True)
+        ]
+        if kills:
+            await asyncio.gather(*(event.wait() for event in begun[-NUM_LONG:]))
+            stack.kill_process("decode-0")
+        return list(await asyncio.gather(*asked))
+
+    async with start_router(stack) as routed:
+        alone = await answers(routed.client, "alone")
+    async with start_router(stack, decode="decode-1") as routed:
+        tight = await answers(routed.client, "tight")
+    async with start_router(stack, prefill="prefill-0") as routed:
+        handed_over = await answers(routed.client, "handed over")
+        assert routed.count("pdserve_handoffs_total", outcome="completed") >= NUM_LONG
+    assert stack.metrics("decode-1")["pdserve_preemptions_total"]
+    client = AsyncClient(stack.grpc_address)
+    killed = await answers(client, "killed", kills=True)
+    await client.close()
+    stack.restore()
+    for number, (_, params) in enumerate(requests):
+        for world in (tight, handed_over, killed):
+            assert world[number][0] == alone[number][0], params
+    assert sum(num_redrives for _, num_redrives in killed)
+    ended = [completion.end for each, _ in alone for completion in each]
+    assert sum("no token is left" in end for end in ended) < count / 4, ended
