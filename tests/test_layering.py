@@ -70,7 +70,7 @@ READ_THE_CLOCK = {
     "common/pdserve_common/engine_types.py": "when a value was made, if nobody says it",
     "common/pdserve_common/followed.py": "files of the machine",
     "common/pdserve_common/load_log.py": "a log",
-    "common/pdserve_common/metrics.py": "sockets of Prometheus",
+    "common/pdserve_common/metrics_server.py": "sockets of Prometheus",
     "common/pdserve_common/validation.py": "ages and timeouts of the wire",
     "common/pdserve_common/wire/": "ages and timeouts of the wire",
     "engine/pdserve_engine/clients/loading.py": "the start of a process, its log",

@@ -11,13 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from pdserve_common.descriptors import raise_descriptor_limit, share_descriptors
-from pdserve_common.metrics import (
-    MAX_METRICS_CONNECTIONS,
-    BuildMetrics,
-    LimitMetrics,
-    MetricsServer,
-    RouterMetrics,
-)
+from pdserve_common.metrics import BuildMetrics, LimitMetrics, RouterMetrics
+from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.receive_places import ReceiveLimits, ReceivePlaces
 from pdserve_common.rpc import RpcServer

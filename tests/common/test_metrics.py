@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from pdserve_common import metrics
 from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.limits import LIMITS
+from pdserve_common.metrics_server import MetricsServer
 from pdserve_engine.clients.stats import EngineStatsRecorder
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -70,7 +71,7 @@ def test_what_the_library_exports_is_documented() -> None:
 
 
 def test_a_process_says_when_it_was_started_before_it_has_anything_else_to_say() -> None:
-    server = metrics.MetricsServer("127.0.0.1", 0, CollectorRegistry(), probes={})
+    server = MetricsServer("127.0.0.1", 0, CollectorRegistry(), probes={})
     try:
         url = f"http://127.0.0.1:{server.port}/metrics"
         with urllib.request.urlopen(url, timeout=60) as response:

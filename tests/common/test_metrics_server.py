@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common import metrics
+from pdserve_common import metrics_server
 from pdserve_common.limits import MADE_ROOM, SLOW_HEADERS
-from pdserve_common.metrics import MAX_METRICS_CONNECTIONS, MetricsServer
+from pdserve_common.metrics_server import MAX_METRICS_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_probe_takes_the_place_of_who_has_been_there_for_longest(
 def test_who_takes_too_long_is_cut(
     server: MetricsServer, limits_hit: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "METRICS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(metrics_server, "METRICS_TIMEOUT_S", 0.1)
     with connect(server, b"GET /ready HTTP/1.1\r\n") as connection:
         assert connection.recv(100) == b""
     assert limits_hit == [SLOW_HEADERS]

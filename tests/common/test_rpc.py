@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common import rpc
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.metrics import MetricsServer
+from pdserve_common.metrics_server import MetricsServer
 from pdserve_common.rpc import LIVENESS_SERVICE, RpcServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

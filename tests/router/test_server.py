@@ -213,7 +213,7 @@ async def test_a_router_without_workers_is_not_ready_and_takes_those_that_come(
 
 
 async def test_metrics_are_served(start_stack, model_dir, monkeypatch) -> None:
-    from pdserve_common.metrics import MetricsServer
+    from pdserve_common.metrics_server import MetricsServer
 
     monkeypatch.setattr("pdserve_router.server.MetricsServer", MetricsServer)
     config = RouterConfig(

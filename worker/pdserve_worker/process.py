@@ -20,7 +20,8 @@ from pdserve_common.descriptors import descriptor_limit, raise_descriptor_limit
 from pdserve_common.engine_client import EngineClient
 from pdserve_common.errors import PdserveError
 from pdserve_common.logging import setup_logging
-from pdserve_common.metrics import BuildMetrics, LimitMetrics, MetricsServer
+from pdserve_common.metrics import BuildMetrics, LimitMetrics
+from pdserve_common.metrics_server import MetricsServer
 from pdserve_common.receive_guard import ReceiveGuard
 from pdserve_common.rpc import RpcServer
 from pdserve_common.tls import Tls
