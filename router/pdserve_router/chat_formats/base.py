@@ -12,6 +12,7 @@ from pdserve_router.chat_formats.reader import Reader, Steps
 from pdserve_router.chat_formats.tags import (
     CallRules,
     Tag,
+    by_id,
     optional,
     reasoning_tag,
     structural_tag,
@@ -110,6 +111,10 @@ class ChatFormat(ABC):
         """Texts that the parser has to see even if they are special tokens."""
         return (*(self.reasoning or ()), *self.triggers, *self.fillers)
 
+    def marker_ids(self, added_token_ids: Mapping[str, int]) -> dict[str, int]:
+        """Return the token of each marker that is one among these."""
+        return {m: added_token_ids[m] for m in self.markers if m in added_token_ids}
+
     @abstractmethod
     def matches(self, template: str) -> bool:
         """Return whether a model with this chat template writes so."""
@@ -120,24 +125,26 @@ class ChatFormat(ABC):
 
     @abstractmethod
     def call_tag(self, rules: CallRules) -> Tag:
-        """Return text with calls, as part of a structural tag."""
+        """Return one call or more and nothing else, as part of a structural tag of text."""
 
-    def structural_tag(self, rules: CallRules, reasoning: ReasoningStart) -> Tag:
+    def structural_tag(
+        self, rules: CallRules, reasoning: ReasoningStart, ids: Mapping[str, int]
+    ) -> Tag:
         """Return the grammar of an answer, in xgrammar's JSON form: reasoning, unless the prompt
-        has closed it, then text and calls. What fits it `read` finds again.
+        has closed it, then calls. What fits it `read` finds again. `ids` has `marker_ids`.
         """
-        return self.answer_tag(self.call_tag(rules), reasoning)
+        return self.answer_tag(by_id(self.call_tag(rules), ids), reasoning, ids)
 
-    def answer_tag(self, content: Tag, reasoning: ReasoningStart) -> Tag:
+    def answer_tag(self, content: Tag, reasoning: ReasoningStart, ids: Mapping[str, int]) -> Tag:
         """Return the grammar of an answer with this content behind its reasoning."""
         if self.reasoning is None or reasoning is ReasoningStart.CLOSED:
             return structural_tag([content])
         begin, end = self.reasoning
         if reasoning is ReasoningStart.OPEN:
-            return structural_tag([*reasoning_tag("", end), content])
+            return structural_tag([*reasoning_tag("", end, ids), content])
         if self.is_reasoning_implied:
-            return structural_tag([*reasoning_tag(begin, end), content])
-        return structural_tag([optional(reasoning_tag(begin, end)), content])
+            return structural_tag([*reasoning_tag(begin, end, ids), content])
+        return structural_tag([optional(reasoning_tag(begin, end, ids)), content])
 
     def may_reason(self, reasoning: ReasoningStart) -> bool:
         """Return whether an answer to such a prompt may have reasoning."""

@@ -2,7 +2,7 @@
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, listed, tag
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, separated, tag
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -35,7 +35,7 @@ class DeepseekR1(ChatFormat):
             )
             for name, schema in rules.tools.items()
         )
-        return listed(_CALLS_BEGIN, tags, "\n", _CALLS_END, rules)
+        return tag(_CALLS_BEGIN, separated(tags, "\n", rules), _CALLS_END)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         name = yield from reader.word()

@@ -3,7 +3,7 @@
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.json_calls import read_json_call
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, triggered
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, separated
 
 
 class Hermes(ChatFormat):
@@ -23,7 +23,7 @@ class Hermes(ChatFormat):
         tags = json_call_tags(
             rules, begin="<tool_call>\n", arguments="arguments", end="\n</tool_call>"
         )
-        return triggered("<tool_call>", tags, rules)
+        return separated(tags, "\n", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         return (yield from read_json_call(reader, answer))

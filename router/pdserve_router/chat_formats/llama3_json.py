@@ -3,9 +3,7 @@
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.json_calls import read_json_call
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, either, json_call_tags, separated
-
-_TEXT = {"type": "regex", "pattern": r"([^{\s][\s\S]*)?"}
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, separated
 
 
 class Llama3Json(ChatFormat):
@@ -23,9 +21,7 @@ class Llama3Json(ChatFormat):
 
     def call_tag(self, rules: CallRules) -> Tag:
         tags = json_call_tags(rules, begin="", arguments="parameters", end="")
-        calls = separated(tags, "; ", rules)
-        # An answer that begins otherwise has no calls.
-        return calls if rules.at_least_one else either(calls, _TEXT)
+        return separated(tags, "; ", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         if not (yield from self._read_one(reader, answer)):

@@ -8,9 +8,8 @@ from pdserve_router.chat_formats.tags import (
     Tag,
     json_call_tags,
     json_of,
-    listed,
+    separated,
     tag,
-    triggered,
 )
 
 _CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
@@ -40,7 +39,7 @@ class Mistral(ChatFormat):
             tag(f"{_CALLS}{name}{_ARGUMENTS}", json_of(schema), "")
             for name, schema in rules.tools.items()
         )
-        return triggered(_CALLS, tags, rules)
+        return separated(tags, "", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         start = yield from reader.peek()
@@ -86,4 +85,4 @@ class MistralList(Mistral):
 
     def call_tag(self, rules: CallRules) -> Tag:
         tags = json_call_tags(rules, begin="", arguments="arguments", end="")
-        return listed(f"{_CALLS}[", tags, ", ", "]", rules)
+        return tag(f"{_CALLS}[", separated(tags, ", ", rules), "]")

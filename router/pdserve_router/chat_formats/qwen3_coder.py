@@ -1,12 +1,12 @@
 """Qwen3-Coder: a call as XML, each parameter in an element of its own."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, tag, triggered
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, separated, tag
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -51,7 +51,7 @@ class Qwen3Coder(ChatFormat):
             tag(f"{_CALL}\n{_FUNCTION}{name}>\n", json_of(schema, style="qwen_xml"), end)
             for name, schema in rules.tools.items()
         )
-        return triggered(_CALL, tags, rules)
+        return separated(tags, "\n", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         if trigger == _CALL and not (yield from reader.accept(_FUNCTION)):
@@ -77,14 +77,16 @@ def _read_parameters(reader: Reader, answer: Answer, properties: Mapping[str, An
             return False
         answer.arguments(f"{separator}{_json(key)}: ")
         separator = ", "
-        if not (yield from _read_value(reader, answer, types_of(properties.get(key, _TEXT)))):
+        if not (yield from _read_value(reader, answer, properties.get(key, _TEXT))):
             return False
     return (yield from reader.accept(_FUNCTION_END))
 
 
-def _read_value(reader: Reader, answer: Answer, types: frozenset[str]) -> Steps[bool]:
+def _read_value(reader: Reader, answer: Answer, schema: object) -> Steps[bool]:
     """Return whether its end came: its own marker, or what can only follow it."""
-    value = _Text(answer) if types == {"string"} else _Value(answer, types)
+    types, words = types_of(schema), _words(schema)
+    is_text = types == {"string"} and not words
+    value = _Text(answer) if is_text else _Value(answer, types, words)
     end = yield from reader.until((_PARAMETER_END, *_IMPLIED_ENDS), value.add)
     if not end:
         return False
@@ -118,11 +120,12 @@ class _Text:
 
 
 class _Value:
-    """What is JSON only when it is whole."""
+    """What is JSON, or one of some words, only when it is whole."""
 
-    def __init__(self, answer: Answer, types: frozenset[str]) -> None:
+    def __init__(self, answer: Answer, types: frozenset[str], words: Sequence[object]) -> None:
         self._answer = answer
         self._types = types
+        self._words = words
         self._pieces: list[str] = []
 
     def add(self, text: str) -> None:
@@ -130,6 +133,8 @@ class _Value:
 
     def end(self) -> None:
         text = "".join(self._pieces).removeprefix("\n").removesuffix("\n")
+        # Blanks around one of some words are the format's.
+        text = text.strip() if text.strip() in self._words else text
         self._answer.arguments(_as_json(text, self._types))
 
 
@@ -157,6 +162,14 @@ def types_of(schema: object) -> frozenset[str]:
             types = [_own_types(branch) for branch in branches]
             return frozenset().union(*types) if all(types) else frozenset()
     return _own_types(schema)
+
+
+def _words(schema: object) -> Sequence[object]:
+    """Return the values that a schema names one by one, empty if any others may be."""
+    if not isinstance(schema, Mapping):
+        return ()
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else ()
 
 
 def _own_types(schema: object) -> frozenset[str]:

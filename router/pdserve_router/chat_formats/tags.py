@@ -1,8 +1,10 @@
 """The structural tag of a chat format: xgrammar's JSON form of a grammar for text with calls."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pdserve_common.engine_types import StructuredOutputsParams
@@ -18,31 +20,34 @@ class CallRules:
 
     # The JSON schema of each tool's parameters, by name; of a named tool only that.
     tools: Mapping[str, Any]
-    # Without one an answer is not complete.
-    at_least_one: bool
     # Nothing follows the first one.
     stop_after_first: bool
 
 
 def structural_tag(elements: Iterable[Tag]) -> Tag:
     """Return the whole tag of what comes one behind the other."""
-    return {
-        "type": "structural_tag",
-        "format": {"type": "sequence", "elements": list(elements)},
-    }
+    return {"type": "structural_tag", "format": sequence(elements)}
 
 
-def reasoning_tag(begin: str, end: str) -> list[Tag]:
-    """Return free text up to `end`."""
-    return [tag(begin, {"type": "any_text"}, end), _LINE_BREAKS]
+def sequence(elements: Iterable[Tag]) -> Tag:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def reasoning_tag(begin: str, end: str, ids: Mapping[str, int]) -> list[Tag]:
+    """Return free text up to `end`, and what may follow it; `ids` as for `by_id`."""
+    free: list[Tag] = [{"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}]
+    if end in ids:
+        free = [_text_without(end), *_texts(end, ids)]
+    return [*_texts(begin, ids), *free, _LINE_BREAKS]
 
 
 def optional(elements: list[Tag]) -> Tag:
-    return {"type": "optional", "content": {"type": "sequence", "elements": elements}}
+    return {"type": "optional", "content": sequence(elements)}
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    """Return content between two texts."""
+    return sequence([*_texts(begin), content, *_texts(end)])
 
 
 def json_of(schema: Any, **more: str) -> Tag:
@@ -66,41 +71,17 @@ def constraint_tag(params: StructuredOutputsParams) -> Tag:
     return either(*({"type": "const_string", "value": text} for text in params.choice))
 
 
-def triggered(trigger: str, tags: Iterable[Tag], rules: CallRules) -> Tag:
-    """Return text in which these tags come behind their trigger, with which they begin."""
-    return {
-        "type": "triggered_tags",
-        "triggers": [trigger],
-        "tags": list(tags),
-        "at_least_one": rules.at_least_one,
-        "stop_after_first": rules.stop_after_first,
-    }
-
-
 def separated(tags: Iterable[Tag], separator: str, rules: CallRules) -> Tag:
     """Return one of these tags or more, and nothing else."""
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": rules.stop_after_first,
-    }
+    one = either(*tags)
+    if rules.stop_after_first:
+        return one
+    more = sequence([*_texts(separator), one])
+    return sequence([one, {"type": "star", "content": more}])
 
 
 def either(*choices: Tag) -> Tag:
     return {"type": "or", "elements": list(choices)}
-
-
-def listed(begin: str, tags: Iterable[Tag], separator: str, end: str, rules: CallRules) -> Tag:
-    """Return text that ends in a list of these tags, if there is one."""
-    return {
-        "type": "triggered_tags",
-        "triggers": [begin],
-        "tags": [tag(begin, separated(tags, separator, rules), end)],
-        "at_least_one": rules.at_least_one,
-        "stop_after_first": True,
-    }
 
 
 def json_call_tags(rules: CallRules, *, begin: str, arguments: str, end: str) -> list[Tag]:
@@ -109,3 +90,49 @@ def json_call_tags(rules: CallRules, *, begin: str, arguments: str, end: str) ->
         tag(f'{begin}{{"name": {json.dumps(name)}, "{arguments}": ', json_of(schema), f"}}{end}")
         for name, schema in rules.tools.items()
     ]
+
+
+def by_id(call_tag: Tag, ids: Mapping[str, int]) -> Tag:
+    """Return a tag of calls in which markers that are one token are named by it: no text of a
+    grammar matches special tokens, and of others a model knows no other spelling. `ids` has them by
+    their text.
+    """
+    match call_tag:
+        case {"type": "const_string", "value": text}:
+            return sequence(_texts(text, ids))
+        case {"type": "sequence" | "or", "elements": elements}:
+            return call_tag | {"elements": [by_id(each, ids) for each in elements]}
+        case {"type": "star", "content": content}:
+            return call_tag | {"content": by_id(content, ids)}
+    return call_tag
+
+
+def _texts(text: str, ids: Mapping[str, int] = MappingProxyType({})) -> list[Tag]:
+    """Return text and tokens, one behind the other."""
+    markers = "|".join(map(re.escape, ids)) or "(?!)"
+    return [
+        {"type": "token", "token": ids[piece]}
+        if piece in ids
+        else {"type": "const_string", "value": piece}
+        for piece in re.split(f"({markers})", text)
+        if piece
+    ]
+
+
+def _text_without(marker: str) -> Tag:
+    """Return text in which the marker is not spelled out, which reads like the token. A rule for
+    each number of the marker's characters that came last: what any_text excludes would let special
+    tokens pass, the marker's own among them.
+    """
+    first, *others = map(_escaped, marker)
+    assert marker[0] not in marker[1:], "what follows its first character may begin it again"
+    rules = ["root ::= s0", f's0 ::= "" | [^{first}] s0 | "{first}" s1']
+    for number, character in enumerate(others, start=1):
+        begun = f's{number} ::= "" | [^{first}{character}] s0 | "{first}" s1'
+        is_last = number == len(others)
+        rules.append(begun if is_last else f'{begun} | "{character}" s{number + 1}')
+    return {"type": "grammar", "grammar": "\n".join(rules)}
+
+
+def _escaped(character: str) -> str:
+    return f"\\u{ord(character):04x}"

@@ -10,13 +10,14 @@ from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.structured.json_text import field_name
 from pdserve_router.chat_formats.base import ChatFormat, ReasoningStart
-from pdserve_router.chat_formats.tags import constraint_tag, either
+from pdserve_router.chat_formats.tags import by_id, constraint_tag, either
 from pdserve_router.requests.request_limits import (
     INLINE_PATTERN_CHARS,
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
 from pdserve_router.requests.tool_use import ToolMode, ToolUse, call_rules, calling_params
+from pdserve_router.text.tokenizer import Tokenizer
 
 _FIELD = "structured_outputs"
 # Keywords that make patterns or compare schemas; an escape may be any of them.
@@ -73,22 +74,24 @@ def constrained_params(
     use: ToolUse | None,
     chat_format: ChatFormat,
     reasoning: ReasoningStart,
+    tokenizer: Tokenizer,
     *,
     field: str | None,
 ) -> SamplingParams:
     """Return the parameters of an answer in a chat format, of which one grammar holds all: its
     reasoning, then what it has to be. Raises InvalidRequestError if that becomes too large.
     """
+    ids = chat_format.marker_ids(tokenizer.added_token_ids)
     if use is not None and use.mode is ToolMode.REQUIRED:
-        return calling_params(params, use, chat_format, reasoning)
+        return calling_params(params, use, chat_format, reasoning, ids)
     if params.structured_outputs is None:
         return params
     if use is None and not chat_format.may_reason(reasoning):
         return params
     content = constraint_tag(params.structured_outputs)
     if use is not None:
-        content = either(content, chat_format.call_tag(call_rules(use)))
-    tag = json.dumps(chat_format.answer_tag(content, reasoning))
+        content = either(content, by_id(chat_format.call_tag(call_rules(use)), ids))
+    tag = json.dumps(chat_format.answer_tag(content, reasoning, ids))
     constraint = StructuredOutputsParams(structural_tag=tag)
     to_structural_tag(constraint, field=field)
     return dataclasses.replace(params, structured_outputs=constraint)

@@ -196,6 +196,7 @@ class InputProcessor:
                 request.tools,
                 self._chat_format,
                 parsing.reasoning,
+                self._tokenizer,
                 field=request.constraint_field,
             )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +110,17 @@ def check_tool_use(
 
 
 def calling_params(
-    params: SamplingParams, use: ToolUse, chat_format: ChatFormat, reasoning: ReasoningStart
+    params: SamplingParams,
+    use: ToolUse,
+    chat_format: ChatFormat,
+    reasoning: ReasoningStart,
+    ids: Mapping[str, int],
 ) -> SamplingParams:
     """Return the parameters of an answer that has to call. Raises InvalidRequestError for a strict
     tool whose schema cannot be enforced, for tools that are too many for a grammar, and for
     parameters that it cannot hold beside.
     """
-    tag = json.dumps(chat_format.structural_tag(call_rules(use), reasoning))
+    tag = json.dumps(chat_format.structural_tag(call_rules(use), reasoning, ids))
     constraint = StructuredOutputsParams(structural_tag=tag)
     to_structural_tag(constraint, field="tools")
     params = dataclasses.replace(params, structured_outputs=constraint)
@@ -130,7 +134,6 @@ def call_rules(use: ToolUse) -> CallRules:
     """
     return CallRules(
         tools={name: _enforced(name, schema, use) for name, schema in use.parameters.items()},
-        at_least_one=True,
         stop_after_first=not use.is_parallel,
     )
 

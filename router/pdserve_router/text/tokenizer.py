@@ -54,6 +54,8 @@ class Tokenizer:
         self.max_token_bytes = _max_token_bytes(self.backend)
         self._taken_variables = _taken_variables(self._pretrained)
         self._added_tokens = {i: token.content for i, token in added.items()}
+        # By their text; special ones and others.
+        self.added_token_ids = {token.content: i for i, token in added.items()}
         self._decode_piece = piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
         # replacement character: characters may be spread over several tokens. Ids the tokenizer

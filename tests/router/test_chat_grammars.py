@@ -1,0 +1,189 @@
+"""Grammars of chat formats in a vocabulary: markers that are tokens, special or not, or text."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from fake_model import make_model_dir
+from test_chat_formats import WRITTEN, as_arguments
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, StructuredOutputsParams
+from pdserve_common.structured import to_structural_tag
+from pdserve_engine.grammar.native import (
+    CompiledGrammar,
+    Matcher,
+    TokenizerInfo,
+    compile_structural_tag,
+)
+from pdserve_engine.grammar.vocabulary import make_tokenizer_info
+from pdserve_router.chat_formats.base import ParserOptions, ReasoningStart
+from pdserve_router.chat_formats.registry import FORMATS
+from pdserve_router.chat_formats.tags import CallRules
+from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
+from pdserve_router.text.detokenizer import Detokenizer
+from pdserve_router.text.parts import Content, OutputPart, ToolCallDelta, join_parts, reasoning_of
+from pdserve_router.text.tokenizer import Tokenizer
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 22]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = {"get_weather": PARAMETERS, "now": {"type": "object", "additionalProperties": False}}
+VALUE = {"city": "Paris", "days": 22}
+NUM_WALKS = 8
+# Most walks end within some hundred tokens: what ends something is taken when it may be.
+MAX_TOKENS = 2000
+
+
+@dataclass
+class Model:
+    tokenizer: Tokenizer
+    info: TokenizerInfo
+    eos: int
+    # What ends something: markers and the end of the answer.
+    ends: set[int]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+    def spell(self, text: str) -> list[int]:
+        """Encode as if no marker were a token."""
+        return [token_id for character in text for token_id in self.encode(character)]
+
+
+@pytest.fixture(scope="module", params=["special", "added", "text"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory):
+    path: Path = tmp_path_factory.mktemp(kind)
+    make_model_dir(path)
+    pretrained = AutoTokenizer.from_pretrained(path)
+    markers = sorted({marker for each in FORMATS.values() for marker in each.markers})
+    if kind != "text":
+        is_special = kind == "special"
+        added = [AddedToken(each, special=is_special, normalized=False) for each in markers]
+        pretrained.add_tokens(added, special_tokens=is_special)
+        pretrained.save_pretrained(path)
+    tokenizer = Tokenizer(str(path))
+    assert markers[0] not in tokenizer.added_token_ids or kind != "text"
+    eos = tokenizer.added_token_ids["<|eos|>"]
+    info = make_tokenizer_info(path, vocab_size=tokenizer.vocab_size, eos_token_ids=(eos,))
+    ends = {eos, *(tokenizer.added_token_ids.get(each, eos) for each in markers)}
+    yield Model(tokenizer, info, eos, ends)
+    tokenizer.close()
+
+
+def compiled(model: Model, name: str, start: ReasoningStart, rules: CallRules) -> CompiledGrammar:
+    chat_format = FORMATS[name]
+    ids = chat_format.marker_ids(model.tokenizer.added_token_ids)
+    tag = json.dumps(chat_format.structural_tag(rules, start, ids))
+    checked = to_structural_tag(StructuredOutputsParams(structural_tag=tag))
+    text = compile_structural_tag(checked.text, model.info)
+    return CompiledGrammar.deserialize(text, model.info)
+
+
+def fits(model: Model, grammar: CompiledGrammar, token_ids: list[int]) -> bool:
+    matcher = Matcher(grammar)
+    return all(matcher.accept(each) for each in (*token_ids, model.eos)) and matcher.is_terminated
+
+
+def walk(model: Model, grammar: CompiledGrammar, begun: list[int], seed: int) -> list[int]:
+    """Return an answer of random tokens, of which the masks let each pass, behind its beginning."""
+    random_ = random.Random(seed)
+    matcher = Matcher(grammar)
+    bitmask = np.zeros(-(-model.info.vocab_size // 32), np.int32)
+    token_ids = [*begun]
+    assert all(map(matcher.accept, begun))
+    while not matcher.is_terminated:
+        assert len(token_ids) < MAX_TOKENS
+        matcher.fill(bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: model.info.vocab_size]
+        allowed = np.flatnonzero(bits).tolist()
+        ends = [each for each in allowed if each in model.ends]
+        token_id = random_.choice(ends if ends and random_.random() < 0.3 else allowed)
+        assert matcher.accept(token_id)
+        token_ids.append(token_id)
+    return token_ids
+
+
+def read(model: Model, parsing: ParserOptions, token_ids: list[int]) -> tuple[OutputPart, ...]:
+    request = EngineCoreRequest(
+        request_id="r", external_req_id="r", prompt_token_ids=(5,), sampling_params=None
+    )
+    silent = silent_token_ids(model.tokenizer, SamplingParams(), parsing)
+    detokenizer = Detokenizer(model.tokenizer.backend, skipped=silent)
+    parser = answer_parser(parsing, request, 0)
+    texts = [*map(detokenizer.push, token_ids), detokenizer.finish()]
+    parts = [part for text in texts for part in parser.push(text)]
+    return join_parts([*parts, *parser.finish()])
+
+
+def calls_of(parts: tuple[OutputPart, ...]) -> list[ToolCallDelta]:
+    assert not any(isinstance(part, Content) for part in parts), parts
+    return [part for part in parts if isinstance(part, ToolCallDelta)]
+
+
+STARTS = [
+    (name, start)
+    for name, each in FORMATS.items()
+    for start in ([ReasoningStart.CLOSED] if each.reasoning is None else ReasoningStart)
+]
+
+
+def reasoning_of_format(name: str, start: ReasoningStart) -> str:
+    begin, end = FORMATS[name].reasoning or ("", "")
+    free, opened = f"{begin}hm < [ {end}\n", f"hm{end}\n\n"
+    return {"free": free, "open": opened, "closed": ""}[start.value]
+
+
+@pytest.mark.parametrize(("name", "start"), STARTS)
+def test_a_call_fits_as_models_write_it(model: Model, kind: str, name: str, start) -> None:
+    before = reasoning_of_format(name, start)
+    end = (FORMATS[name].reasoning or ("", ""))[1]
+    call = WRITTEN[name] % as_arguments(name, VALUE)
+    parsing = ParserOptions(format=name, reasoning=start, tools=TOOLS)
+    grammar = compiled(model, name, start, CallRules(tools=TOOLS, stop_after_first=False))
+    written = model.encode(before + call)
+    assert fits(model, grammar, written)
+    parts = read(model, parsing, written)
+    (made,) = calls_of(parts)
+    assert (made.name, json.loads(made.arguments)) == ("get_weather", VALUE)
+    assert bool(reasoning_of(parts)) == bool(before)
+    # A marker that is a token has no other spelling, before its call and in reasoning.
+    is_text = kind == "text"
+    if call.startswith(FORMATS[name].markers):
+        assert fits(model, grammar, model.encode(before) + model.spell(call)) == is_text
+    if before:
+        assert fits(model, grammar, model.spell(before) + model.encode(call)) == is_text
+        twice = model.encode(before[: before.index(end)]) + model.spell(end)
+        assert is_text or not fits(model, grammar, twice + model.encode(f"hm{end}{call}"))
+    assert not fits(model, grammar, model.encode(before))
+    assert not fits(model, grammar, model.encode(before + "It rains. " + call))
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize(("name", "start"), STARTS)
+def test_random_answers_are_valid_calls(
+    model: Model, kind: str, name: str, start, is_parallel
+) -> None:
+    parsing = ParserOptions(format=name, reasoning=start, tools=TOOLS)
+    rules = CallRules(tools=TOOLS, stop_after_first=not is_parallel)
+    grammar = compiled(model, name, start, rules)
+    # Random text does not spell out a marker.
+    begun = model.encode(reasoning_of_format(name, start)) if kind == "text" else []
+    for seed in range(NUM_WALKS):
+        calls = calls_of(read(model, parsing, walk(model, grammar, begun, seed)))
+        assert len(calls) >= 1 if is_parallel else len(calls) == 1
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
