@@ -73,11 +73,13 @@ def constraint_tag(params: StructuredOutputsParams) -> Tag:
 
 def separated(tags: Iterable[Tag], separator: str, rules: CallRules) -> Tag:
     """Return one of these tags or more, and nothing else."""
-    one = either(*tags)
-    if rules.stop_after_first:
-        return one
-    more = sequence([*_texts(separator), one])
-    return sequence([one, {"type": "star", "content": more}])
+    return {
+        "type": "tags_with_separator",
+        "tags": [{"type": "tag", "begin": "", "content": each, "end": ""} for each in tags],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": rules.stop_after_first,
+    }
 
 
 def either(*choices: Tag) -> Tag:
@@ -102,7 +104,9 @@ def by_id(call_tag: Tag, ids: Mapping[str, int]) -> Tag:
             return sequence(_texts(text, ids))
         case {"type": "sequence" | "or", "elements": elements}:
             return call_tag | {"elements": [by_id(each, ids) for each in elements]}
-        case {"type": "star", "content": content}:
+        case {"type": "tags_with_separator", "tags": tags}:
+            return call_tag | {"tags": [by_id(each, ids) for each in tags]}
+        case {"type": "tag", "content": content}:
             return call_tag | {"content": by_id(content, ids)}
     return call_tag
 
