@@ -189,6 +189,12 @@ async def test_arguments_of_past_calls_are_objects(http, arguments) -> None:
     assert field == "messages[1].tool_calls[0].function.arguments"
 
 
+async def test_a_result_says_whose_it_is(http) -> None:
+    messages = [QUESTION, answer_turn(), {"role": "tool", "content": "noon"}]
+    field, _ = await refusal_of(http, messages=messages)
+    assert field == "messages[2].tool_call_id"
+
+
 async def test_unknown_fields_of_tools_and_calls_are_named(http, stack) -> None:
     odd = {"type": "function", "x": 1, "function": {"name": "now", "y": 1}}
     await choice_of(http, tools=[odd])

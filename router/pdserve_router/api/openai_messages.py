@@ -118,6 +118,9 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
 
 
 def _parts(message: ChatMessageBody, path: str) -> tuple[MessagePart, ...]:
+    if message.role == "tool" and not message.tool_call_id:
+        field = f"{path}.tool_call_id"
+        raise InvalidRequestError(f"{field} is missing", field=field)
     reasoning = message.reasoning or message.reasoning_content
     calls = message.tool_calls or ()
     return (
