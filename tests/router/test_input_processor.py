@@ -249,7 +249,7 @@ async def test_a_call_is_enforced_where_workers_can(processor) -> None:
     assert is_accepted(grammar, "<think>\nhm</think>\n\n" + CALL % '{"x": 1}')
     for wrong in (CALL % '{"x": "1"}', "hello", CALL.replace('"f"', '"g"') % '{"x": 1}'):
         assert not is_accepted(grammar, wrong)
-    twice = CALL % '{"x": 1}' + CALL % '{"x": 2}'
+    twice = CALL % '{"x": 1}' + "\n" + CALL % '{"x": 2}'
     assert is_accepted(grammar, twice)
     assert not is_accepted(await grammar_of(processor, required(SCHEMA, is_parallel=False)), twice)
     with pytest.raises(InvalidRequestError, match="no worker enforces") as error:
