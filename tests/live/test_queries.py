@@ -1,6 +1,8 @@
 """Every query that the chart brings returns numbers from the running system."""
 
 import math
+import random
+import string
 import time
 
 from monitoring import Query, autoscaling_queries, panel_queries, rules
@@ -27,11 +29,18 @@ def find_model(world: World) -> str:
     return labels["model"]
 
 
+def new_grammar() -> dict[str, object]:
+    """Return one that has to be compiled."""
+    choice = "".join(random.choices(string.ascii_lowercase, k=20))
+    return {"ignore_eos": False, "structured_outputs": {"choice": [choice]}}
+
+
 def test_all_queries_have_data(world: World) -> None:
     """Under load. Only what counts lost workers, lost transfers and alerts needs a fault."""
     empty = queries(world)
-    large = world.load(clients=1, pause_s=0.5, fields={"user": "x" * INLINE_BYTES})
-    with world.restored(), world.load(clients=8, max_tokens=48), large:
+    large = world.load(clients=1, pause_s=0.5, fields=lambda: {"user": "x" * INLINE_BYTES})
+    constrained = world.load(clients=1, pause_s=0.5, fields=new_grammar)
+    with world.restored(), world.load(clients=8, max_tokens=48), large, constrained:
         time.sleep(3)
         world.cluster.controls("decode-0").inject("remote_disconnect", count=4)
         world.cluster.kill(VICTIM)

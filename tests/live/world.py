@@ -34,15 +34,16 @@ class Load:
         prompt_tokens: tuple[int, int] = (1, 300),
         max_tokens: int = 24,
         pause_s: float = 0.0,
-        fields: Mapping[str, object] | None = None,
+        fields: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
+        """`fields` returns what a request has besides."""
         self._client = openai.OpenAI(
             base_url=base_url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
         )
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._pause_s = pause_s
-        self._fields = {"ignore_eos": True, **(fields or {})}
+        self._fields = fields
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._send) for _ in range(clients)]
 
@@ -70,7 +71,7 @@ class Load:
                     model=model,
                     prompt=prompt,
                     max_tokens=self._max_tokens,
-                    extra_body=self._fields,
+                    extra_body={"ignore_eos": True, **self._fields()},
                 )
             except openai.APIError:
                 self._is_over.wait(RETRY_S)
