@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import openai
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and raw_http2
@@ -167,4 +168,13 @@ async def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the stack's HTTP port."""
     async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of the stack, which is to hide no failure."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
+    ) as client:
         yield client

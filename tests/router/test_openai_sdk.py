@@ -18,14 +18,6 @@ async def stack(start_stack):
         await stack.assert_idle()
 
 
-@pytest.fixture
-async def client(stack):
-    async with openai.AsyncOpenAI(
-        base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
-    ) as client:
-        yield client
-
-
 async def test_completions(client) -> None:
     answer = await client.completions.create(model="tiny", prompt="hello", max_tokens=50)
     assert answer.choices[0].text == ANSWER_TEXT

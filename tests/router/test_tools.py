@@ -3,7 +3,6 @@
 import json
 
 import httpx
-import openai
 import pytest
 from fake_model import copy_with_template
 
@@ -35,14 +34,6 @@ async def stack(start_stack):
     async with start_stack(http=True, answer=CALLING) as stack:
         yield stack
         await stack.assert_idle()
-
-
-@pytest.fixture
-async def client(stack):
-    async with openai.AsyncOpenAI(
-        base_url=f"{stack.url}/v1", api_key="unused", max_retries=0
-    ) as client:
-        yield client
 
 
 async def choice_of(http, **body) -> dict:

@@ -190,21 +190,25 @@ def running_stack(
         stack = RunningStack(StackConfig(model=str(model), **{**defaults, **fields}))  # type: ignore[arg-type]
     for worker in stack.workers:
         worker.flags += flags.get(worker.name, ())
-    try:
-        stack.start()
-        stack.wait_until_whole()
-        yield stack
-        if is_to_survive:
-            stack.check_alive()
-            stack.assert_idle()
-    except BaseException:  # it goes on; the logs say why
-        for process in stack.processes:
-            print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
-        raise
-    finally:
-        stack.stop()
+    with contextlib.ExitStack() as on_exit:
+        on_exit.callback(stack.stop)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(_print_logs, stack)
+            stack.start()
+            stack.wait_until_whole()
+            yield stack
+            if is_to_survive:
+                stack.check_alive()
+                stack.assert_idle()
+            on_failure.pop_all()
     statuses = {process.name: process.exit_status() for process in stack.processes}
     assert not is_to_survive or set(statuses.values()) == {0}, statuses
+
+
+def _print_logs(stack: RunningStack) -> None:
+    """They say why a test has failed."""
+    for process in stack.processes:
+        print(f"--- {process.name}\n{process.log_path.read_text()[-4000:]}")
 
 
 @dataclass(frozen=True)

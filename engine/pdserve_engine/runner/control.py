@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,13 +178,14 @@ class EngineControl:
         """Go on as before if the verb fails or is given up. An engine that sleeps stays so, and a
         drain ends all pauses.
         """
-        before = self._core.scheduler.pause_state
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._go_on, self._core.scheduler.pause_state)
             yield
-        except BaseException:  # GeneratorExit of one that is given up, too
-            if self._sleep_level is None and not self._is_draining:
-                self._core.scheduler.pause_state = before
-            raise
+            undo.pop_all()
+
+    def _go_on(self, before: PauseState) -> None:
+        if self._sleep_level is None and not self._is_draining:
+            self._core.scheduler.pause_state = before
 
     def _check_awake(self) -> None:
         if self._sleep_level is not None:
