@@ -115,6 +115,7 @@ async def test_the_template_gets_calls_and_their_results(stack, tokenizer) -> No
     [
         (chat(tool_choice=pb2.TOOL_CHOICE_REQUIRED), "no worker enforces yet"),
         (chat(tool_choice=pb2.TOOL_CHOICE_REQUIRED, tools=[]), "tools is empty"),
+        (chat([pb2.ChatMessage(role="tool")]), "messages[0].tool_call_id is missing"),
         (chat(tool_choice=9), "tool_choice is 9, which is unknown"),
         (chat(allowed_tools=["other"]), "allowed_tools has 'other', which tools lacks"),
         (chat(tools=[pb2.Tool(name="a b")]), "tools[0].name is 'a b', must be"),

@@ -18,6 +18,7 @@ from pdserve_router.requests.tool_use import (
     ToolUse,
     as_tool,
     check_names,
+    check_result,
     past_call,
 )
 from pdserve_router.text.messages import ChatMessage
@@ -103,6 +104,7 @@ def add_parts(message: pb2.CompletionOutput, parts: Sequence[OutputPart]) -> Non
 
 
 def _parts(message: pb2.ChatMessage, path: str) -> tuple[MessagePart, ...]:
+    check_result(message.role, message.tool_call_id, field=f"{path}.tool_call_id")
     return (
         *((Reasoning(message.reasoning),) if message.reasoning else ()),
         Content(message.content),

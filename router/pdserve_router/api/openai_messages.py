@@ -19,7 +19,7 @@ from pdserve_router.requests.request_limits import (
     MAX_TOOL_CALLS,
     check_num_entries,
 )
-from pdserve_router.requests.tool_use import past_call
+from pdserve_router.requests.tool_use import check_result, past_call
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content, MessagePart, Reasoning, ToolCall
 
@@ -118,9 +118,7 @@ def check_messages(messages: object, unknown: UnknownNames) -> None:
 
 
 def _parts(message: ChatMessageBody, path: str) -> tuple[MessagePart, ...]:
-    if message.role == "tool" and not message.tool_call_id:
-        field = f"{path}.tool_call_id"
-        raise InvalidRequestError(f"{field} is missing", field=field)
+    check_result(message.role, message.tool_call_id, field=f"{path}.tool_call_id")
     reasoning = message.reasoning or message.reasoning_content
     calls = message.tool_calls or ()
     return (

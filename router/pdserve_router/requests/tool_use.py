@@ -55,6 +55,12 @@ class ToolUse:
         return {each["name"]: each.get("parameters", {"type": "object"}) for each in functions}
 
 
+def check_result(role: str, tool_call_id: str | None, *, field: str) -> None:
+    """Raise InvalidRequestError for a tool's message that does not say which call it answers."""
+    if role == "tool" and not tool_call_id:
+        raise InvalidRequestError(f"{field} is missing", field=field)
+
+
 def check_names(names: Sequence[str], *, field: str) -> None:
     """Raise InvalidRequestError for a name that no tool can have, or that two have. `field` has a
     place for its number.
