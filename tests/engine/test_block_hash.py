@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve_common.block_hash import ROOT_HASH, has_same_prompt, hash_block
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     LoRARequest,
@@ -16,7 +17,6 @@ from pdserve_common.engine_types import (
     SamplingParams,
     TensorRef,
 )
-from pdserve_engine.kv.block_hash import ROOT_HASH, has_same_prompt, hash_block
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request

@@ -5,7 +5,7 @@ and then hold its blocks together with it.
 import itertools
 from collections.abc import Iterator, Mapping
 
-from pdserve_engine.kv.block_hash import has_same_prompt
+from pdserve_common.block_hash import has_same_prompt
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Place, Request, RequestStatus
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
-from pdserve_engine.kv.block_hash import ROOT_HASH, block_extra_keys, hash_block
+from pdserve_common.block_hash import ROOT_HASH, block_extra_keys, hash_block
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 from pdserve_engine.request.request import Request
