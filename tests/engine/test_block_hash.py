@@ -162,7 +162,7 @@ def test_a_difference_separates_blocks_from_where_it_stands(
 
 def test_keys_are_told_apart_by_where_they_end() -> None:
     names = [
-        hash_block(ROOT_HASH, [1, 2], keys)
+        hash_block(ROOT_HASH, b"\1\0\0\0", keys)
         for keys in ([], [("a", "b")], [("ab",)], [("a", 1), ("b", 2)], [("a", "1b2")], [("a1:b",)])
     ]
     assert len(set(names)) == len(names)

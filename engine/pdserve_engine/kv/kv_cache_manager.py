@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
-from pdserve_common.block_hash import ROOT_HASH, block_extra_keys, hash_block
+from pdserve_common.block_hash import extend_block_hashes
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
 from pdserve_engine.request.request import Request
@@ -373,11 +373,9 @@ class KVCacheManager:
 
     def _update_block_hashes(self, request: Request) -> None:
         """Extend the request's hashes to all its full blocks."""
-        hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
-        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
-            parent = hashes[-1] if hashes else ROOT_HASH
-            extra_keys = block_extra_keys(request.core_request, end - size, end)
-            hashes.append(hash_block(parent, tokens[end - size : end], extra_keys))
+        extend_block_hashes(
+            request.block_hashes, request.core_request, request.all_token_ids, self.block_size
+        )
 
 
 def _num_equal(tables: Sequence[Sequence[KVCacheBlock]]) -> int:
