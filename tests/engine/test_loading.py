@@ -23,6 +23,7 @@ from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.rank import _is_pool_pinned
+from support.steps import batch_of
 
 pytestmark = pytest.mark.slow
 
@@ -175,8 +176,7 @@ def test_memory_that_is_used_up_is_refused_with_numbers_that_make_sense(
 
 def test_requests_get_rows_of_the_length_that_fits(model: Path) -> None:
     with loaded(model, num_blocks=10) as engine:
-        executor: Any = engine.core.executor
-        assert executor.rank._runner._batch.token_ids.shape[1] == 160 + 1
+        assert batch_of(engine.core.executor).token_ids.shape[1] == 160 + 1
 
 
 @pytest.mark.parametrize("block_size", [0, 3, 128])

@@ -80,7 +80,7 @@ def test_those_who_come_together_compile_once(
 
 
 def library_name() -> str:
-    return building._library_name(ISA)
+    return building.library_name(ISA)
 
 
 def test_a_prebuilt_library_needs_no_compiler(

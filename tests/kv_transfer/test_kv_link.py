@@ -104,7 +104,7 @@ class PProcess:
 class D:
     """A decode worker without an engine: the test reserves what P asks for, while `room` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_timeout_s: float) -> None:
         self.pool = make_pool(2)
         identity = make_identity("d0")
         self.transport = FaultTransport(make_transport(identity))
@@ -117,7 +117,7 @@ class D:
             metrics=self.metrics,
             wakeup=lambda: None,
             step_seq=lambda: 0,
-            read_timeout_s=PATIENCE_S,
+            read_timeout_s=read_timeout_s,
         )
         self.links = KVLinkPool(self.connector)
         self.has_room = True
@@ -197,8 +197,9 @@ class D:
 
 
 @pytest.fixture
-async def d() -> AsyncIterator[D]:
-    d = D()
+async def d(request: pytest.FixtureRequest) -> AsyncIterator[D]:
+    """With another `read_timeout_s` if it is parametrized."""
+    d = D(getattr(request, "param", PATIENCE_S))
     yield d
     await d.links.close()
     await asyncio.get_running_loop().run_in_executor(None, d.connector.shutdown)
@@ -320,10 +321,10 @@ async def test_a_read_of_memory_whose_owner_was_killed_fails(d: D, start_p: Any)
     assert d.connector.num_open_sessions() == 0
 
 
+@pytest.mark.parametrize("d", [1.0], indirect=True)
 async def test_a_stopped_p_is_given_up_and_its_blocks_land_later(d: D, start_p: Any) -> None:
     p = start_p("p1", transport="tcp")
     await d.pull(p, "r0", [0, 1])
-    d.connector._read_timeout_s = 1.0
     request = await d.announced(p, "r1", [2, 3])
     p.stop()
     d.transport.is_holding = False

@@ -439,7 +439,6 @@ async def test_a_client_with_too_many_bytes_is_told_to_come_back(start_stack, mo
         assert "large requests of one client have" in refused[0].text
         assert refused[0].headers["retry-after"] == "1"
         assert (await http.post(COMPLETION, content=completion(b'"a"'))).status_code == 200
-        assert stack.server.edge_processes._held.num_bytes == 0
         assert (await http.post(COMPLETION, content=large)).status_code == 200
         await stack.assert_idle()
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import StructuralTag
+from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"
@@ -33,6 +35,14 @@ def allowed_ids(bitmask: Bitmask) -> set[int]:
     bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
     assert not bits[VOCAB_SIZE:].any()
     return set(np.flatnonzero(bits).tolist())
+
+
+def hold_masks(
+    manager: StructuredOutputManager, is_over: threading.Event, *, slow_only: bool = False
+) -> None:
+    """Until the event is set no mask is made, or none of a slow row."""
+    for thread in (manager._slow, manager._quick)[: 1 if slow_only else 2]:
+        thread.submit(is_over.wait)
 
 
 class ScriptedCompiler:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.runner.rank import Rank
 
 TIMEOUT_S = 120.0
@@ -27,6 +29,11 @@ def before_steps(act: Callable[[SchedulerOutput], object]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rank, "execute_model", execute_after)
         yield
+
+
+def batch_of(executor: UniprocExecutor) -> InputBatch:
+    """Return the rows that its model runner keeps."""
+    return executor.rank._runner._batch
 
 
 def exchange_parts(engine: Any, **parts: object) -> None:

@@ -75,7 +75,7 @@ async def serve(engine: InprocEngineClient) -> AsyncIterator[Worker]:
     await server.start([SERVICE_NAME, control_service.SERVICE_NAME])
     await readiness.tell()
     stop = asyncio.Event()
-    watch = asyncio.create_task(process._wait_for_the_end(stop, engine, readiness))
+    watch = asyncio.create_task(process.wait_for_the_end(stop, engine, readiness))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Worker(engine, channel, server.port)
     stop.set()

@@ -100,7 +100,7 @@ async def _serve(config: WorkerConfig, role: str, build: BuildWorker) -> int:
         # An engine that is up may hang, or have its memory under a READ.
         _exit_now(EXIT_CANNOT_START)
     servicer, readiness = await _open(process)
-    problem = await _wait_for_the_end(stop, process.worker.engine, readiness)
+    problem = await wait_for_the_end(stop, process.worker.engine, readiness)
     await readiness.withdraw()
     problem = await _shut_down(process, servicer, problem)
     if problem is not None:
@@ -220,7 +220,7 @@ async def _unless_stopped(starting: Awaitable[Worker], stop: asyncio.Event) -> W
     return await start
 
 
-async def _wait_for_the_end(
+async def wait_for_the_end(
     stop: asyncio.Event, engine: EngineClient, readiness: control_service.Readiness
 ) -> str | None:
     """Wait until the process is asked to stop, or return what is wrong with its engine."""

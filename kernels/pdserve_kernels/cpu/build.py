@@ -56,7 +56,7 @@ def build(isa: str) -> Path:
     compiler the cache's newest will do. Raises KernelsUnavailable if there is neither, or with what
     the compiler says.
     """
-    name = _library_name(isa)
+    name = library_name(isa)
     prebuilt = os.environ.get(PREBUILT_VARIABLE)
     if prebuilt is not None:
         if (library := Path(prebuilt, name)).exists():
@@ -88,7 +88,7 @@ def compile_library(isa: str, folder: Path, *, flags: Sequence[str] = ()) -> Pat
     OSError if the folder cannot be written to.
     """
     started = time.monotonic()
-    library = folder / _library_name(isa)
+    library = folder / library_name(isa)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled = Path(scratch) / library.name
         _compile(sorted(SOURCES.glob("*.cpp")), (*FLAGS, *COMPILER_FLAGS[isa], *flags), compiled)
@@ -101,7 +101,7 @@ def compile_library(isa: str, folder: Path, *, flags: Sequence[str] = ()) -> Pat
 
 
 def _build_once(isa: str, folder: Path) -> Path:
-    library = folder / _library_name(isa)
+    library = folder / library_name(isa)
     if not library.exists():
         logger.info("compiling the CPU kernels for %s, or waiting for who does: once, seconds", isa)
         with _locked(library.with_suffix(".lock")):
@@ -141,7 +141,7 @@ def _run_compiler(command: Sequence[str]) -> str:
     return result.stdout
 
 
-def _library_name(isa: str) -> str:
+def library_name(isa: str) -> str:
     """A name that fits our flags and the sources beside us alone: none that is stale is loaded."""
     digest = hashlib.sha256("\n".join((*FLAGS, *COMPILER_FLAGS[isa])).encode())
     for path in sorted((*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp"))):

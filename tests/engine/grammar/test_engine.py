@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,9 +28,11 @@ from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core import engine_core
-from pdserve_engine.grammar.manager import MAX_LATE_S, StructuredOutputManager
-from support.grammars import EOS, MODEL
+from pdserve_engine.grammar import manager
+from pdserve_engine.grammar.manager import StructuredOutputManager
+from support.grammars import EOS, MODEL, hold_masks
 from support.schemas import Judge, accepted_schemas, answer_bytes
+from support.steps import batch_of
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +69,7 @@ class Engine:
 
     @property
     def masks(self) -> StructuredOutputManager:
-        rank: Any = self.core.executor
-        return rank.rank._runner._batch.sampling.grammars  # type: ignore[no-any-return]
+        return batch_of(self.core.executor).sampling.grammars
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
         self.tokens[name] = []
@@ -144,8 +144,7 @@ class Hold:
 
     def begin(self) -> None:
         self._is_over = threading.Event()
-        for thread in (self._masks._quick, self._masks._slow):
-            thread.submit(self._is_over.wait)
+        hold_masks(self._masks, self._is_over)
 
     def end(self) -> None:
         self._is_over.set()
@@ -196,17 +195,17 @@ def test_rows_whose_masks_are_late_go_on_with_the_same_tokens(
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.usefixtures("looks_ahead")
 def test_a_mask_that_never_comes_ends_its_request_alone(
-    make_engine: Callable[..., Engine], async_scheduling: bool
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
     engine = make_engine(async_scheduling=async_scheduling)
-    hold, masks = Hold(engine), engine.masks
+    hold = Hold(engine)
     params = SamplingParams(temperature=1.0, max_tokens=30)
     engine.add("late", [10], replace(params, structured_outputs=CONSTRAINTS[0]))
     engine.add("other", [10], params)
     engine.run_until(lambda: bool(engine.tokens["late"]))
     hold.begin()
     engine.run_until(lambda: engine.core.scheduler.places.num_late_masks > 0)
-    masks._clock = lambda: time.monotonic() + MAX_LATE_S
+    monkeypatch.setattr(manager, "MAX_LATE_S", 0.0)
     engine.run()
     hold.end()
     error = engine.ends["late"].error

@@ -20,7 +20,7 @@ from pdserve_engine.grammar.manager import (
 )
 from pdserve_engine.grammar.native import CompiledGrammar, Matcher, TokenizerInfo
 from pdserve_engine.grammar.vocabulary import SPECIAL
-from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids
+from support.grammars import EOS, MODEL, VOCAB_SIZE, allowed_ids, hold_masks
 
 Compile = Callable[[dict[str, Any]], CompiledGrammar]
 
@@ -70,6 +70,9 @@ class Manager(StructuredOutputManager):
         assert masks is not None
         assert not masks.late
         return masks
+
+    def row(self, row: int) -> Any:
+        return self._rows[row]
 
     def allowed(self, row: int) -> set[int]:
         masks = self.masks(row)
@@ -254,24 +257,15 @@ def test_a_text_that_no_token_continues_is_an_error(
     assert "no token continues the 0 so far" in manager.error(0)
 
 
-def hold_slow_rows(manager: Manager, blocked: threading.Event) -> None:
-    """Until the event is set no slow row gets on."""
-    manager._slow.submit(blocked.wait)
-
-
-def rows_of(manager: Manager) -> Any:
-    return manager._rows
-
-
 def test_a_late_row_is_left_out_and_nobody_waits_for_it(
     compile_format: Compile, manager: Manager, clock: Clock, vocabulary: list[bytes]
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    hold_slow_rows(manager, blocked)
+    hold_masks(manager, blocked, slow_only=True)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
     manager.add(1, grammar, ())
-    rows_of(manager)[1].ready.result(60)
+    manager.row(1).ready.result(60)
     masks = manager.take([0, 1])
     assert masks is not None
     assert masks.late == (0,)
@@ -285,7 +279,7 @@ def test_a_row_that_stays_late_is_an_error(
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    hold_slow_rows(manager, blocked)
+    hold_masks(manager, blocked, slow_only=True)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
     clock.now += MAX_LATE_S + 1
     masks = manager.take([0])
@@ -305,14 +299,14 @@ def test_a_row_whose_masks_are_slow_leaves_the_others_alone(
     manager.add(0, grammar, ())
     manager.masks(0)
     blocked = threading.Event()
-    hold_slow_rows(manager, blocked)
+    hold_masks(manager, blocked, slow_only=True)
     manager.accept(0, a)
-    assert not rows_of(manager)[0].ready.done()
+    assert not manager.row(0).ready.done()
     blocked.set()
     manager.masks(0)
     # That turn was quick.
     blocked.clear()
-    hold_slow_rows(manager, blocked)
+    hold_masks(manager, blocked, slow_only=True)
     manager.accept(0, a)
     manager.masks(0)
     blocked.set()
@@ -324,9 +318,9 @@ def test_a_row_that_is_gone_is_not_matched(
 ) -> None:
     grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
     blocked = threading.Event()
-    hold_slow_rows(manager, blocked)
+    hold_masks(manager, blocked, slow_only=True)
     manager.add(0, grammar, [a] * (SLOW_NUM_TOKENS + 1))
-    row = rows_of(manager)[0]
+    row = manager.row(0)
     manager.remove(0)
     manager.add(0, grammar, [a])  # another request's, in the same place
     blocked.set()

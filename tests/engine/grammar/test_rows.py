@@ -15,7 +15,7 @@ import tokenizers
 from pdserve_common.engine_types import SamplingParams
 from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
 from pdserve_engine.grammar.native import CompiledGrammar
-from support.grammars import EOS, MODEL
+from support.grammars import EOS, MODEL, hold_masks
 from support.model_driver import Driver
 
 Compile = Callable[[dict[str, Any]], CompiledGrammar]
@@ -127,8 +127,7 @@ def test_preemptions_and_late_masks_change_no_token(
         if rng.random() < 0.3:
             driver.preempt("moved")
         if rng.random() < 0.3:
-            for thread in (manager._quick, manager._slow):
-                thread.submit(blocked.wait)
+            hold_masks(manager, blocked)
             driver.preempt("moved")
             assert driver.step({"moved": 100}).sampled_token_ids == ((),)
         blocked.set()
@@ -142,7 +141,7 @@ def test_a_late_row_is_left_out_beside_one_that_is_not(
     a_lot = compile_format({"type": "regex", "pattern": "[^\\x00]*"})
     letter = 40
     blocked = threading.Event()
-    grammars_of(driver)._slow.submit(blocked.wait)
+    hold_masks(grammars_of(driver), blocked, slow_only=True)
     output = [letter] * (SLOW_NUM_TOKENS + 1)
     driver.add("late", [10], output=output, params=RANDOM, grammar=a_lot)
     driver.add("other", [10], params=RANDOM)
