@@ -372,8 +372,8 @@ def _nested(format: Any, levels: int) -> StructuredOutputsParams:
         (lambda n: _nested({"type": "any_text"}, n), 15, "is 17 levels deep, at most 16"),
         (
             lambda n: _tag({"type": "or", "elements": [{"type": "any_text"}] * n}),
-            511,
-            "is format 513, at most 512",
+            1023,
+            "is format 1025, at most 1024",
         ),
     ],
 )

@@ -26,6 +26,7 @@ from pdserve_router.chat_formats.base import ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
+from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
 from pdserve_router.text.detokenizer import Detokenizer
 from pdserve_router.text.parts import Content, OutputPart, ToolCallDelta, join_parts, reasoning_of
 from pdserve_router.text.tokenizer import Tokenizer
@@ -170,6 +171,14 @@ def test_a_call_fits_as_models_write_it(model: Model, kind: str, name: str, star
         assert is_text or not fits(model, grammar, twice + model.encode(f"hm{end}{call}"))
     assert not fits(model, grammar, model.encode(before))
     assert not fits(model, grammar, model.encode(before + "It rains. " + call))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_as_many_tools_as_are_enforced_fit_a_grammar(model: Model, name: str) -> None:
+    tools = {f"tool_{i}": PARAMETERS for i in range(MAX_ENFORCED_TOOLS - 1)}
+    rules = CallRules(tools={**tools, "get_weather": PARAMETERS}, stop_after_first=False)
+    grammar = compiled(model, name, ReasoningStart.CLOSED, rules)
+    assert fits(model, grammar, model.encode(WRITTEN[name] % as_arguments(name, VALUE)))
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])

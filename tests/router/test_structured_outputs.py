@@ -25,6 +25,7 @@ from pdserve_router.requests.request_limits import (
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
+from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
 
 SERVED = {"served_fields": ("structured_outputs",)}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -233,14 +234,16 @@ async def test_calls_that_are_asked_for_are_enforced_and_are_no_second_constrain
 
 
 async def test_more_tools_than_a_grammar_holds_are_refused(start_stack) -> None:
-    calling = {"tools": [tool(f"f{i}") for i in range(600)], "tool_choice": "required"}
+    tools = [tool(f"f{i}") for i in range(MAX_ENFORCED_TOOLS + 1)]
     async with (
         start_stack(http=True, info={**SERVED, "max_model_len": 1 << 17}) as stack,
         httpx.AsyncClient(base_url=stack.url, timeout=60) as http,
     ):
-        field, message = await refusal_of(http, CHAT, calling)
+        field, message = await refusal_of(http, CHAT, {"tools": tools, "tool_choice": "required"})
         assert field == "tools"
-        assert "at most 512" in message
+        assert f"at most {MAX_ENFORCED_TOOLS}" in message
+        await post(http, CHAT, {"tools": tools[1:], "tool_choice": "required"})
+        assert tools[-1]["function"]["name"] in constraint_of(stack).structural_tag
 
 
 async def test_an_answer_may_call_instead(http, stack) -> None:

@@ -15,7 +15,7 @@ from pdserve_common.structured.schema import read_schema
 
 Format: TypeAlias = dict[str, Any]
 
-MAX_FORMATS = 512
+MAX_FORMATS = 1024
 MAX_FORMAT_DEPTH = 16
 MAX_TEXT_CHARS = 4096
 MAX_GRAMMAR_BYTES = 16 * 1024

@@ -103,7 +103,8 @@ def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> str:
     """Return a CompiledGrammar, serialized. Raises RuntimeError with the library's reason for what
     is no grammar. May take any time and memory, and end the process.
     """
-    num_threads, caches, cache_bytes = 1, False, -1
+    # What it caches are rules that several schemas have: strings, numbers.
+    num_threads, caches, cache_bytes = 1, True, -1
     compiler = _bindings().GrammarCompiler(tokenizer_info.handle, num_threads, caches, cache_bytes)
     return str(compiler.compile_structural_tag(text).serialize_json())
 

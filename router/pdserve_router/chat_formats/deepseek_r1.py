@@ -2,7 +2,7 @@
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, separated, tag
+from pdserve_router.chat_formats.tags import CallRules, Tag, calls, tag
 
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -27,15 +27,14 @@ class DeepseekR1(ChatFormat):
         return _CALL_BEGIN in template and "</think>" in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        tags = (
-            tag(
-                f"{_CALL_BEGIN}function{_SEPARATOR}{name}\n```json\n",
-                json_of(schema),
-                f"\n```{_CALL_END}",
-            )
-            for name, schema in rules.tools.items()
+        each = calls(
+            rules,
+            begin=f"{_CALL_BEGIN}function{_SEPARATOR}",
+            behind_name="\n```json\n",
+            end=f"\n```{_CALL_END}",
+            separator="\n",
         )
-        return tag(_CALLS_BEGIN, separated(tags, "\n", rules), _CALLS_END)
+        return tag(_CALLS_BEGIN, each, _CALLS_END)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         name = yield from reader.word()

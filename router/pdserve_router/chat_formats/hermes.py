@@ -3,7 +3,7 @@
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.json_calls import read_json_call
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, separated
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_calls
 
 
 class Hermes(ChatFormat):
@@ -20,10 +20,13 @@ class Hermes(ChatFormat):
         return "<tool_call>" in template and "<function=" not in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        tags = json_call_tags(
-            rules, begin="<tool_call>\n", arguments="arguments", end="\n</tool_call>"
+        return json_calls(
+            rules,
+            begin="<tool_call>\n",
+            arguments="arguments",
+            end="\n</tool_call>",
+            separator="\n",
         )
-        return separated(tags, "\n", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         return (yield from read_json_call(reader, answer))

@@ -3,7 +3,7 @@
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.json_calls import read_json_call
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_call_tags, separated
+from pdserve_router.chat_formats.tags import CallRules, Tag, json_calls
 
 
 class Llama3Json(ChatFormat):
@@ -20,8 +20,7 @@ class Llama3Json(ChatFormat):
         return "<|start_header_id|>" in template and '"parameters"' in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        tags = json_call_tags(rules, begin="", arguments="parameters", end="")
-        return separated(tags, "; ", rules)
+        return json_calls(rules, begin="", arguments="parameters", end="", separator="; ")
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         if not (yield from self._read_one(reader, answer)):

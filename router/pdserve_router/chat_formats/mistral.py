@@ -3,14 +3,7 @@
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.json_calls import read_json_call
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import (
-    CallRules,
-    Tag,
-    json_call_tags,
-    json_of,
-    separated,
-    tag,
-)
+from pdserve_router.chat_formats.tags import CallRules, Tag, calls, json_calls, tag
 
 _CALLS, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -35,11 +28,7 @@ class Mistral(ChatFormat):
         return _CALLS in template and _ARGUMENTS in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        tags = (
-            tag(f"{_CALLS}{name}{_ARGUMENTS}", json_of(schema), "")
-            for name, schema in rules.tools.items()
-        )
-        return separated(tags, "", rules)
+        return calls(rules, begin=_CALLS, behind_name=_ARGUMENTS, end="", separator="")
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         start = yield from reader.peek()
@@ -84,5 +73,5 @@ class MistralList(Mistral):
         return _CALLS in template and _ARGUMENTS not in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        tags = json_call_tags(rules, begin="", arguments="arguments", end="")
-        return tag(f"{_CALLS}[", separated(tags, ", ", rules), "]")
+        each = json_calls(rules, begin="", arguments="arguments", end="", separator=", ")
+        return tag(f"{_CALLS}[", each, "]")

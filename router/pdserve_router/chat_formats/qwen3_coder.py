@@ -6,7 +6,7 @@ from typing import Any
 
 from pdserve_router.chat_formats.base import Answer, ChatFormat
 from pdserve_router.chat_formats.reader import Reader, Steps
-from pdserve_router.chat_formats.tags import CallRules, Tag, json_of, separated, tag
+from pdserve_router.chat_formats.tags import CallRules, Tag, calls
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -46,12 +46,14 @@ class Qwen3Coder(ChatFormat):
         return _FUNCTION in template and _PARAMETER in template
 
     def call_tag(self, rules: CallRules) -> Tag:
-        end = f"\n{_FUNCTION_END}\n{_CALL_END}"
-        tags = (
-            tag(f"{_CALL}\n{_FUNCTION}{name}>\n", json_of(schema, style="qwen_xml"), end)
-            for name, schema in rules.tools.items()
+        return calls(
+            rules,
+            begin=f"{_CALL}\n{_FUNCTION}",
+            behind_name=">\n",
+            end=f"\n{_FUNCTION_END}\n{_CALL_END}",
+            separator="\n",
+            style="qwen_xml",
         )
-        return separated(tags, "\n", rules)
 
     def read_call(self, reader: Reader, answer: Answer, trigger: str) -> Steps[bool]:
         if trigger == _CALL and not (yield from reader.accept(_FUNCTION)):

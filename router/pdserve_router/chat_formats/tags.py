@@ -71,27 +71,39 @@ def constraint_tag(params: StructuredOutputsParams) -> Tag:
     return either(*({"type": "const_string", "value": text} for text in params.choice))
 
 
-def separated(tags: Iterable[Tag], separator: str, rules: CallRules) -> Tag:
-    """Return one of these tags or more, and nothing else."""
+def calls(
+    rules: CallRules, *, begin: str, behind_name: str, end: str, separator: str, **more: str
+) -> Tag:
+    """Return one call or more, and nothing else. What stands around all names and arguments is in
+    it once: compiled, a grammar grows with the number of its texts times their length.
+    """
+    tools = (
+        tag(f"{name}{behind_name}", json_of(schema, **more), "")
+        for name, schema in rules.tools.items()
+    )
+    call = tag(begin, either(*tools), end)
     return {
         "type": "tags_with_separator",
-        "tags": [{"type": "tag", "begin": "", "content": each, "end": ""} for each in tags],
+        "tags": [{"type": "tag", "begin": "", "content": call, "end": ""}],
         "separator": separator,
         "at_least_one": True,
         "stop_after_first": rules.stop_after_first,
     }
 
 
+def json_calls(rules: CallRules, *, begin: str, arguments: str, end: str, separator: str) -> Tag:
+    """Return calls that are objects with a name and arguments, between two texts."""
+    return calls(
+        rules,
+        begin=f'{begin}{{"name": "',
+        behind_name=f'", "{arguments}": ',
+        end=f"}}{end}",
+        separator=separator,
+    )
+
+
 def either(*choices: Tag) -> Tag:
     return {"type": "or", "elements": list(choices)}
-
-
-def json_call_tags(rules: CallRules, *, begin: str, arguments: str, end: str) -> list[Tag]:
-    """Return for each tool an object with its name and arguments, between two texts."""
-    return [
-        tag(f'{begin}{{"name": {json.dumps(name)}, "{arguments}": ', json_of(schema), f"}}{end}")
-        for name, schema in rules.tools.items()
-    ]
 
 
 def by_id(call_tag: Tag, ids: Mapping[str, int]) -> Tag:
@@ -100,15 +112,22 @@ def by_id(call_tag: Tag, ids: Mapping[str, int]) -> Tag:
     their text.
     """
     match call_tag:
-        case {"type": "const_string", "value": text}:
-            return sequence(_texts(text, ids))
-        case {"type": "sequence" | "or", "elements": elements}:
+        case {"type": "sequence", "elements": elements}:
+            return sequence(part for each in elements for part in _parts(each, ids))
+        case {"type": "or", "elements": elements}:
             return call_tag | {"elements": [by_id(each, ids) for each in elements]}
         case {"type": "tags_with_separator", "tags": tags}:
             return call_tag | {"tags": [by_id(each, ids) for each in tags]}
         case {"type": "tag", "content": content}:
             return call_tag | {"content": by_id(content, ids)}
     return call_tag
+
+
+def _parts(element: Tag, ids: Mapping[str, int]) -> list[Tag]:
+    """Return an element of a sequence as those that stand for it."""
+    if element["type"] == "const_string":
+        return _texts(element["value"], ids)
+    return [by_id(element, ids)]
 
 
 def _texts(text: str, ids: Mapping[str, int] = MappingProxyType({})) -> list[Tag]:

@@ -23,6 +23,8 @@ from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.text.parts import ToolCall
 from pdserve_router.text.tokenizer import Tokenizer
 
+# As OpenAI has it. Of more a grammar would be too large.
+MAX_ENFORCED_TOOLS = 128
 # The end of a prompt in which a marker of reasoning is looked for.
 _NUM_LAST_TOKENS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -136,8 +138,14 @@ def calling_params(
 
 def call_rules(use: ToolUse) -> CallRules:
     """Return the rules of calls, of which there is at least one. Raises InvalidRequestError for a
-    strict tool whose schema cannot be enforced.
+    strict tool whose schema cannot be enforced, and for tools that are too many for a grammar.
     """
+    if len(use.tools) > MAX_ENFORCED_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(use.tools)} entries, calls of at most {MAX_ENFORCED_TOOLS} can be "
+            "enforced",
+            field="tools",
+        )
     return CallRules(
         tools={name: _enforced(name, schema, use) for name, schema in use.parameters.items()},
         stop_after_first=not use.is_parallel,
