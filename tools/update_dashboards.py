@@ -1118,6 +1118,51 @@ def router() -> Dashboard:
             ),
         ],
     )
+    caches = Row(
+        title="What workers have cached",
+        panels=[
+            Panel(
+                title="Blocks in the index",
+                unit="short",
+                width=6,
+                queries={"{{pod}}": f"pdserve_prefix_index_blocks{{{RELEASE}}}"},
+                description=(
+                    "KV blocks that this router's workers have cached, each once. At its limit "
+                    "the router knows too little of them: more routers or smaller cells."
+                ),
+            ),
+            Panel(
+                title="Events of caches",
+                unit="ops",
+                width=6,
+                queries={"{{event}}": sum_rate("pdserve_kv_cache_events_total", by="event")},
+                description=(
+                    "Blocks that workers stored and removed, and times that they cleared all. As "
+                    "many removed as stored: the pools are full, which is as it should be."
+                ),
+            ),
+            Panel(
+                title="Gaps and evictions",
+                unit="ops",
+                width=6,
+                queries={
+                    "gaps": sum_rate("pdserve_kv_cache_resyncs_total"),
+                    "evicted blocks": sum_rate("pdserve_prefix_index_evictions_total"),
+                },
+                description=(
+                    "A gap in a worker's events has all that it caches told again. Steady gaps: "
+                    "report it. Evictions: the index is full."
+                ),
+            ),
+            Panel(
+                title="Lookups",
+                unit="s",
+                width=6,
+                queries=quantiles("pdserve_prefix_index_lookup_seconds"),
+                description="How long finding the workers that have a prompt's prefix takes.",
+            ),
+        ],
+    )
     itself = Row(
         title="The router itself",
         panels=[
@@ -1213,7 +1258,7 @@ def router() -> Dashboard:
         name="router",
         title="pdserve / Router",
         description="What routers decide, and which workers they know.",
-        rows=[routes, workers, itself],
+        rows=[routes, workers, caches, itself],
     )
 
 

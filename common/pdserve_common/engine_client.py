@@ -10,9 +10,11 @@ from pdserve_common.engine_types import (
     EngineInfo,
     SchedulerStats,
 )
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.verbs import Call, ResultT
 
 OutputsCallback = Callable[[EngineCoreOutputs], None]
+KVCacheEventsCallback = Callable[[KVCacheEvents], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,11 @@ class EngineClient(Protocol):
 
     def unregister_client(self, client_index: int) -> None:
         """Abort the client's requests and forget it; `on_outputs` is not called any more."""
+
+    def record_kv_cache_events(self, on_events: KVCacheEventsCallback) -> None:
+        """Call `on_events` on the event loop's thread, before the outputs of a step, with what has
+        changed in what the pool has cached; at first with all of it. A later call supersedes it.
+        """
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a validated request. One of the same client and id, at a lower attempt, is

@@ -17,6 +17,19 @@ def new_epoch() -> str:
     return secrets.token_hex(16)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheEvents:
+    """What has changed in what a pool has cached, to be applied in the order of the fields. Blocks
+    are called by their `truncated_hashes`.
+    """
+
+    # Counts the messages of an Attach stream, from 1; 0 where nothing is lost.
+    seq: int = 0
+    all_blocks_cleared: bool = False
+    blocks_removed: tuple[int, ...] = ()
+    blocks_stored: tuple[int, ...] = ()
+
+
 class KVGroupKind(IntEnum):
     """How the layers of a KV group attend."""
 

@@ -19,6 +19,7 @@ from pdserve_common.metric_buckets import (
     TOKEN_BUCKETS,
     TTFT_BUCKETS,
 )
+from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 
 FINISH_REASONS = tuple(map(str, FinishReason))
 
@@ -243,6 +244,7 @@ class RouterMetrics:
             "Bytes of large requests that arrive, wait or are prepared",
             registry=registry,
         )
+        self.prefix_index = PrefixIndexMetrics(registry)
 
 
 GRAMMAR_OUTCOMES = ("compiled", "cached", "refused", "overloaded", "failed")

@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_engine.kv.block_pool import BlockPool
+from support.scripted_engine import apply_events, cached_in
+
+
+def block_hash(value: int) -> bytes:
+    return value.to_bytes(8, "little") + bytes(24)
 
 
 def test_takes_the_least_recently_freed_block_first() -> None:
@@ -74,7 +80,12 @@ def test_blocks_are_dead_once_nobody_can_ask_for_their_content() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "free", "cache", "touch", "reset"]), st.integers(0, 30)),
+        st.tuples(
+            st.sampled_from(
+                ["take", "free", "cache", "touch", "forget", "reset", "listen", "tell"]
+            ),
+            st.integers(0, 30),
+        ),
         max_size=60,
     )
 )
@@ -83,20 +94,36 @@ def test_any_sequence_of_operations_keeps_the_pool_consistent(
 ) -> None:
     pool = BlockPool(8, enable_caching=True)
     held = []
+    said: set[int] = set()
+    is_heard = False
+
+    def tell() -> None:
+        events = pool.take_events()
+        assert events is None or is_heard
+        apply_events(said, events or KVCacheEvents())
+
     for operation, value in operations:
         if operation == "take" and value % 4 <= pool.num_free_blocks:
             held.extend(pool.get_new_blocks(value % 4))
         elif operation == "free" and held:
             pool.free_blocks([held.pop(value % len(held))])
         elif operation == "cache" and held:
-            pool.cache_block(held[value % len(held)], bytes([value]))
+            pool.cache_block(held[value % len(held)], block_hash(value))
         elif operation == "touch":
-            block = pool.get_cached_block(bytes([value]))
+            block = pool.get_cached_block(block_hash(value))
             if block is not None:
                 pool.touch([block])
                 held.append(block)
         elif operation == "reset":
             assert pool.reset_prefix_cache() == (not held)
+        elif operation == "forget":
+            pool.forget([block_hash(value), block_hash(value + 1)])
+        elif operation == "listen":
+            pool.record_events()
+            is_heard = True
+        elif operation == "tell":
+            tell()
+            assert said == (cached_in(pool) if is_heard else set())
         pool.check_integrity()
         assert pool.num_free_blocks == 8 - len({block.block_id for block in held})
 
@@ -108,3 +135,16 @@ def test_blocks_that_are_held_are_not_counted_as_cached_ones_to_take_back() -> N
     assert (pool.num_cached_blocks, pool.num_free_cached_blocks) == (1, 0)
     pool.free_blocks([block])
     assert (pool.num_free_blocks, pool.num_free_cached_blocks) == (4, 1)
+
+
+def test_events_name_a_block_once_for_all_groups_and_none_that_came_and_went() -> None:
+    pool = BlockPool(4, enable_caching=True)
+    pool.record_events()
+    assert pool.take_events() == KVCacheEvents(all_blocks_cleared=True)
+    first, second, third = pool.get_new_blocks(3)
+    pool.cache_block(first, block_hash(1))
+    pool.cache_block(second, block_hash(1) + b"\0\1")
+    pool.cache_block(third, block_hash(2))
+    pool.forget([block_hash(2)])
+    assert pool.take_events() == KVCacheEvents(blocks_stored=(1,), blocks_removed=(2,))
+    assert pool.take_events() is None

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
+from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
     EngineCoreOutput,
@@ -40,6 +41,7 @@ from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.runner.rank import Rank
 from support.metrics import samples_of
+from support.scripted_engine import apply_events
 from support.waiting import until
 
 PROMPT = (5, 6, 7)
@@ -107,17 +109,17 @@ class Client:
         self.messages: list[EngineCoreOutputs] = []
         self.index = engine.register_client(self.messages.append)
 
-    def add(self, request_id: str, max_tokens: int = 4, **fields: Any) -> None:
+    def add(self, request_id: str, max_tokens: int = 4, **fields: Any) -> EngineCoreRequest:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add_request(
-            EngineCoreRequest(
-                request_id=request_id,
-                prompt_token_ids=fields.pop("prompt", PROMPT),
-                sampling_params=params,
-                client_index=self.index,
-                **fields,
-            )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=fields.pop("prompt", PROMPT),
+            sampling_params=params,
+            client_index=self.index,
+            **fields,
         )
+        self.engine.add_request(request)
+        return request
 
     def outputs(self, request_id: str | None = None) -> list[EngineCoreOutput]:
         outputs = [output for message in self.messages for output in message.outputs]
@@ -501,6 +503,28 @@ async def test_the_prefix_cache_can_be_forgotten(engine: WorkerEngine, client: C
     client.add("anew", prompt=prompt)
     await client.end_of("anew")
     assert client.tokens("anew") == client.tokens("cached")
+
+
+async def test_it_says_what_its_pool_has_cached_before_the_outputs(
+    engine: WorkerEngine, client: Client
+) -> None:
+    cached: set[int] = set()
+    engine.record_kv_cache_events(lambda events: apply_events(cached, events))
+    prompt = tuple(range(50, 90))
+    hashes: list[bytes] = []
+    request = client.add("told", prompt=prompt)
+    extend_block_hashes(hashes, request, prompt, engine.info.block_size)
+    await client.end_of("told")
+    assert cached >= set(truncated_hashes(hashes))
+    await engine.call(ResetPrefixCache())
+    await until(lambda: not cached)
+    client.add("again", prompt=prompt)
+    await client.end_of("again")
+    assert cached == set(truncated_hashes(hashes))
+    again: set[int] = set()
+    engine.record_kv_cache_events(lambda events: apply_events(again, events))
+    await until(lambda: again == cached)
+    engine.record_kv_cache_events(lambda events: None)
 
 
 # ---- the end

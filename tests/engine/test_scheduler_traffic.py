@@ -23,6 +23,7 @@ from support.scripted_engine import (
     Engine,
     ScriptedConsumer,
     ScriptedProducer,
+    cached_in,
     check_places,
     expected,
 )
@@ -242,6 +243,7 @@ class Traffic:
         self.engine.pretend_last_step(self.rng.choice([0.0, 0.0, 1.0]))
         self.engine.step()
         self.engine.kv.check_integrity()
+        assert self.engine.cached == cached_in(self.engine.pool)
         check_places(scheduler)
         num_probes = sum(request.is_probe for request in scheduler.running)
         assert scheduler.running.num_probes == num_probes, "they come first"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from pdserve_common.block_hash import ROOT_HASH, hash_block, truncated_hashes
 from pdserve_common.engine_types import (
@@ -13,6 +14,7 @@ from pdserve_common.engine_types import (
     MultiModalFeatureSpec,
     SamplingParams,
 )
+from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
 
 WORKERS = ("a", "b", "c", "d")
@@ -107,12 +109,13 @@ def test_a_call_that_forgets_looks_at_no_block() -> None:
 
 
 def test_of_too_many_blocks_those_go_that_were_stored_longest_ago() -> None:
-    index = PrefixIndex[str](max_blocks=8, num_shards=2)
+    metrics = PrefixIndexMetrics(CollectorRegistry())
+    index = PrefixIndex[str](max_blocks=8, num_shards=2, metrics=metrics)
     index.stored("a", range(8))
     index.stored("b", [0, 1])
     index.stored("a", [8, 9])
     assert len(index) == 8
-    assert index.num_evicted == 2
+    assert metrics.evictions._value.get() == 2
     assert [bool(index.num_cached([n])) for n in range(10)] == [True] * 2 + [False] * 2 + [True] * 6
 
 

@@ -32,6 +32,10 @@ class CutProxy:
         """Reset all connections: what is under way is lost."""
         assert self._server is not None
         self._server.close()
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all connections; new ones can be had."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -440,7 +440,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
                             finish_reason=FinishReason.ABORT,
                         )
                         link.emit(end)
-            else:
+            elif kind == "heartbeat":
                 self.num_heartbeats += 1
                 self.acked_frame_seq = message.heartbeat.next_frame_seq
 

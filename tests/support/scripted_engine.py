@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 
+from pdserve_common.block_hash import ROOT_HASH, truncated_hashes
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -16,6 +17,7 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     SamplingParams,
 )
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
@@ -172,6 +174,9 @@ class Engine:
             clock=clock,
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        # What the engine has said that its pool has cached.
+        self.cached: set[int] = set()
+        self.pool.record_events()
 
     def _on_wakeup(self) -> None:
         self.num_wakeups += 1
@@ -192,6 +197,8 @@ class Engine:
 
     def step(self) -> SchedulerOutput | None:
         result = self.core.step() if self.core.has_work() else self.core.poll()
+        if result.kv_cache_events is not None:
+            apply_events(self.cached, result.kv_cache_events)
         for outputs in result.outputs.values():
             for output in outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
@@ -228,6 +235,20 @@ class Engine:
         self.kv.check_integrity()
         assert self.pool.num_free_blocks == self.pool.num_blocks
         assert not self.scheduler.has_requests()
+
+
+def apply_events(cached: set[int], events: KVCacheEvents) -> None:
+    """Do with a set of blocks what the events say."""
+    if events.all_blocks_cleared:
+        cached.clear()
+    cached.difference_update(events.blocks_removed)
+    cached.update(events.blocks_stored)
+
+
+def cached_in(pool: BlockPool) -> set[int]:
+    """What events call the blocks that the pool has cached; of the first KV group."""
+    hashes = [block.block_hash for block in pool.blocks if block.block_hash is not None]
+    return set(truncated_hashes(each for each in hashes if len(each) == len(ROOT_HASH)))
 
 
 def num_requests_alive() -> int:

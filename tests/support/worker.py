@@ -50,10 +50,13 @@ class Worker:
         return await self.control.GetLoad(control_pb2.GetLoadRequest(), timeout=TIMEOUT_S)
 
     @contextlib.asynccontextmanager
-    async def attach(self, name: str) -> AsyncIterator[Any]:
+    async def attach(self, name: str, **hello_fields: Any) -> AsyncIterator[Any]:
         call = self.core.Attach(timeout=2 * TIMEOUT_S)
         hello = service_pb2.AttachHello(
-            router_id=name, router_epoch="0" * 32, max_protocol_version=PROTOCOL_VERSION
+            router_id=name,
+            router_epoch="0" * 32,
+            max_protocol_version=PROTOCOL_VERSION,
+            **hello_fields,
         )
         await call.write(service_pb2.AttachRequest(hello=hello))
         assert (await call.read()).WhichOneof("message") == "welcome"

@@ -42,6 +42,7 @@ from pdserve_worker.attachment import (
     RequestAttempt,
     Resume,
 )
+from pdserve_worker.kv_cache_feed import CachedBlocks
 from pdserve_worker.outbox import Outbox
 from pdserve_worker.router_stream import RouterStream
 
@@ -61,6 +62,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         self._engine = engine
         self._clock = clock
         self._attachments = Attachments(engine)
+        self._cached_blocks = CachedBlocks()
+        engine.record_kv_cache_events(self._cached_blocks.apply)
         self._is_draining = False
         self._is_stopping = False
 
@@ -160,7 +163,10 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             adopted=[service_pb2.RequestAttempt(request_id=r, attempt=a) for r, a in adopted],
             protocol_version=version,
         )
-        return RouterStream(attachment, context, clock=self._clock), welcome
+        kv_cache = None
+        if hello.wants_kv_cache_events:
+            kv_cache = self._cached_blocks.open_feed(attachment.outbox.wake)
+        return RouterStream(attachment, context, kv_cache=kv_cache, clock=self._clock), welcome
 
     async def _carry(
         self,
@@ -187,6 +193,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         is kept if it broke.
         """
         attachment = stream.attachment
+        if stream.kv_cache is not None:
+            self._cached_blocks.close_feed(stream.kv_cache)
         if not stream.is_current:
             logger.info("router %s has a newer stream", attachment.router_id)
         elif is_over or attachment.outbox.is_overfull:
@@ -210,7 +218,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         outbox = stream.attachment.outbox
         while stream.is_current and not reader.done():
             is_last = self._is_stopping
-            must_not_wait = is_last or self._availability() != told
+            is_behind = stream.kv_cache is not None and stream.kv_cache.is_behind
+            must_not_wait = is_last or is_behind or self._availability() != told
             outputs = await outbox.get(0.0 if must_not_wait else HEARTBEAT_S)
             step_seq = self._engine.step_seq()
             frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
@@ -218,6 +227,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             if not messages or self._availability() != told:
                 told = self._availability()
                 messages.append(self._heartbeat())
+            _add_kv_cache_events(messages[-1], stream)
             for message in messages:
                 await stream.write(message)
             if is_last:
@@ -258,6 +268,9 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 attachment.abort_requests(message.abort_requests.request_ids)
             elif kind == "heartbeat":
                 attachment.acknowledge(message.heartbeat.next_frame_seq)
+            elif kind == "resync_kv_cache_events" and stream.kv_cache is not None:
+                stream.kv_cache.restart()
+                attachment.outbox.wake()
             else:
                 raise InvalidRequestError(f"unexpected message {kind!r}", field="message")
 
@@ -316,6 +329,12 @@ def _resume_of(hello: service_pb2.AttachHello) -> Resume | None:
     resume = hello.resume
     listed = frozenset(RequestAttempt(r.request_id, r.attempt) for r in resume.requests)
     return Resume(resume.worker_epoch, resume.next_frame_seq, listed)
+
+
+def _add_kv_cache_events(message: service_pb2.AttachResponse, stream: RouterStream) -> None:
+    events = stream.kv_cache.take() if stream.kv_cache is not None else None
+    if events is not None:
+        message.kv_cache_events.CopyFrom(to_proto(events))
 
 
 def _to_message(frame: Frame) -> service_pb2.AttachResponse:

@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from pdserve_common.errors import ClientTooSlowError, DeadlineExceededError, RequestAbortedError
 from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
 from pdserve_worker.attachment import Attachment
+from pdserve_worker.kv_cache_feed import KVCacheFeed
 
 # Silence after which a router is taken for dead, and how long one write to it may take; while this
 # process is awake.
@@ -24,9 +25,12 @@ class RouterStream:
         attachment: Attachment,
         context: grpc.aio.ServicerContext,
         *,
+        kv_cache: KVCacheFeed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.attachment = attachment
+        # What the router is still to be told, if it wants that.
+        self.kv_cache = kv_cache
         self.number = attachment.open_stream()
         self._context = context
         self._awake = AwakeClock(HEARTBEAT_S, clock=clock)

@@ -180,6 +180,8 @@ class _EngineProcess:
             self._client_indexes[ref] = engine.register_client(
                 lambda outputs: self.channel.send(outputs, ref)
             )
+        elif isinstance(message, messages.RecordKVCacheEvents):
+            engine.record_kv_cache_events(self.channel.send)
         elif isinstance(message, messages.UnregisterClient):
             engine.unregister_client(self._client_indexes.pop(ref))
         elif isinstance(message, messages.CancelCall):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve_common.engine_client import EngineState, OutputsCallback
+from pdserve_common.engine_client import EngineState, KVCacheEventsCallback, OutputsCallback
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -76,6 +76,7 @@ class InprocEngineClient:
         self._clients: dict[int, OutputsCallback] = {}
         self._owners = RequestOwners()
         self._next_client_index = 0
+        self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
         self._is_draining = False
         self._is_stopped = False
         self._error: str | None = None
@@ -172,6 +173,10 @@ class InprocEngineClient:
     def unregister_client(self, client_index: int) -> None:
         self._clients.pop(client_index, None)
         self.abort_requests(client_index, self._owners.of_client(client_index))
+
+    def record_kv_cache_events(self, on_events: KVCacheEventsCallback) -> None:
+        self._on_kv_cache_events = on_events
+        self._post(self._core.scheduler.kv.block_pool.record_events)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self._error is not None:
@@ -331,6 +336,8 @@ class InprocEngineClient:
             self._on_step(result.stats, all_outputs, result.has_computed)
         if self._loaded.logs_iterations and result.has_computed:
             _log_iteration(self._core.step_seq, result.stats)
+        if result.kv_cache_events is not None:
+            self._on_kv_cache_events(result.kv_cache_events)
         for client_index, group in result.outputs.items():
             outputs = self._owners.release_ended(group)
             callback = self._clients.get(client_index)

@@ -25,6 +25,7 @@ from pdserve_common.kv_types import (
     CancelRequest,
     Granted,
     GrantRequest,
+    KVCacheEvents,
     KVLinkHeartbeat,
     KVLinkHello,
     KVLinkWelcome,
@@ -71,6 +72,11 @@ class RegisterClient:
 @dataclass(frozen=True, slots=True)
 class UnregisterClient:
     """A front end is gone, and its requests with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordKVCacheEvents:
+    """KVCacheEvents are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +244,8 @@ LinkMessage = (
 )  # fmt: skip
 _OneWay = (
     LoadEngine | RegisterClient | UnregisterClient | EngineCoreRequest | AbortRequests | Close
-    | CancelCall
-    | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer
+    | CancelCall | RecordKVCacheEvents
+    | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer | KVCacheEvents
     | LinkMessage
 )  # fmt: skip
 Message = _OneWay | Call[Any]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_client import EngineState, OutputsCallback
+from pdserve_common.engine_client import EngineState, KVCacheEventsCallback, OutputsCallback
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -25,6 +25,7 @@ from pdserve_common.errors import (
     EngineDeadError,
     error_from_engine,
 )
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients import messages
@@ -66,6 +67,7 @@ class SubprocessEngineClient:
         self._clients: dict[int, OutputsCallback] = {}
         self._owners = RequestOwners()
         self._client_indexes = itertools.count(1)
+        self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
         self._calls: dict[int, asyncio.Future[messages.CallAnswer]] = {}
         self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -137,6 +139,10 @@ class SubprocessEngineClient:
     def unregister_client(self, client_index: int) -> None:
         if self._clients.pop(client_index, None) is not None:
             self._channel.send(messages.UnregisterClient(), client_index)
+
+    def record_kv_cache_events(self, on_events: KVCacheEventsCallback) -> None:
+        self._on_kv_cache_events = on_events
+        self._channel.send(messages.RecordKVCacheEvents())
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self._error is not None:
@@ -245,6 +251,8 @@ class SubprocessEngineClient:
             self._on_status(message)
         elif isinstance(message, EngineCoreOutputs):
             self._on_outputs(message, ref)
+        elif isinstance(message, KVCacheEvents):
+            self._on_kv_cache_events(message)
         elif isinstance(message, messages.LinkMessage) and self.connector is not None:
             self.connector.deliver(message, ref)
         elif isinstance(message, messages.CallAnswer):

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, SchedulerStats
 from pdserve_common.errors import DrainingError
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.executor import ExecutedStep, Executor
 from pdserve_engine.core.scheduler import Scheduler
@@ -42,6 +43,8 @@ class StepResult(NamedTuple):
     work: int
     # False: stepping again is of no use before something changes from outside.
     has_progressed: bool
+    # What has changed in what the pool has cached; None if nothing has, or nobody listens.
+    kv_cache_events: KVCacheEvents | None
 
 
 class _Batch(NamedTuple):
@@ -275,4 +278,11 @@ class EngineCore:
         )
         outputs = self.scheduler.take_outputs()
         outputs.pop(NO_CLIENT, None)
-        return StepResult(outputs, stats, taken.num_tokens > 0, taken.work, taken.has_progressed)
+        return StepResult(
+            outputs,
+            stats,
+            taken.num_tokens > 0,
+            taken.work,
+            taken.has_progressed,
+            self.scheduler.kv.block_pool.take_events(),
+        )

@@ -5,6 +5,9 @@ Source of the design: vLLM V1's BlockPool and FreeKVCacheBlockQueue. Owned by th
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from pdserve_common.block_hash import ROOT_HASH, truncated_hashes
+from pdserve_common.kv_types import KVCacheEvents
+
 
 class KVCacheBlock:
     """One physical block. Free blocks are linked into the pool's LRU list through prev and next."""
@@ -106,6 +109,10 @@ class BlockPool:
         # By hash, held ones and free ones; and how many of them are free.
         self._cached: dict[bytes, KVCacheBlock] = {}
         self.num_free_cached_blocks = 0
+        # Since they were last taken: hashes that were stored (True) or removed, and whether all
+        # were cleared before. None while nobody listens.
+        self._events: dict[bytes, bool] | None = None
+        self._is_cleared = False
 
     @property
     def num_free_blocks(self) -> int:
@@ -144,6 +151,8 @@ class BlockPool:
         if self.enable_caching and block.block_hash is None and block_hash not in self._cached:
             block.block_hash = block_hash
             self._cached[block_hash] = block
+            if self._events is not None:
+                self._events[block_hash] = True
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Give up one hold on each. Pass a request's blocks last first, so that its prefix lives
@@ -173,7 +182,31 @@ class BlockPool:
         if self.num_free_blocks != self.num_blocks:
             return False
         self._forget(list(self._cached.values()))
+        if self._events is not None:
+            self._events.clear()
+            self._is_cleared = True
         return True
+
+    def record_events(self) -> None:
+        """Have take_events return what changes from now on, and before that all that is cached."""
+        self._events = dict.fromkeys(self._cached, True)
+        self._is_cleared = True
+
+    def take_events(self) -> KVCacheEvents | None:
+        """Return what has changed since the last call; None if nothing has.
+
+        Of several KV groups the first one, whose keys are the hashes, stands for all.
+        """
+        if not self._events and not self._is_cleared:
+            return None
+        events, is_cleared = self._events or {}, self._is_cleared
+        self._events, self._is_cleared = {}, False
+        hashes = [each for each in events if len(each) == len(ROOT_HASH)]
+        return KVCacheEvents(
+            all_blocks_cleared=is_cleared,
+            blocks_removed=truncated_hashes(each for each in hashes if not events[each]),
+            blocks_stored=truncated_hashes(each for each in hashes if events[each]),
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError, with numbers, if the pool contradicts itself. O(num_blocks): when
@@ -196,6 +229,8 @@ class BlockPool:
         for block in hashed:
             assert block.block_hash is not None
             del self._cached[block.block_hash]
+            if self._events is not None:
+                self._events[block.block_hash] = False
             block.block_hash = None
         free = [block for block in hashed if block.ref_cnt == 0]
         self.num_free_cached_blocks -= len(free)

@@ -18,18 +18,20 @@ WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
 
 class AttachHello(_message.Message):
-    __slots__ = ("router_id", "router_epoch", "resume", "min_protocol_version", "max_protocol_version")
+    __slots__ = ("router_id", "router_epoch", "resume", "min_protocol_version", "max_protocol_version", "wants_kv_cache_events")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     MIN_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANTS_KV_CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     router_epoch: str
     resume: AttachResume
     min_protocol_version: int
     max_protocol_version: int
-    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., resume: _Optional[_Union[AttachResume, _Mapping]] = ..., min_protocol_version: _Optional[int] = ..., max_protocol_version: _Optional[int] = ...) -> None: ...
+    wants_kv_cache_events: bool
+    def __init__(self, router_id: _Optional[str] = ..., router_epoch: _Optional[str] = ..., resume: _Optional[_Union[AttachResume, _Mapping]] = ..., min_protocol_version: _Optional[int] = ..., max_protocol_version: _Optional[int] = ..., wants_kv_cache_events: bool = ...) -> None: ...
 
 class RequestAttempt(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -69,17 +71,35 @@ class Heartbeat(_message.Message):
     num_routers: int
     def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
 
+class KVCacheEvents(_message.Message):
+    __slots__ = ("seq", "all_blocks_cleared", "blocks_removed", "blocks_stored")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    ALL_BLOCKS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    all_blocks_cleared: bool
+    blocks_removed: _containers.RepeatedScalarFieldContainer[int]
+    blocks_stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seq: _Optional[int] = ..., all_blocks_cleared: bool = ..., blocks_removed: _Optional[_Iterable[int]] = ..., blocks_stored: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ResyncKVCacheEvents(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "add_request", "abort_requests", "heartbeat")
+    __slots__ = ("hello", "add_request", "abort_requests", "heartbeat", "resync_kv_cache_events")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_REQUEST_FIELD_NUMBER: _ClassVar[int]
     ABORT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_KV_CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     add_request: _engine_core_pb2.EngineCoreRequest
     abort_requests: AbortRequests
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    resync_kv_cache_events: ResyncKVCacheEvents
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_kv_cache_events: _Optional[_Union[ResyncKVCacheEvents, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ("info", "client_index", "adopted", "protocol_version")
@@ -94,16 +114,18 @@ class AttachWelcome(_message.Message):
     def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., client_index: _Optional[int] = ..., adopted: _Optional[_Iterable[_Union[RequestAttempt, _Mapping]]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "outputs", "heartbeat", "frame_seq")
+    __slots__ = ("welcome", "outputs", "heartbeat", "frame_seq", "kv_cache_events")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     outputs: _engine_core_pb2.EngineCoreOutputs
     heartbeat: Heartbeat
     frame_seq: int
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., outputs: _Optional[_Union[_engine_core_pb2.EngineCoreOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., frame_seq: _Optional[int] = ...) -> None: ...
+    kv_cache_events: KVCacheEvents
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., outputs: _Optional[_Union[_engine_core_pb2.EngineCoreOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., frame_seq: _Optional[int] = ..., kv_cache_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ...) -> None: ...
 
 class EngineCoreServiceGenerateRequest(_message.Message):
     __slots__ = ("request",)

@@ -1,11 +1,15 @@
 """Which workers have which blocks cached: one index of block hashes for all of them."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
+from prometheus_client import CollectorRegistry
+
 from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
 from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 
 # Some 90 MB.
 MAX_BLOCKS = 1 << 20
@@ -25,8 +29,18 @@ class PrefixIndex(Generic[WorkerT]):
     fit those go first that were stored longest ago.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, num_shards: int = NUM_SHARDS) -> None:
+    def __init__(
+        self,
+        *,
+        max_blocks: int = MAX_BLOCKS,
+        num_shards: int = NUM_SHARDS,
+        metrics: PrefixIndexMetrics | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`num_shards` is a power of two, at most `max_blocks`."""
+        self.metrics = metrics or PrefixIndexMetrics(CollectorRegistry())
+        self.metrics.blocks.set_function(self.__len__)
+        self._clock = clock
         self._shards: list[dict[int, int]] = [{} for _ in range(num_shards)]
         self._which = num_shards - 1
         self._max_in_shard = max_blocks // num_shards
@@ -40,7 +54,6 @@ class PrefixIndex(Generic[WorkerT]):
         self._dead = 0
         self._sweeping = 0
         self._unswept: list[dict[int, int]] = []
-        self.num_evicted = 0
 
     def __len__(self) -> int:
         """Blocks, at whatever worker."""
@@ -55,8 +68,12 @@ class PrefixIndex(Generic[WorkerT]):
         A worker that has two blocks of a chain is taken to have those between them, as pools evict
         chains from their end. So a few blocks are looked up for each length that occurs.
         """
-        if not hashes:
-            return {}
+        began = self._clock()
+        lengths = self._lengths(hashes) if hashes else {}
+        self.metrics.lookup.observe(self._clock() - began)
+        return lengths
+
+    def _lengths(self, hashes: Sequence[int]) -> dict[WorkerT, int]:
         lengths: dict[WorkerT, int] = {}
         alive = self._mask(hashes[0]) & self._live
         known = 0  # The last block that all in `alive` have.
@@ -87,7 +104,7 @@ class PrefixIndex(Generic[WorkerT]):
             shard[block] = shard.pop(block, 0) | bit
             if len(shard) > self._max_in_shard:
                 del shard[next(iter(shard))]
-                self.num_evicted += 1
+                self.metrics.evictions.inc()
         self._sweep()
 
     def removed(self, worker: WorkerT, hashes: Iterable[int]) -> None:

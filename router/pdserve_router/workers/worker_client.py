@@ -33,6 +33,7 @@ from pdserve_common.errors import (
     PdserveError,
     RequestAbortedError,
 )
+from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_router.text.served_model import ServedModel
@@ -43,7 +44,9 @@ from pdserve_router.workers.attach_client import (
     StreamBrokenError,
 )
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.origin import UNKNOWN, Origin
+from pdserve_router.workers.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +94,12 @@ class WorkerClient:
         router_id: str,
         router_epoch: str,
         on_change: Callable[[], None],
+        prefix_index: "PrefixIndex[WorkerClient] | None" = None,
         timings: LinkTimings | None = None,
         tls: Tls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`prefix_index` is told what the worker has cached."""
         self.address = address
         self.role = role
         self.state = WorkerState.CONNECTING
@@ -126,6 +131,11 @@ class WorkerClient:
         self._last_problem = ""
         self._backoff_s = self._timings.min_backoff_s
         self._task: asyncio.Task[None] | None = None
+        index = PrefixIndex[WorkerClient](num_shards=1) if prefix_index is None else prefix_index
+        self._kv_cache = KVCacheFollower(index, self, self._ask_for_kv_cache)
+
+    def __str__(self) -> str:
+        return self.address
 
     @property
     def is_ready(self) -> bool:
@@ -166,6 +176,7 @@ class WorkerClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._release_hold()
+        self._kv_cache.on_lost()
         self.state = WorkerState.DOWN
         self._fail_all("the router is closing")
 
@@ -207,6 +218,10 @@ class WorkerClient:
         abort = service_pb2.AbortRequests(request_ids=request_ids)
         self._send(service_pb2.AttachRequest(abort_requests=abort))
 
+    def _ask_for_kv_cache(self) -> None:
+        resync = service_pb2.ResyncKVCacheEvents()
+        self._send(service_pb2.AttachRequest(resync_kv_cache_events=resync))
+
     def _send(self, message: service_pb2.AttachRequest) -> None:
         if self._stream is not None:
             self._stream.send(message)
@@ -236,6 +251,7 @@ class WorkerClient:
             clock=self._clock,
         )
         self._attached_at = None
+        self._kv_cache.on_stream()
         try:
             await self._stream.serve(stub, self._hello())
         except (StreamBrokenError, grpc.aio.AioRpcError) as error:
@@ -259,6 +275,7 @@ class WorkerClient:
             router_epoch=self._router_epoch,
             min_protocol_version=attach_protocol.MIN_PROTOCOL_VERSION,
             max_protocol_version=attach_protocol.PROTOCOL_VERSION,
+            wants_kv_cache_events=True,
         )
         if self.state is WorkerState.REATTACHING:
             resume = service_pb2.AttachResume(
@@ -275,6 +292,8 @@ class WorkerClient:
         return hello
 
     def _on_response(self, response: service_pb2.AttachResponse) -> None:
+        if response.HasField("kv_cache_events"):
+            self._kv_cache.apply(wire.from_proto(KVCacheEvents, response.kv_cache_events))
         kind = response.WhichOneof("message")
         if kind == "outputs":
             if self._is_new_frame(response.frame_seq):
@@ -315,6 +334,7 @@ class WorkerClient:
         self._last_problem = ""
         self._release_hold()
         if not is_same:
+            self._kv_cache.on_lost()
             self.breaker = CircuitBreaker(clock=self._clock)
         self.info = info
         self.origin = Origin.of(info)
@@ -437,6 +457,7 @@ class WorkerClient:
             logger.warning("worker %s is down: %s", self.address, reason)
             self._last_problem = reason
         self._release_hold()
+        self._kv_cache.on_lost()
         self.stats = None
         # One that had said that it drains was expected to go.
         was_held = self.state is WorkerState.REATTACHING

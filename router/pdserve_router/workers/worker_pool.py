@@ -28,6 +28,7 @@ from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.pairs import SETTLE_S, Pairs
+from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.workers.served_weights import ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -89,6 +90,7 @@ class WorkerPool:
             clock=clock,
         )
         self._trials = WorkerTrials(self._on_change, clock=clock)
+        self.prefix_index = PrefixIndex[WorkerClient](metrics=metrics.prefix_index)
         self._chooser = RouteChooser(rules, self._pairs)
         self._sources = {
             role: Discovery(
@@ -332,6 +334,7 @@ class WorkerPool:
             # second stream for a successor, and end what runs over the first.
             router_epoch=secrets.token_hex(16),
             on_change=self._on_change,
+            prefix_index=self.prefix_index,
             timings=self._timings,
             tls=self._tls,
             clock=self._clock,
