@@ -164,6 +164,20 @@ def test_branches_without_room_wait_like_others() -> None:
     engine.assert_idle()
 
 
+@pytest.mark.parametrize(("num_blocks", "num_computed"), [(6, len(PROMPT) + 3), (7, 2 + 3)])
+def test_a_branch_shares_if_all_that_both_still_need_is_free(
+    num_blocks: int, num_computed: int
+) -> None:
+    """The source has three blocks and needs one more, the branch two besides those it shares."""
+    engine = Engine(num_blocks=num_blocks, enable_caching=False)
+    _, branch = add_branches(engine, 2)
+    engine.run()
+    assert sum(step.num_scheduled_tokens.get(branch, 0) for step in engine.rank.steps) == (
+        num_computed
+    )
+    engine.assert_idle()
+
+
 def test_a_waiting_branch_can_be_aborted() -> None:
     engine = Engine()
     names = add_branches(engine, 3)

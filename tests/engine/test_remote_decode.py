@@ -174,8 +174,11 @@ def test_what_was_running_ends_during_a_pause_though_others_have_been_asked_for(
     engine.step()
     assert list(producer.asked) == ["a", "0", "1"]
     engine.scheduler.places.preempt(engine.scheduler.requests["a"])
-    engine.scheduler.pause_state = PauseState.PAUSED_NEW
     producer.asked.clear()
+    engine.scheduler.pause_state = PauseState.PAUSED_ALL
+    engine.step()
+    assert not producer.asked
+    engine.scheduler.pause_state = PauseState.PAUSED_NEW
     engine.step()
     assert list(producer.asked) == ["a"]
     producer.allow("a")

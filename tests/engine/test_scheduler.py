@@ -8,8 +8,10 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
+    LogprobsLists,
     SamplingParams,
 )
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from support.clock import Clock
 from support.scripted_engine import (
     MAX_MODEL_LEN,
@@ -351,3 +353,30 @@ def test_a_preempted_request_goes_on_before_those_that_came_after_it() -> None:
     for name in "abc":
         assert engine.tokens(name) == expected([ord(name)] * 8, 12)
     engine.assert_idle()
+
+
+def test_the_logprobs_of_a_prompt_are_told_once_though_it_is_computed_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(max_num_batched_tokens=4, enable_caching=False)
+    execute = engine.rank.execute_model
+
+    def execute_with_logprobs(step: SchedulerOutput) -> ModelRunnerOutput:
+        output = execute(step)
+        for name, num_tokens in step.num_scheduled_tokens.items():
+            start = engine.rank.num_computed[name] - num_tokens
+            output.prompt_logprobs[name] = LogprobsLists(
+                logprob_token_ids=tuple((start + i,) for i in range(num_tokens)),
+                logprobs=((-1.0,),) * num_tokens,
+                sampled_token_ranks=(1,) * num_tokens,
+            )
+        return output
+
+    monkeypatch.setattr(engine.rank, "execute_model", execute_with_logprobs)
+    engine.add("a", list(range(12)), max_tokens=1)
+    engine.step()
+    engine.step()
+    engine.scheduler.places.preempt(engine.scheduler.requests["a"])
+    engine.run()
+    told = [output.new_prompt_logprobs for output in engine.outputs["a"]]
+    assert [lists and lists.logprob_token_ids[0] for lists in told] == [(0,), (4,), (8,)]

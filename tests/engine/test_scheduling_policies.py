@@ -165,6 +165,8 @@ def test_the_common_prefix_of_the_batch_is_known() -> None:
     engine.add("b", [*shared, 4], max_tokens=4)
     engine.step()
     assert engine.rank.steps[-1].num_common_prefix_blocks == (3, 0)
+    stats = engine.scheduler.make_stats(step_num_tokens=0, step_duration_s=0.0)
+    assert stats.num_common_prefix_blocks == 3
     engine.add("c", [5] * 6, max_tokens=2)
     engine.step()
     assert engine.rank.steps[-1].num_common_prefix_blocks == (0, 0)
