@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -107,13 +107,16 @@ def workers(step_s: float) -> Iterator[list[str]]:
 
 
 @contextmanager
-def router(model: Path, addresses: list[str], ports: tuple[int, int]) -> Iterator[psutil.Process]:
+def router(
+    model: Path, addresses: list[str], ports: tuple[int, int], flags: Sequence[str] = ()
+) -> Iterator[psutil.Process]:
+    """Run one before a prefill worker, "" if there is none, and a decode worker."""
     prefill, decode = addresses
     command = [
-        sys.executable, "-m", "pdserve_router", f"--model={model}", f"--prefill={prefill}",
-        f"--decode={decode}", "--host=127.0.0.1", f"--grpc-port={ports[0]}",
-        f"--http-port={ports[1]}", "--metrics-port=0", "--log-level=warning",
-        "--max-num-queued-requests=100000",
+        sys.executable, "-m", "pdserve_router", f"--model={model}", f"--decode={decode}",
+        "--host=127.0.0.1", f"--grpc-port={ports[0]}", f"--http-port={ports[1]}",
+        "--metrics-port=0", "--log-level=warning", "--max-num-queued-requests=100000", *flags,
+        *([f"--prefill={prefill}"] if prefill else []),
     ]  # fmt: skip
     process = subprocess.Popen(command)
     try:
