@@ -49,7 +49,7 @@ FIELDS: Mapping[str, st.SearchStrategy[Any]] = {
     "pooling_output": st.none() | FLOATS.filter(bool),
 }
 # Fields of messages that no dataclass has.
-NO_FIELDS = {"EngineCoreOutputs": {"step_seq", "more"}}
+NO_FIELDS = {"EngineCoreOutputs": {"step_seq", "more", "tokens"}}
 LOGPROBS = types.LogprobsLists(
     logprob_token_ids=((1, 2), (3, 4)),
     logprobs=((-0.5, -1.0), (-2.0, -4.0)),
@@ -349,3 +349,45 @@ def test_every_error_is_somebodys_fault_also_of_a_sender_that_does_not_say(
     assert message.fault in (1, 2, 3)
     message.ClearField("fault")
     assert wire.from_proto(types.EngineError, message) == error
+
+
+COLUMNS = ("request_id", "attempt", "new_token_ids", "first_token_index")
+TOKENS = types.EngineCoreOutput(
+    request_id="a", attempt=2, new_token_ids=(5, 6), first_token_index=7
+)
+
+
+def written(*outputs: types.EngineCoreOutput, handle: int = 9) -> tuple[list[Any], list[Any]]:
+    """Return the columns' rows and the other outputs of a step."""
+    step = types.EngineCoreOutputs(outputs=outputs)
+    message = wire.engine_core_outputs_to_proto(step, handles={("a", 2): handle})
+    columns = message.tokens
+    rows = zip(columns.handles, columns.token_ids, columns.token_indexes, strict=True)
+    return list(rows), list(wire.engine_core_outputs_from_proto(message).outputs)
+
+
+@given(st.data())
+def test_only_tokens_that_come_alone_are_columns(data: st.DataObject) -> None:
+    """Whatever else a field says, one of the future among them, comes as it is."""
+    hints = get_type_hints(types.EngineCoreOutput)
+    name = data.draw(st.sampled_from(sorted(hints.keys() - set(COLUMNS))))
+    value = data.draw(values(hints[name], name))
+    output = dataclasses.replace(TOKENS, **{name: value})
+    rows, others = written(output)
+    is_alone = output == TOKENS
+    assert rows == ([(9, 5, 7), (9, 6, 8)] if is_alone else [])
+    assert others == ([] if is_alone else [output])
+
+
+def test_tokens_of_an_attempt_without_a_handle_are_no_columns() -> None:
+    other = dataclasses.replace(TOKENS, attempt=1)
+    assert written(other) == ([], [other])
+
+
+def test_the_outputs_of_a_request_stay_in_their_order() -> None:
+    """Columns are read before all others."""
+    whole = dataclasses.replace(TOKENS, first_token_index=9, num_nans_in_logits=1)
+    behind = dataclasses.replace(TOKENS, first_token_index=11)
+    rows, others = written(TOKENS, whole, behind)
+    assert rows == [(9, 5, 7), (9, 6, 8)]
+    assert others == [whole, behind]

@@ -113,6 +113,8 @@ class Link:
     def __init__(self) -> None:
         self.frames: list[pb2.AttachResponse] = []
         self.num_waiting_tokens = 0
+        # What the router calls attempts of requests.
+        self.handles: dict[tuple[str, int], int] = {}
         self._pending: list[EngineCoreOutput] = []
         self._rest: dict[str, Any] = {}
         self._event = asyncio.Event()
@@ -132,7 +134,8 @@ class Link:
         return [output for step in sent for output in step.outputs] + self._pending
 
     async def next_frame(self) -> pb2.AttachResponse:
-        outputs = wire.engine_core_outputs_to_proto(await self._next_step())
+        step = await self._next_step()
+        outputs = wire.engine_core_outputs_to_proto(step, handles=self.handles)
         frame = pb2.AttachResponse(outputs=outputs, frame_seq=len(self.frames) + 1)
         self.frames.append(frame)
         return frame
@@ -428,6 +431,8 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
             if kind == "add_request":
                 request = wire.from_proto(EngineCoreRequest, message.add_request)
                 (self.probes if is_probe(request.request_id) else self.requests).append(request)
+                if message.handle:
+                    link.handles[request.request_id, request.attempt] = message.handle
                 self._run(Running(self, link, request))
             elif kind == "abort_requests":
                 for request_id in message.abort_requests.request_ids:

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import grpc
 
@@ -223,7 +223,8 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             outputs = await outbox.get(0.0 if must_not_wait else HEARTBEAT_S)
             step_seq = self._engine.step_seq()
             frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
-            messages = [_to_message(frame) for frame in frames]
+            handles = stream.attachment.handles
+            messages = [_to_message(frame, handles) for frame in frames]
             if not messages or self._availability() != told:
                 told = self._availability()
                 messages.append(self._heartbeat())
@@ -263,7 +264,7 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
                 return
             kind = message.WhichOneof("message")
             if kind == "add_request":
-                self._add_attached(attachment, message.add_request)
+                self._add_attached(attachment, message)
             elif kind == "abort_requests":
                 attachment.abort_requests(message.abort_requests.request_ids)
             elif kind == "heartbeat":
@@ -274,13 +275,14 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             else:
                 raise InvalidRequestError(f"unexpected message {kind!r}", field="message")
 
-    def _add_attached(self, attachment: Attachment, message: core_pb2.EngineCoreRequest) -> None:
+    def _add_attached(self, attachment: Attachment, added: service_pb2.AttachRequest) -> None:
+        message = added.add_request
         if attachment.is_running(message.request_id, message.attempt):
             # A refusal under this id would end the one that is running.
             logger.warning("request %s came twice", message.request_id)
             return
         try:
-            attachment.add_request(self._validated(message, None))
+            attachment.add_request(self._validated(message, None), handle=added.handle)
         except PdserveError as error:
             attachment.outbox.put(_refusal(message, error))
 
@@ -337,8 +339,8 @@ def _add_kv_cache_events(message: service_pb2.AttachResponse, stream: RouterStre
         message.kv_cache_events.CopyFrom(to_proto(events))
 
 
-def _to_message(frame: Frame) -> service_pb2.AttachResponse:
-    outputs = engine_core_outputs_to_proto(frame.outputs, step_seq=frame.step_seq)
+def _to_message(frame: Frame, handles: Mapping[tuple[str, int], int]) -> service_pb2.AttachResponse:
+    outputs = engine_core_outputs_to_proto(frame.outputs, step_seq=frame.step_seq, handles=handles)
     outputs.more = frame.has_more
     return service_pb2.AttachResponse(outputs=outputs, frame_seq=frame.seq)
 

@@ -59,6 +59,8 @@ class Attachment:
         self._engine = engine
         # Attempts of requests that have not ended.
         self._running: dict[str, int] = {}
+        # The router's numbers of those.
+        self.handles: dict[tuple[str, int], int] = {}
         # Sent and not acknowledged, or about to be sent; their numbers have no gap.
         self._frames: deque[Frame] = deque()
         self._num_kept_bytes = 0
@@ -82,9 +84,10 @@ class Attachment:
 
     # ---- requests
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a validated request to the engine; a higher attempt supersedes a lower one. Raises
-        a PdserveError; a lower attempt is aborted then, as the router has given it up.
+    def add_request(self, request: EngineCoreRequest, *, handle: int = 0) -> None:
+        """Hand a validated request to the engine; a higher attempt supersedes a lower one. `handle`
+        is the router's number of it, if not 0. Raises a PdserveError; a lower attempt is aborted
+        then, as the router has given it up.
         """
         running = self._running.get(request.request_id)
         try:
@@ -93,7 +96,11 @@ class Attachment:
             if running is not None:
                 self.abort_requests([request.request_id])
             raise
+        if running is not None:
+            self.handles.pop((request.request_id, running), None)
         self._running[request.request_id] = request.attempt
+        if handle:
+            self.handles[request.request_id, request.attempt] = handle
 
     def is_running(self, request_id: str, attempt: int) -> bool:
         """Does the request run at this attempt, or at a higher one?"""
@@ -111,6 +118,7 @@ class Attachment:
         for output in outputs.outputs:
             if output.finished and self._running.get(output.request_id) == output.attempt:
                 del self._running[output.request_id]
+                self.handles.pop((output.request_id, output.attempt), None)
         self.outbox.put(outputs)
 
     # ---- frames

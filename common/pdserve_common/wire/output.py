@@ -1,6 +1,9 @@
 """EngineCoreOutputs to and from protobuf, by hand: each token pays for it."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
@@ -134,16 +137,50 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
     )
 
 
+# What TokenColumns say of a request. The rest is all other fields, those of the future among them.
+_IN_COLUMNS = ("request_id", "attempt", "new_token_ids", "first_token_index")
+_rest_of = attrgetter(
+    *(f.name for f in dataclasses.fields(EngineCoreOutput) if f.name not in _IN_COLUMNS)
+)
+_NO_REST = _rest_of(EngineCoreOutput(request_id=""))
+
+
+def _add_outputs(
+    message: core_pb2.EngineCoreOutputs,
+    outputs: EngineCoreOutputs,
+    handles: Mapping[tuple[str, int], int],
+) -> None:
+    """Add those of attempts with a handle that have only tokens as columns: of the 5 us that each
+    costs otherwise, on both sides, 0.3 us are left. Columns are read first: of a request with
+    several outputs those behind a whole one are whole, too.
+    """
+    whole: set[str] = set()
+    for output in outputs.outputs:
+        handle = handles.get((output.request_id, output.attempt))
+        if handle is None or output.request_id in whole or _rest_of(output) != _NO_REST:
+            whole.add(output.request_id)
+            message.outputs.append(engine_core_output_to_proto(output))
+            continue
+        begin, num_tokens = output.first_token_index, len(output.new_token_ids)
+        message.tokens.handles.extend([handle] * num_tokens)
+        message.tokens.token_ids.extend(output.new_token_ids)
+        message.tokens.token_indexes.extend(range(begin, begin + num_tokens))
+
+
 def engine_core_outputs_to_proto(
-    outputs: EngineCoreOutputs, *, step_seq: int = 0
+    outputs: EngineCoreOutputs,
+    *,
+    step_seq: int = 0,
+    handles: Mapping[tuple[str, int], int] = MappingProxyType({}),
 ) -> core_pb2.EngineCoreOutputs:
+    """`handles` are those that the receiver has given to attempts of requests."""
     message = core_pb2.EngineCoreOutputs(
         engine_index=outputs.engine_index,
-        outputs=[engine_core_output_to_proto(output) for output in outputs.outputs],
         monotonic_ns=seconds_to_ns(outputs.timestamp),
         finished_requests=sorted(outputs.finished_requests),
         step_seq=step_seq,
     )
+    _add_outputs(message, outputs, handles)
     if outputs.scheduler_stats is not None:
         message.scheduler_stats.CopyFrom(to_proto(outputs.scheduler_stats))
     if outputs.utility_output is not None:
@@ -158,6 +195,7 @@ def engine_core_outputs_to_proto(
 
 
 def engine_core_outputs_from_proto(message: core_pb2.EngineCoreOutputs) -> EngineCoreOutputs:
+    """Return all but `tokens`, whose handles only the receiver knows."""
     return EngineCoreOutputs(
         engine_index=message.engine_index,
         outputs=tuple(engine_core_output_from_proto(output) for output in message.outputs),

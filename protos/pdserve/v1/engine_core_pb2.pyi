@@ -524,8 +524,18 @@ class UtilityOutput(_message.Message):
     result: str
     def __init__(self, call_id: _Optional[int] = ..., failure_message: _Optional[str] = ..., result: _Optional[str] = ...) -> None: ...
 
+class TokenColumns(_message.Message):
+    __slots__ = ("handles", "token_ids", "token_indexes")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_indexes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class EngineCoreOutputs(_message.Message):
-    __slots__ = ("engine_index", "outputs", "scheduler_stats", "monotonic_ns", "utility_output", "finished_requests", "wave_complete", "start_wave", "step_seq", "more", "engine_dead")
+    __slots__ = ("engine_index", "outputs", "scheduler_stats", "monotonic_ns", "utility_output", "finished_requests", "wave_complete", "start_wave", "step_seq", "more", "engine_dead", "tokens")
     ENGINE_INDEX_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_STATS_FIELD_NUMBER: _ClassVar[int]
@@ -537,6 +547,7 @@ class EngineCoreOutputs(_message.Message):
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEAD_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine_index: int
     outputs: _containers.RepeatedCompositeFieldContainer[EngineCoreOutput]
     scheduler_stats: SchedulerStats
@@ -548,4 +559,5 @@ class EngineCoreOutputs(_message.Message):
     step_seq: int
     more: bool
     engine_dead: EngineError
-    def __init__(self, engine_index: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[EngineCoreOutput, _Mapping]]] = ..., scheduler_stats: _Optional[_Union[SchedulerStats, _Mapping]] = ..., monotonic_ns: _Optional[int] = ..., utility_output: _Optional[_Union[UtilityOutput, _Mapping]] = ..., finished_requests: _Optional[_Iterable[str]] = ..., wave_complete: _Optional[int] = ..., start_wave: _Optional[int] = ..., step_seq: _Optional[int] = ..., more: bool = ..., engine_dead: _Optional[_Union[EngineError, _Mapping]] = ...) -> None: ...
+    tokens: TokenColumns
+    def __init__(self, engine_index: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[EngineCoreOutput, _Mapping]]] = ..., scheduler_stats: _Optional[_Union[SchedulerStats, _Mapping]] = ..., monotonic_ns: _Optional[int] = ..., utility_output: _Optional[_Union[UtilityOutput, _Mapping]] = ..., finished_requests: _Optional[_Iterable[str]] = ..., wave_complete: _Optional[int] = ..., start_wave: _Optional[int] = ..., step_seq: _Optional[int] = ..., more: bool = ..., engine_dead: _Optional[_Union[EngineError, _Mapping]] = ..., tokens: _Optional[_Union[TokenColumns, _Mapping]] = ...) -> None: ...

@@ -88,18 +88,20 @@ class ResyncKVCacheEvents(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "add_request", "abort_requests", "heartbeat", "resync_kv_cache_events")
+    __slots__ = ("hello", "add_request", "abort_requests", "heartbeat", "resync_kv_cache_events", "handle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_REQUEST_FIELD_NUMBER: _ClassVar[int]
     ABORT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESYNC_KV_CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     add_request: _engine_core_pb2.EngineCoreRequest
     abort_requests: AbortRequests
     heartbeat: Heartbeat
     resync_kv_cache_events: ResyncKVCacheEvents
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_kv_cache_events: _Optional[_Union[ResyncKVCacheEvents, _Mapping]] = ...) -> None: ...
+    handle: int
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., add_request: _Optional[_Union[_engine_core_pb2.EngineCoreRequest, _Mapping]] = ..., abort_requests: _Optional[_Union[AbortRequests, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_kv_cache_events: _Optional[_Union[ResyncKVCacheEvents, _Mapping]] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ("info", "client_index", "adopted", "protocol_version")
