@@ -46,7 +46,7 @@ FLOORS = {
         ("requests",),
         ("router", "config"),
         ("api",),
-        ("server",),
+        ("server", "processes"),
         ("__main__",),
     ),
 }

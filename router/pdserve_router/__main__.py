@@ -18,6 +18,7 @@ from pdserve_common.logging import setup_logging
 from pdserve_common.model_folder import find_model
 from pdserve_router.api.no_torch import hide_torch
 from pdserve_router.config import RouterConfig
+from pdserve_router.processes import run_processes
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,27 @@ def main() -> None:
     warn_of_unknown_variables(RouterConfig)
     hide_torch()
     _give_back_large_blocks()
-    from pdserve_router.server import serve
-
     try:
         model = find_model(config.model, revision=config.revision, weights=False)
-        uvloop.run(serve(dataclasses.replace(config, model=model)))
+        config = dataclasses.replace(config, model=model)
+        if config.workers > 1:
+            sys.exit(run_processes(config, _run_one))
+        _run(config)
     except (OSError, ValueError) as error:
         logger.error("cannot start: %s", error)
         sys.exit(1)
+
+
+def _run(config: RouterConfig) -> None:
+    from pdserve_router.server import serve
+
+    uvloop.run(serve(config))
+
+
+def _run_one(config: RouterConfig) -> None:
+    """Be one of several."""
+    setup_logging(config.log_level, config.router_id)
+    _run(config)
 
 
 def _give_back_large_blocks() -> None:

@@ -15,6 +15,8 @@ from pdserve_router.workers.discovery import SOURCES, parse_sources
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES
 
+# More than a machine has cores for.
+MAX_WORKERS = 256
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#,\s]+")
 
 
@@ -48,6 +50,12 @@ class RouterConfig(TlsConfig):
     grpc_port: int = opt(50051, "Port of the gRPC API; 0 takes a free one.")
     http_port: int = opt(8000, "Port of the OpenAI-compatible API; 0 takes a free one.")
     metrics_port: int = opt(9090, "Port of /metrics, /live and /ready; 0 takes a free one.")
+    workers: int = opt(
+        1,
+        "Router processes on the same gRPC and HTTP ports, each with its share of the connections "
+        "and limits of its own. Workers know them as ROUTER_ID-0, ROUTER_ID-1, ...; their metrics "
+        "and probes are on METRICS_PORT, METRICS_PORT + 1, ...",
+    )
     router_id: str = opt("router", "Stable name of this router, shown to workers and in logs.")
     routing_policy: str = opt(
         "round_robin", f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}."
@@ -173,6 +181,15 @@ class RouterConfig(TlsConfig):
         for name in ("grpc_port", "http_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
+            if self.workers > 1 and not getattr(self, name):
+                raise ValueError(f"{name} is 0, which {self.workers} workers cannot share")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"workers is {self.workers}, must be 1 to {MAX_WORKERS}")
+        if self.metrics_port + self.workers - 1 > 65535:
+            raise ValueError(
+                f"metrics_port is {self.metrics_port}, with {self.workers} workers the last one "
+                f"has {self.metrics_port + self.workers - 1}, must be at most 65535"
+            )
         for name in (
             "max_num_queued_requests",
             "default_deadline_s",
@@ -203,6 +220,14 @@ class RouterConfig(TlsConfig):
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+
+    def of_process(self, index: int) -> "RouterConfig":
+        """Return the config of one of `workers` processes."""
+        return dataclasses.replace(
+            self,
+            router_id=f"{self.router_id}-{index}",
+            metrics_port=self.metrics_port + index if self.metrics_port else 0,
+        )
 
     @property
     def rules(self) -> RoutingRules:

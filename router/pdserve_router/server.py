@@ -25,6 +25,7 @@ from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
 from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
 from pdserve_router.api.http_server import HttpServer
 from pdserve_router.api.openai_http import build_app
+from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, RequestLog
@@ -128,6 +129,7 @@ class RouterServer:
                 "grpc.max_connection_age_ms": round(MAX_CONNECTION_AGE_S * 1000),
                 "grpc.max_connection_idle_ms": round(MAX_CONNECTION_IDLE_S * 1000),
                 "grpc.max_receive_message_length": config.max_body_bytes,
+                "grpc.so_reuseport": int(config.workers > 1),
             },
         )
         self._http: HttpServer | None = None
@@ -138,7 +140,10 @@ class RouterServer:
         """Listen and attach to the workers. Raises OSError if a port is taken."""
         config = self.config
         context = self._tls.server_context() if self._tls else None
-        self._http = HttpServer(config.host, config.http_port, context, self._connections)
+        shares_ports = config.workers > 1
+        self._http = HttpServer(
+            config.host, config.http_port, context, self._connections, shares_ports
+        )
         self._metrics_server = MetricsServer(
             config.host,
             config.metrics_port,
@@ -146,8 +151,10 @@ class RouterServer:
             probes=self._rpc.probes(),
             on_limit=partial(self._limits.count, "metrics"),
         )
+        writes = WriteQueue()
         service = InferenceService(
             self.router,
+            writes,
             client_stall_timeout_s=config.client_stall_timeout_s,
             edge=self.edge_processes,
         )
@@ -158,7 +165,7 @@ class RouterServer:
             self.router,
             client_stall_timeout_s=config.client_stall_timeout_s,
             max_body_bytes=config.max_body_bytes,
-            cut=self._http.cut,
+            writes=writes,
             edge=self.edge_processes,
             unknown_fields=self._metrics.http_unknown_fields,
         )

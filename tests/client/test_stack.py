@@ -8,9 +8,9 @@ import pytest
 
 from pdserve_client import stack as stacks
 from pdserve_client.config import StackConfig
-from pdserve_client.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
 from pdserve_client.stack import ServiceProcess, Stack, StackError
 from pdserve_common.cores import share_cores
+from pdserve_common.restarts import FIRST_PAUSE_S, MAX_RESTARTS, WINDOW_S, Restarts
 
 MakeStack = Callable[..., Stack]
 

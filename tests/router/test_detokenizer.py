@@ -1,12 +1,19 @@
 import random
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, models
 
 from pdserve_router.text.detokenizer import Detokenizer
+from pdserve_router.text.token_texts import NO_TEXTS, TokenTexts
 from pdserve_router.text.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parents[2] / "models" / "pdserve-tiny"
 
 TEXTS = (
     "hello world",
@@ -175,3 +182,57 @@ def test_bytes_that_end_in_no_character_do_not_end_the_stream() -> None:
         text += detokenizer.finish()
         assert text.count("😀") == num_emoji
         assert text.endswith("a")
+
+
+def byte_fallback_backend() -> BackendTokenizer:
+    """SentencePiece's kind: words, and bytes for what is none."""
+    words = ["<unk>", "▁", "▁a", "a", "▁the", "e", "你", "▁\ufffd", "<x>"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = BackendTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens([AddedToken("<x>", special=True)])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def backends(tokenizer) -> dict[str, tuple[BackendTokenizer, int]]:
+    """Tokenizers with a known number of tokens that their texts are looked up of."""
+    bundled = BackendTokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    odd = BackendTokenizer(models.WordLevel({"a": 0, "##b": 1, "c": 2}, unk_token="a"))
+    odd.decoder = decoders.WordPiece()
+    return {
+        "byte level": (tokenizer.backend, 100),
+        "bundled": (bundled, 1000),
+        "byte fallback": (byte_fallback_backend(), 120),
+        "neither": (odd, 0),
+    }
+
+
+@pytest.mark.parametrize("kind", ["byte level", "bundled", "byte fallback", "neither"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_texts_from_the_table_are_those_of_the_decoder(backends, kind, skip) -> None:
+    backend, least = backends[kind]
+    size = backend.get_vocab_size()
+    texts = TokenTexts(backend, vocab_size=size)
+    added = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    known = [i for i in range(size) if texts[i] is not None]
+    assert len(known) >= least
+    assert not added & set(known)
+    others = sorted(set(range(size)) - set(known))
+    skipped = added if skip else set()
+    # Parts of characters, ids that nobody knows, and words, in runs of any length.
+    some = st.integers(0, size + 3) | st.sampled_from(known or [0]) | st.sampled_from(others or [0])
+
+    @settings(max_examples=60)
+    @given(st.lists(some, max_size=40))
+    def check(token_ids: list[int]) -> None:
+        def pieces(table: Mapping[int, str | None]) -> list[str]:
+            detokenizer = Detokenizer(backend, skipped=skipped, texts=table)
+            return [*map(detokenizer.push, token_ids), detokenizer.finish()]
+
+        assert pieces(texts) == pieces(NO_TEXTS)
+
+    check()
+    assert len(texts) <= size

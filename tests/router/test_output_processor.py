@@ -15,7 +15,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.requests.output_processor import Ending, RequestState, Usage
+from pdserve_router.requests.output_processor import RequestState
+from pdserve_router.requests.outputs import Ending, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from support.fake_worker import logprobs_of
 
@@ -356,3 +357,53 @@ async def test_a_stop_string_within_min_tokens_does_not_end_a_merged_output(
     harness.finish(FinishReason.STOP)
     completion = await harness.completion()
     assert (completion.text, len(completion.token_ids)) == ("hel", 4)
+
+
+async def test_a_token_taken_alone_is_one_accepted(make, tokenizer) -> None:
+    """Whoever reads, and however the text is cut into tokens."""
+    token_ids = tokenizer.backend.encode("ok \U0001f600 na\u00efve \u4f60\u597d").ids
+    for kind in RequestOutputKind:
+        alone, whole = make(output_kind=kind), make(output_kind=kind)
+        for at, token_id in enumerate(token_ids):
+            assert not alone.state.take_token(token_id, at, 9)  # nobody has said that it may
+            alone.state.takes_tokens = True
+            assert alone.state.take_token(token_id, at, 9)
+            assert not alone.state.take_token(token_id, at, 9)
+            alone.state.takes_tokens = False
+            whole.accept(token_id, at=at)
+            if at % 3 == 0 and kind is not RequestOutputKind.FINAL_ONLY:
+                assert await alone.completion() == await whole.completion()
+        for harness in (alone, whole):
+            harness.finish()
+        assert await alone.completion() == await whole.completion()
+        assert alone.state.timeline.last_token_ns == 9
+
+
+@pytest.mark.parametrize("params", [{"stop": ("x",)}, {"logprobs": 1}, {"detokenize": False}])
+async def test_a_token_that_more_depends_on_is_not_taken_alone(make, params) -> None:
+    harness = make(**params)
+    harness.state.takes_tokens = True
+    assert not harness.state.take_token(10, 0, 9)
+
+
+async def test_text_is_read_at_once_only_while_the_reader_waits(make, tokenizer) -> None:
+    harness = make()
+    collector = harness.state.collector
+    harness.accept(*tokenizer.backend.encode("a").ids, at=0)
+    assert collector.take_text() is None  # the first output is the reader's
+    await collector.get()
+    (token_id,) = tokenizer.backend.encode("b").ids
+    told = []
+    collector.on_text = lambda: told.append("text")
+    harness.state.takes_tokens = True
+    for at in (1, 2):
+        harness.state.take_token(token_id, at, 9)
+    assert told == ["text"]
+    assert collector.take_text() is None  # it has not come back for more
+    reader = asyncio.create_task(collector.get())
+    await asyncio.sleep(0)
+    assert collector.take_text() == ("bb", [token_id, token_id])
+    harness.state.take_token(token_id, 3, 9)
+    harness.finish()
+    assert collector.take_text() is None  # its end goes with it
+    assert (await reader).outputs[0].text == "b"

@@ -35,7 +35,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.requests.live_request import LiveRequest
-from pdserve_router.requests.output_processor import RequestOutput
+from pdserve_router.requests.outputs import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.single_completion import SingleCompletion

@@ -20,7 +20,8 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.chat_formats.base import ParserOptions
-from pdserve_router.requests.output_processor import Ending, RequestState, Usage
+from pdserve_router.requests.output_processor import RequestState
+from pdserve_router.requests.outputs import Ending, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.parts import ToolCallDelta

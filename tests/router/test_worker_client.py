@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve_common import wire
 from pdserve_common.attach_protocol import PROTOCOL_VERSION
 from pdserve_common.engine_types import (
@@ -18,8 +19,13 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_router.workers import attach_client
-from pdserve_router.workers.attach_client import LinkTimings
-from pdserve_router.workers.worker_client import WorkerClient, WorkerState
+from pdserve_router.workers.attach_client import LinkLostError, LinkTimings
+from pdserve_router.workers.worker_client import (
+    TokenCallback,
+    WorkerClient,
+    WorkerState,
+    no_token,
+)
 from support.fake_worker import MODEL, FakeWorker, hang
 from support.router_stack import TIMINGS
 from support.waiting import until
@@ -41,6 +47,7 @@ class Link:
         # Called at the first change to a state, before anything else happens.
         self.at: dict[WorkerState, Callable[[], None]] = {}
         self.outputs: dict[str, list] = {}
+        self.num_counted = 0
 
     async def __aenter__(self) -> "Link":
         await self.worker.start()
@@ -51,6 +58,7 @@ class Link:
             router_id="r",
             router_epoch="e",
             on_change=self._on_change,
+            count_tokens=self._count_tokens,
             timings=self.timings,
         )
         self.client.start()
@@ -59,6 +67,9 @@ class Link:
     async def __aexit__(self, *exc_info) -> None:
         await self.client.close()
         await self.worker.close()
+
+    def _count_tokens(self, num_tokens: int) -> None:
+        self.num_counted += num_tokens
 
     def _on_change(self) -> None:
         self.states.append(self.client.state)
@@ -74,6 +85,7 @@ class Link:
         attempt: int = 0,
         max_tokens: int = 3,
         prompt: tuple[int, ...] = (5,),
+        take_token: TokenCallback = no_token,
     ) -> None:
         request = EngineCoreRequest(
             request_id=request_id,
@@ -82,7 +94,7 @@ class Link:
             attempt=attempt,
         )
         self.outputs[request_id] = []
-        self.client.add_request(request, self.outputs[request_id].append)
+        self.client.add_request(request, self.outputs[request_id].append, take_token=take_token)
 
     def tokens(self, request_id: str) -> list[int]:
         return [t for output in self.outputs[request_id] for t in output.new_token_ids]
@@ -616,6 +628,105 @@ async def test_outputs_of_another_attempt_are_dropped(link) -> None:
     assert old == []
     assert link.tokens("a") == [1]
     assert link.client.num_in_flight == 0
+
+
+class Columns:
+    """Requests whose worker sends tokens alone, and what takes them."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.taken: list[tuple[int, int]] = []
+        self.takes = True
+
+    def add(self, *, attempt: int = 0) -> None:
+        self.link.add("a", attempt=attempt, take_token=self._take)
+
+    def _take(self, token_id: int, index: int, now_ns: int) -> bool:
+        if self.takes:
+            self.taken.append((token_id, index))
+        return self.takes
+
+    def emit(self, *token_ids: int, at: int, attempt: int = 0) -> None:
+        self.link.worker.links[0].emit(
+            EngineCoreOutput(
+                request_id="a", attempt=attempt, new_token_ids=token_ids, first_token_index=at
+            )
+        )
+
+
+@pytest.fixture
+async def columns(link) -> Columns:
+    await link.ready()
+    link.worker.behave = hang
+    columns = Columns(link)
+    columns.add()
+    await until(lambda: link.worker.num_running == 1)
+    return columns
+
+
+async def test_tokens_that_come_alone_are_taken_and_counted(link, columns) -> None:
+    columns.emit(7, 8, at=3)
+    await until(lambda: columns.taken == [(7, 3), (8, 4)])
+    assert link.num_counted == 2
+    assert link.outputs["a"] == []
+
+
+async def test_tokens_that_are_not_taken_come_as_outputs(link, columns) -> None:
+    columns.takes = False
+    columns.emit(7, 8, at=3)
+    await until(lambda: len(link.outputs["a"]) == 2)
+    assert [(o.new_token_ids, o.first_token_index) for o in link.outputs["a"]] == [
+        ((7,), 3),
+        ((8,), 4),
+    ]
+    assert link.num_counted == 0
+
+
+async def test_tokens_of_another_attempt_are_dropped(link, columns) -> None:
+    columns.add(attempt=1)
+    await until(lambda: len(link.worker.requests) == 2)
+    columns.emit(7, at=0)
+    columns.emit(8, at=0, attempt=1)
+    await until(lambda: columns.taken == [(8, 0)])
+    link.client.abort("a")
+    columns.emit(9, at=1, attempt=1)
+    seen = len(link.worker.links[0].frames)
+    await until(lambda: link.worker.acked_frame_seq > seen)
+    assert columns.taken == [(8, 0)]
+
+
+async def test_tokens_go_on_over_the_next_stream(link, columns) -> None:
+    columns.emit(7, at=0)
+    await until(lambda: columns.taken == [(7, 0)])
+    link.worker.cut()
+    columns.emit(8, at=1)
+    await until(lambda: columns.taken == [(7, 0), (8, 1)])
+
+
+async def test_a_token_that_cannot_be_taken_ends_its_request_alone(link, columns) -> None:
+    defects = []
+
+    def explode(token_id: int, index: int, now_ns: int) -> bool:
+        raise ValueError("on purpose")
+
+    request = EngineCoreRequest(request_id="b", prompt_token_ids=(5,))
+    request = dataclasses.replace(request, sampling_params=SamplingParams(max_tokens=3))
+    link.client.add_request(
+        request, lambda output: None, lambda: defects.append("b"), take_token=explode
+    )
+    await until(lambda: link.worker.num_running == 2)
+    for name in "ba":
+        output = EngineCoreOutput(request_id=name, new_token_ids=(4,))
+        link.worker.links[0].emit(output)
+    await until(lambda: columns.taken == [(4, 0)])
+    assert defects == ["b"]
+
+
+async def test_columns_of_unequal_length_end_the_link(link) -> None:
+    frame = service_pb2.AttachResponse(frame_seq=1)
+    frame.outputs.tokens.handles.append(1)
+    with pytest.raises(LinkLostError, match="columns"):
+        link.client._on_response(frame)
 
 
 async def test_idle_is_when_nothing_is_in_flight(link) -> None:

@@ -21,6 +21,7 @@ from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.grpc_chat import add_parts, chat_messages, chat_tools, check_chat
 from pdserve_router.api.offload import write_off_loop
 from pdserve_router.api.stall_guard import StallGuard
+from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.input_processor import (
     GenerationRequest,
     InputProcessor,
@@ -28,7 +29,7 @@ from pdserve_router.requests.input_processor import (
     trace_context,
 )
 from pdserve_router.requests.live_request import LiveRequest
-from pdserve_router.requests.output_processor import CompletionOutput, RequestOutput
+from pdserve_router.requests.outputs import CompletionOutput, RequestOutput
 from pdserve_router.requests.request_limits import (
     INLINE_BYTES,
     MAX_DETOKENIZE_BYTES,
@@ -69,9 +70,15 @@ class InferenceService:
     """
 
     def __init__(
-        self, router: Router, *, client_stall_timeout_s: float, edge: EdgeProcesses
+        self,
+        router: Router,
+        writes: WriteQueue,
+        *,
+        client_stall_timeout_s: float,
+        edge: EdgeProcesses,
     ) -> None:
         self._router = router
+        self._writes = writes
         self._client_stall_timeout_s = client_stall_timeout_s
         self._edge = edge
 
@@ -118,6 +125,8 @@ class InferenceService:
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None
     ) -> None:
+        if (collector := live.collector) is not None:
+            collector.on_text = partial(self._writes.add, collector.wake)
         with StallGuard(self._client_stall_timeout_s) as guard:
             async for output in live:
                 if output.finished:

@@ -49,6 +49,8 @@ _ACCEPTS_PER_TURN = 16
 _HEADER_OVERHEAD = 4
 _TOO_LARGE = f"headers have more than {MAX_HEADER_BYTES} bytes, or are more than {MAX_HEADERS}"
 
+_CONNECTION = "connection"
+
 # Gets one of LIMITS["http"].
 OnLimit = Callable[[str], None]
 
@@ -164,6 +166,13 @@ class Connections:
         self.remove(connection)
 
 
+def connection_of(scope: Scope) -> "LimitedProtocol":
+    """Return the connection that a request came over."""
+    connection = scope["state"][_CONNECTION]
+    assert isinstance(connection, LimitedProtocol)
+    return connection
+
+
 class _StopParsingError(Exception):
     """Raised in callbacks of the parser; `LimitedProtocol` knows why."""
 
@@ -247,6 +256,22 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_whole = False
         self._num_header_bytes = 0
+
+        self.scope["state"][_CONNECTION] = self
+
+    @property
+    def is_write_paused(self) -> bool:
+        """Its client reads too slowly; what is sent waits for it."""
+        return self.flow.write_paused
+
+    @property
+    def has_answered(self) -> bool:
+        """The answer to its request has begun."""
+        return self.cycle.response_started
+
+    def cut(self) -> None:
+        """Close it at once, without what its client does not read."""
+        self.transport.abort()
 
     def on_url(self, url: bytes) -> None:
         self._add_header_bytes(len(url))

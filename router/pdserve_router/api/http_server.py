@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 
 from pdserve_router.api.http_connections import Connections, LimitedProtocol, Listener
 
@@ -52,10 +52,17 @@ class HttpServer:
     """Serves an ASGI application until closed."""
 
     def __init__(
-        self, host: str, port: int, context: ssl.SSLContext | None, connections: Connections
+        self,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None,
+        connections: Connections,
+        shares_port: bool = False,
     ) -> None:
-        """Plain text without `context`. Raises OSError if the port is taken."""
-        self._socket = _listen(host, port)
+        """Plain text without `context`. With `shares_port` other processes may listen there, too.
+        Raises OSError if the port is taken.
+        """
+        self._socket = _listen(host, port, shares_port)
         self._connections = connections
         self._context = context
         self.port: int = self._socket.getsockname()[1]
@@ -79,14 +86,6 @@ class HttpServer:
         config.ssl = self._context
         self._server = _Server(config, self._connections)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-
-    def cut(self, scope: Scope) -> None:
-        """Close a connection without sending what its client does not read."""
-        if self._server is None:
-            return
-        for connection in list(self._server.server_state.connections):
-            if getattr(connection, "client", None) == scope["client"] and connection.transport:
-                connection.transport.abort()
 
     def stop_accepting(self) -> None:
         """Close the port and, within 0.1 s, idle connections; the others end with the response that
@@ -114,7 +113,7 @@ class HttpServer:
             left.cancel()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, shares_port: bool) -> socket.socket:
     """Bind at once, so that a taken port is an OSError here and not an exit in uvicorn."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY only then, and without it each answer waits
@@ -122,6 +121,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:

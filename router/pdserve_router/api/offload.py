@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from pdserve_router.requests.output_processor import RequestOutput
+from pdserve_router.requests.outputs import RequestOutput
 
 # Positions of logprobs that are written at once; each has up to 21 tokens, which take about 1 us
 # each.

@@ -13,7 +13,7 @@ from pdserve_router.api.offload import write_all_off_loop, write_off_loop
 from pdserve_router.api.openai_format import AnswerFormat, EchoedPrompt, error_event
 from pdserve_router.api.openai_request import AnswerOptions
 from pdserve_router.api.stall_guard import StallGuard
-from pdserve_router.requests.output_processor import RequestOutput, Usage
+from pdserve_router.requests.outputs import RequestOutput, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics
 
 # The server takes any message at once, and the next one when little of it is left to send: sliced,

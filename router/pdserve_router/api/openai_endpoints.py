@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from pdserve_common.errors import ClientTooSlowError
 from pdserve_common.validation import validate_request_id
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.http_body import address_of, most_bytes, read_in_time
+from pdserve_router.api.http_connections import connection_of
 from pdserve_router.api.merged_outputs import merged_outputs
 from pdserve_router.api.openai_answer import Answer, raise_error
 from pdserve_router.api.openai_fields import UnknownFields
@@ -22,14 +23,13 @@ from pdserve_router.api.openai_request import AnswerOptions, Body, HttpCall, pre
 from pdserve_router.api.openai_tokenize import Result
 from pdserve_router.api.openai_types import ChatCompletionBody
 from pdserve_router.api.stall_guard import StallGuard
+from pdserve_router.api.text_writer import TextWriter
+from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.input_processor import ProcessedInput, trace_context
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.request_limits import is_small
 from pdserve_router.router import Router
 from pdserve_router.workers.worker_pool import ModelLimits
-
-# Closes the connection of a scope at once, data not sent yet included.
-CutConnection = Callable[[Scope], None]
 
 # The server reports a connection that was cut within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0
@@ -79,7 +79,7 @@ class GenerationEndpoint:
         *,
         client_stall_timeout_s: float,
         max_body_bytes: int,
-        cut: CutConnection,
+        writes: WriteQueue,
         edge: EdgeProcesses,
         unknown_fields: UnknownFields,
     ) -> None:
@@ -90,7 +90,7 @@ class GenerationEndpoint:
         self._is_chat = body is ChatCompletionBody
         self._client_stall_timeout_s = client_stall_timeout_s
         self._max_body_bytes = max_body_bytes
-        self._cut = cut
+        self._writes = writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as stack:
@@ -151,13 +151,15 @@ class GenerationEndpoint:
             try:
                 with StallGuard(self._client_stall_timeout_s) as guard:
                     if options.is_stream:
+                        if len(lives) == 1:
+                            TextWriter(lives[0], forms[0], scope, send, self._writes).start()
                         await answer.stream(first, outputs, send, guard)
                     else:
                         await answer.send_whole(first, outputs, send, guard)
             except ClientTooSlowError as error:
                 for live in lives:
                     live.cut(FinishReason.ABORT, error.to_engine_error())
-                self._cut(scope)
+                connection_of(scope).cut()
                 await asyncio.wait_for(disconnected.wait(), _CUT_TIMEOUT_S)
 
     def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:

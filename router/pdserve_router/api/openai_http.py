@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP API."""
 
 import time
+from collections.abc import Mapping
 
 from prometheus_client import Counter
 from starlette.applications import Starlette
@@ -8,13 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve_common.errors import PdserveError
 from pdserve_common.version import VERSION
 from pdserve_router.api import chat_page
 from pdserve_router.api.api_keys import OPEN_PATHS
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
-from pdserve_router.api.openai_endpoints import CutConnection, GenerationEndpoint, JobEndpoint
+from pdserve_router.api.http_connections import connection_of
+from pdserve_router.api.openai_endpoints import GenerationEndpoint, JobEndpoint
 from pdserve_router.api.openai_fields import UnknownFields
 from pdserve_router.api.openai_format import (
     error_headers,
@@ -26,6 +29,7 @@ from pdserve_router.api.openai_request import Body
 from pdserve_router.api.openai_tokenize import Result, detokenize, tokenize
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from pdserve_router.api.openapi import docs_page, openapi
+from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.request_log import note_error
 from pdserve_router.router import Router
 
@@ -35,10 +39,10 @@ def build_app(
     *,
     client_stall_timeout_s: float,
     max_body_bytes: int,
-    cut: CutConnection,
+    writes: WriteQueue,
     edge: EdgeProcesses,
     unknown_fields: Counter,
-) -> Starlette:
+) -> ASGIApp:
     """Return the ASGI application. `unknown_fields` counts by field."""
     unknown = UnknownFields(unknown_fields)
 
@@ -48,7 +52,7 @@ def build_app(
             body,
             client_stall_timeout_s=client_stall_timeout_s,
             max_body_bytes=max_body_bytes,
-            cut=cut,
+            writes=writes,
             edge=edge,
             unknown_fields=unknown,
         )
@@ -66,22 +70,46 @@ def build_app(
         "/openapi.json": info.openapi,
         "/docs": info.docs,
     }
-    return Starlette(
+    generation = {
+        "/v1/completions": endpoint(CompletionBody),
+        "/v1/chat/completions": endpoint(ChatCompletionBody),
+    }
+    others = Starlette(
         routes=[
-            Route("/v1/completions", endpoint(CompletionBody), methods=["POST"]),
-            Route("/v1/chat/completions", endpoint(ChatCompletionBody), methods=["POST"]),
+            *(Route(path, app, methods=["POST"]) for path, app in generation.items()),
             Route("/v1/models", info.list_models),
             Route("/v1/models/{model:path}", info.get_model),
             Route("/tokenize", job(tokenize), methods=["POST"]),
             Route("/detokenize", job(detokenize), methods=["POST"]),
             *(Route(path, pages[path]) for path in OPEN_PATHS),
         ],
-        exception_handlers={
-            HTTPException: _on_http_exception,
-            PdserveError: _on_error,
-            Exception: _on_unexpected,
-        },
+        exception_handlers=dict.fromkeys((HTTPException, PdserveError, Exception), _on_error),
     )
+    return BareGeneration(generation, others)
+
+
+class BareGeneration:
+    """Serves POSTs of `generation`, by path, without Starlette: each of its layers takes its part
+    of every message of a stream, 3 us together, and of every request. The rest is for `others`.
+    """
+
+    def __init__(self, generation: Mapping[str, ASGIApp], others: ASGIApp) -> None:
+        self._generation = generation
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
+        if app is None:
+            await self._others(scope, receive, send)
+            return
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            if connection_of(scope).has_answered:
+                raise
+            await _answer_to(error)(scope, receive, send)
+            if not isinstance(error, HTTPException | PdserveError):
+                raise  # a defect, which uvicorn logs
 
 
 class InfoEndpoints:
@@ -125,23 +153,21 @@ class InfoEndpoints:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PdserveError)
-    note_error(error)
-    return JSONResponse(
-        error_object(error), status_code=http_status(error), headers=error_headers(error)
-    )
+    # If it is a defect Starlette raises it again behind this answer, and uvicorn logs it.
+    return _answer_to(error)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(
-        plain_error_object(str(error.detail), status=error.status_code),
-        status_code=error.status_code,
-        headers=error.headers,
-    )
-
-
-async def _on_unexpected(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again behind this answer, and uvicorn logs it.
+def _answer_to(error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return JSONResponse(
+            plain_error_object(str(error.detail), status=error.status_code),
+            status_code=error.status_code,
+            headers=error.headers,
+        )
+    if isinstance(error, PdserveError):
+        note_error(error)
+        return JSONResponse(
+            error_object(error), status_code=http_status(error), headers=error_headers(error)
+        )
     message = "internal error, see the server's log"
     return JSONResponse(plain_error_object(message, status=500), status_code=500)

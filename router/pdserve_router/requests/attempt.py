@@ -13,7 +13,12 @@ from pdserve_common.errors import EngineDeadError, NoWorkerError
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.workers.legs import has_failed, make_legs
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import OutputCallback, WorkerClient
+from pdserve_router.workers.worker_client import (
+    OutputCallback,
+    TokenCallback,
+    WorkerClient,
+    no_token,
+)
 
 # How a handoff ends; values of a metric's label.
 HandoffOutcome = Literal[
@@ -64,11 +69,11 @@ class Attempt:
     def send(self) -> None:
         prefill, decode = self.route.prefill, self.route.decode
         if prefill is None:
-            self._send(decode, self.request, self._on_decode_output)
+            self._send(decode, self.request, self._on_decode_output, self._owner.state.take_token)
             return
         prefill_leg, decode_leg = make_legs(self.request, prefill=prefill, decode=decode)
         if self._send(prefill, prefill_leg, self._on_prefill_output):
-            self._send(decode, decode_leg, self._on_decode_output)
+            self._send(decode, decode_leg, self._on_decode_output, self._owner.state.take_token)
         else:
             # Nothing comes of a ticket, and an earlier attempt has no successor there.
             decode.abort(self.request.request_id)
@@ -82,11 +87,15 @@ class Attempt:
         self.running.clear()
 
     def _send(
-        self, worker: WorkerClient, request: EngineCoreRequest, on_output: OutputCallback
+        self,
+        worker: WorkerClient,
+        request: EngineCoreRequest,
+        on_output: OutputCallback,
+        take_token: TokenCallback = no_token,
     ) -> bool:
         """False if the worker takes nothing."""
         try:
-            worker.add_request(request, on_output, self._owner.on_defect)
+            worker.add_request(request, on_output, self._owner.on_defect, take_token=take_token)
         except NoWorkerError as error:
             # What an earlier attempt may still have there has no successor.
             worker.abort(request.request_id)

@@ -25,7 +25,7 @@ from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.requests.beam_search import Beam, BeamSearch
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
-from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.text.parts import OutputPart, join_parts

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
 from pdserve_common.errors import DeadlineExceededError, PdserveError, RequestAbortedError
-from pdserve_router.requests.output_processor import Ending, RequestOutput
+from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.workers.route_chooser import Route
 
@@ -78,6 +78,11 @@ class LiveRequest(ABC):
     @abstractmethod
     def route(self) -> Route:
         """Of the last attempt, and of the first completion."""
+
+    @property
+    def collector(self) -> RequestOutputCollector | None:
+        """What is read, if that is one completion."""
+        return None
 
     @abstractmethod
     def start(self) -> None:

@@ -1,260 +1,30 @@
-"""From engine outputs to what clients get: rule K7, text, usage, and one collector per stream."""
+"""From engine outputs to what clients get: rule K7, text and parts."""
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineError,
     FinishReason,
     LogprobsLists,
-    RequestOutputKind,
     SamplingParams,
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.token_end import TokenEnd, token_end
-from pdserve_router.chat_formats.base import ParserOptions
+from pdserve_router.chat_formats.base import ParserOptions, TextParser
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
-from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
+from pdserve_router.requests.outputs import Ending, RequestOutputCollector
+from pdserve_router.requests.request_metrics import Timeline
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.text.detokenizer import Detokenizer
-from pdserve_router.text.parts import OutputPart, content_of, join_parts
+from pdserve_router.text.parts import OutputPart
 from pdserve_router.text.tokenizer import Tokenizer
 
 # Nothing precedes a prompt's first token.
 _NO_POSITION = LogprobsLists.unknown(1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One completion, or what is new of it."""
-
-    index: int = 0
-    parts: tuple[OutputPart, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    # One position per token in token_ids, if asked for; empty for tokens the client resumed from.
-    logprobs: LogprobsLists | None = None
-    # Sum over all tokens so far but those the client resumed from, if logprobs were asked for.
-    cumulative_logprob: float | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: EngineError | None = None
-    # Of the tokens so far.
-    origin: str = ""
-
-    @property
-    def text(self) -> str:
-        """What is said in it."""
-        return content_of(self.parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens that count."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    # Of those, what was thought before.
-    num_reasoning_tokens: int = 0
-
-    @classmethod
-    def total(cls, usages: Iterable["Usage"]) -> "Usage":
-        """Return the sum of those of several requests."""
-        rows = zip(*map(dataclasses.astuple, usages), strict=True)
-        return cls(**dict(zip(cls.__slots__, map(sum, rows), strict=True)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What a request has brought: the completions that have something new. Exactly one output is
-    `finished`, the last; usage and metrics are on it.
-    """
-
-    request_id: str
-    outputs: tuple[CompletionOutput, ...]
-    seed: int
-    # These two on the first output. The logprobs, if asked for, have one position per prompt
-    # token; nothing precedes the first token, so its position is empty.
-    prompt_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: LogprobsLists | None = None
-    finished: bool = False
-    usage: Usage | None = None
-    metrics: RequestMetrics | None = None
-
-    @property
-    def error(self) -> EngineError | None:
-        """What ended the request, if it failed; one completion's failure is the request's."""
-        return next((output.error for output in self.outputs if output.error is not None), None)
-
-    @property
-    def num_logprob_positions(self) -> int:
-        """Of the prompt and of all completions."""
-        count = 0 if self.prompt_logprobs is None else len(self.prompt_logprobs)
-        for output in self.outputs:
-            if output.logprobs is not None:
-                count += len(output.logprobs)
-        return count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a request ended."""
-
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    error: EngineError | None = None
-    usage: Usage
-    metrics: RequestMetrics
-
-
-class RequestOutputCollector:
-    """What one stream has not been given yet of completion `index`. Deltas merge while its reader
-    is slow, so it never holds more than one answer. One reader, who may share `wake` among several
-    collectors; all on the event loop's thread.
-    """
-
-    __slots__ = (
-        "_cumulative_logprob",
-        "_ending",
-        "_index",
-        "_is_first",
-        "_kind",
-        "_logprobs",
-        "_parts",
-        "_prompt_logprobs",
-        "_request",
-        "_token_ids",
-        "_wake",
-        "has_output",
-        "origin",
-    )
-
-    def __init__(
-        self,
-        request: EngineCoreRequest,
-        kind: RequestOutputKind,
-        *,
-        index: int = 0,
-        wake: asyncio.Event | None = None,
-    ) -> None:
-        self._request = request
-        self._kind = kind
-        self._index = index
-        self._parts: list[OutputPart] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[LogprobsLists] = []
-        self._cumulative_logprob: float | None = None
-        self._prompt_logprobs: LogprobsLists | None = None
-        self._ending: Ending | None = None
-        self._is_first = True
-        self._wake = wake or asyncio.Event()
-        self.has_output = False
-        # What is told of where the tokens come from.
-        self.origin = ""
-
-    def resume(
-        self, parts: Iterable[OutputPart], token_ids: Sequence[int], *, has_logprobs: bool
-    ) -> None:
-        """Begin behind what another stream has brought: deltas are only what follows."""
-        if self._kind is RequestOutputKind.DELTA:
-            self._is_first = False
-            return
-        self._parts.extend(parts)
-        self._token_ids.extend(token_ids)
-        if has_logprobs:
-            self._logprobs.append(LogprobsLists.unknown(len(token_ids)))
-
-    def put_prompt_logprobs(self, logprobs: LogprobsLists) -> None:
-        """Take the prompt's logprobs; the first output will have them."""
-        self._prompt_logprobs = logprobs
-
-    def put(
-        self,
-        parts: Iterable[OutputPart],
-        token_ids: Sequence[int],
-        logprobs: LogprobsLists | None = None,
-    ) -> None:
-        self._parts.extend(parts)
-        self._token_ids.extend(token_ids)
-        if logprobs is not None:
-            self._logprobs.append(logprobs)
-            # As everywhere in a position, the chosen token is first.
-            total = sum(values[0] for values in logprobs.logprobs)
-            self._cumulative_logprob = (self._cumulative_logprob or 0.0) + total
-        if self._kind is not RequestOutputKind.FINAL_ONLY:
-            self._notify()
-
-    def finish(self, ending: Ending, *, is_known: bool = False) -> None:
-        """Take the end. One that the reader knows already is no output among other completions'."""
-        self._ending = ending
-        if is_known and self._kind is RequestOutputKind.DELTA:
-            self._wake.set()
-        else:
-            self._notify()
-
-    async def get(self) -> RequestOutput:
-        """Wait for output and return all of it; the last one is `finished`."""
-        await self._wake.wait()
-        self._wake.clear()
-        return self.take()
-
-    def take(self) -> RequestOutput:
-        """Return all that is new; the last one is `finished`."""
-        self.has_output = False
-        parts = join_parts(self._parts)
-        logprobs = LogprobsLists.join(self._logprobs) if self._logprobs else None
-        completion = CompletionOutput(
-            index=self._index,
-            parts=parts,
-            token_ids=tuple(self._token_ids),
-            logprobs=logprobs,
-            cumulative_logprob=self._cumulative_logprob,
-            origin=self.origin,
-        )
-        output = RequestOutput(
-            request_id=self._request.external_req_id or self._request.request_id,
-            outputs=(completion,),
-            seed=_seed(self._request),
-            prompt_token_ids=self._request.prompt_token_ids if self._is_first else (),
-            prompt_logprobs=self._prompt_logprobs,
-        )
-        self._is_first = False
-        self._prompt_logprobs = None
-        if self._kind is RequestOutputKind.DELTA:
-            self._parts.clear()
-            self._token_ids.clear()
-            self._logprobs.clear()
-        else:
-            self._parts = list(parts)
-            self._logprobs = [logprobs] if logprobs is not None else []
-        return output if self._ending is None else _finished(output, self._ending)
-
-    def _notify(self) -> None:
-        self.has_output = True
-        self._wake.set()
-
-
-def _finished(output: RequestOutput, ending: Ending) -> RequestOutput:
-    (completion,) = output.outputs
-    completion = dataclasses.replace(
-        completion,
-        finish_reason=ending.finish_reason,
-        stop_reason=ending.stop_reason,
-        error=ending.error,
-    )
-    return dataclasses.replace(
-        output,
-        outputs=(completion,),
-        finished=True,
-        usage=ending.usage,
-        metrics=ending.metrics,
-    )
 
 
 class RequestState:
@@ -262,6 +32,7 @@ class RequestState:
 
     __slots__ = (
         "_detokenizer",
+        "_has_text_alone",
         "_is_end_known",
         "_metrics",
         "_params",
@@ -274,6 +45,7 @@ class RequestState:
         "num_resumed",
         "request",
         "resumed_end",
+        "takes_tokens",
         "timeline",
         "token_ids",
     )
@@ -308,6 +80,15 @@ class RequestState:
         self._prompt_logprobs: list[LogprobsLists] = []
         self._detokenizer = _detokenizer(tokenizer, params, parsing)
         self._parser = answer_parser(parsing, request, index)
+        # Tokens bring text that nobody looks at, and nothing else.
+        self._has_text_alone = (
+            self._detokenizer is not None
+            and not params.stop
+            and not self.wants_logprobs
+            and isinstance(self._parser, TextParser)
+        )
+        # Set while nothing but `take_token` has to know of a token.
+        self.takes_tokens = False
         # Of the tokens so far.
         self.num_reasoning_tokens = 0
         self.collector = RequestOutputCollector(request, params.output_kind, index=index, wake=wake)
@@ -327,8 +108,22 @@ class RequestState:
     def begin_attempt(self, attempt: int) -> None:
         """From now on outputs of this attempt are taken, which goes on behind `token_ids`."""
         self.attempt = attempt
+        self.takes_tokens = False
         # They come again, from the first on.
         self._prompt_logprobs.clear()
+
+    def take_token(self, token_id: int, index: int, now_ns: int) -> bool:
+        """`accept` for the most frequent output: the next token, with nothing beside it. Returns
+        False, and does nothing, if it is not that. Most of what `accept` and its callers do (10 us)
+        has no effect then; this takes less than 1 us.
+        """
+        if not self.takes_tokens or index != len(self.token_ids) or not self._has_text_alone:
+            return False
+        assert self._detokenizer is not None
+        self.token_ids.append(token_id)
+        self.timeline.last_token_ns = now_ns
+        self.collector.put_text(self._detokenizer.push(token_id), token_id)
+        return True
 
     def accept(self, output: EngineCoreOutput) -> str | None:
         """Take the new tokens of an output of the current attempt, by rule K7, and pass their text
@@ -356,6 +151,7 @@ class RequestState:
         """Pass on what is held back, and the end. Later outputs must not come. If it raises it may
         be called again, and passes on the end alone.
         """
+        self.takes_tokens = False
         detokenizer, self._detokenizer = self._detokenizer, None
         if detokenizer is not None and not self._is_end_known:
             self.collector.put(
@@ -482,13 +278,9 @@ def _detokenizer(
         return None
     return Detokenizer(
         tokenizer.backend,
+        texts=tokenizer.texts,
         skipped=silent_token_ids(tokenizer, params, parsing),
         stops=params.stop,
         include_stop=params.include_stop_str_in_output,
         min_tokens=params.min_tokens,
     )
-
-
-def _seed(request: EngineCoreRequest) -> int:
-    params = request.sampling_params
-    return params.seed or 0 if params is not None else 0

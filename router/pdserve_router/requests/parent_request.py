@@ -17,7 +17,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_SEED
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
-from pdserve_router.requests.output_processor import CompletionOutput, Ending, RequestOutput, Usage
+from pdserve_router.requests.outputs import CompletionOutput, Ending, RequestOutput, Usage
 from pdserve_router.requests.redrive import RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion

@@ -24,7 +24,8 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.attempt import Attempt, HandoffOutcome
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens
-from pdserve_router.requests.output_processor import Ending, RequestOutput, RequestState, Usage
+from pdserve_router.requests.output_processor import RequestState
+from pdserve_router.requests.outputs import Ending, RequestOutput, RequestOutputCollector, Usage
 from pdserve_router.requests.redrive import Recovery, RedriveQueue
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline, measure
 from pdserve_router.requests.resume import ResumedCompletion
@@ -84,6 +85,8 @@ class SingleCompletion(LiveRequest):
         self._metrics = metrics
         self._redrives = redrives
         self._attempt = Attempt(self._at_attempt(0), route, self)
+        # Tokens that `recovery` knows of.
+        self._num_noted = len(self.state.token_ids)
         self._prefill_stats: PrefillStats | None = None
         self._transfer_stats: KVTransferStats | None = None
 
@@ -94,6 +97,10 @@ class SingleCompletion(LiveRequest):
     @property
     def route(self) -> Route:
         return self._attempt.route
+
+    @property
+    def collector(self) -> RequestOutputCollector:
+        return self.state.collector
 
     @property
     def has_begun(self) -> bool:
@@ -161,8 +168,9 @@ class SingleCompletion(LiveRequest):
         num_new = len(self.state.token_ids) - num_before
         if num_new:
             self._on_progress(worker)
-            self.recovery.note_tokens(num_new)
+            self._note_tokens()
             self._on_tokens(self, num_new)
+            self.state.takes_tokens = self._is_settled(worker)
         if stop_string is not None:
             self._end(FinishReason.STOP, stop_reason=stop_string, outcome="completed")
         return stop_string is None
@@ -238,6 +246,19 @@ class SingleCompletion(LiveRequest):
             self._redrives.discard(self)
             self.recovery.forget()
 
+    def _is_settled(self, worker: WorkerClient) -> bool:
+        """From now on a token changes nothing but the answer: D goes on alone, what the stages of
+        the first two took is known, and no worker is lost.
+        """
+        has_stages = self.state.num_new_tokens >= 2 and self._prefill_stats is not None
+        return has_stages and worker is self.route.decode and self not in self._redrives
+
+    def _note_tokens(self) -> None:
+        num_new = len(self.state.token_ids) - self._num_noted
+        if num_new:
+            self._num_noted += num_new
+            self.recovery.note_tokens(num_new)
+
     def _fail(
         self, worker: WorkerClient, error: EngineError, *, level: int = logging.WARNING
     ) -> None:
@@ -248,6 +269,8 @@ class SingleCompletion(LiveRequest):
     def _lose(self, worker: WorkerClient, error: EngineError, *, reason: str) -> None:
         if self.ending is not None:
             return
+        self.state.takes_tokens = False
+        self._note_tokens()
         self._redrives.lose(self, self.route, worker, error, reason=reason)
         decode = self.route.decode
         has_decode = decode in self._attempt.running

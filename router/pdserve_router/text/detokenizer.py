@@ -1,9 +1,11 @@
 """Tokens to text, one by one: whole characters only, and nothing past a stop string."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
+
+from pdserve_router.text.token_texts import NO_TEXTS
 
 # A character has up to four bytes, each a token of its own at worst: so many tokens without text
 # are no character. Without a bound each further one would decode all of them again.
@@ -13,19 +15,34 @@ _MAX_PENDING_TOKENS = 8
 class IncrementalDecoder:
     """Decodes a stream of tokens; text is returned when its last character is complete."""
 
-    __slots__ = ("_context", "_pending", "_skipped", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_is_stale", "_pending", "_skipped", "_stream", "_texts", "_tokenizer")
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: Set[int]) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, texts: Mapping[int, str | None], skipped: Set[int]
+    ) -> None:
         self._tokenizer = tokenizer
+        self._texts = texts
         self._skipped = skipped
         self._stream = DecodeStream(skip_special_tokens=False)
+        # It lacks tokens whose text was in the table.
+        self._is_stale = False
         self._pending: list[int] = []
         # The tokens of the last text: some decoders treat the first token differently.
         self._context: list[int] = []
 
     def step(self, token_id: int) -> str:
+        if self._context and not self._pending and (text := self._texts[token_id]) is not None:
+            self._context = [token_id]
+            self._is_stale = True
+            return text
         if token_id in self._skipped:
             return ""
+        return self._decode_next(token_id)
+
+    def _decode_next(self, token_id: int) -> str:
+        """`step` for a part of a character, and whatever else depends on tokens before it."""
+        if self._is_stale:
+            self._begin_stream()
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -42,8 +59,12 @@ class IncrementalDecoder:
     def _restart(self) -> str:
         """Give up the open character: return what there is of it and begin a new stream."""
         text = self.flush()
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
+        self._begin_stream()
         return text
+
+    def _begin_stream(self) -> None:
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=False)
+        self._is_stale = False
 
     def flush(self) -> str:
         """Return what an incomplete character looks like; at the end there is no more to come."""
@@ -123,11 +144,12 @@ class Detokenizer:
         tokenizer: tokenizers.Tokenizer,
         *,
         skipped: Set[int],
+        texts: Mapping[int, str | None] = NO_TEXTS,
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, skipped)
+        self._decoder = IncrementalDecoder(tokenizer, texts, skipped)
         self._checker = StopChecker(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -136,7 +158,8 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add a token and return the text that may go out now."""
         self.num_tokens += 1
-        return self._check(self._decoder.step(token_id))
+        text = self._decoder.step(token_id)
+        return text if self._checker is None else self._check(text)
 
     def finish(self) -> str:
         """Return what is still held back. No token follows."""

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.token_bytes import parts_of, piece_decoder
 from pdserve_router.text.messages import ChatMessage
+from pdserve_router.text.token_texts import TokenTexts
 
 # Encoding runs at about 1 MB/s: this many characters take a few milliseconds, which the event
 # loop can spare; more go to a thread (the tokenizer releases the GIL).
@@ -56,6 +57,7 @@ class Tokenizer:
         self._added_tokens = {i: token.content for i, token in added.items()}
         # By their text; special ones and others.
         self.added_token_ids = {token.content: i for i, token in added.items()}
+        self.texts = TokenTexts(self.backend, vocab_size=self.vocab_size)
         self._decode_piece = piece_decoder(self.backend)
         # The bytes one token stands for, and its text, in which a part of a character is a
         # replacement character: characters may be spread over several tokens. Ids the tokenizer

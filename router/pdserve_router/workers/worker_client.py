@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import grpc
 
+from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_common import attach_protocol, wire
@@ -51,6 +52,13 @@ from pdserve_router.workers.prefix_index import PrefixIndex
 logger = logging.getLogger(__name__)
 
 OutputCallback = Callable[[EngineCoreOutput], None]
+# Takes a token, its index in the answer and the time (ns), or returns False.
+TokenCallback = Callable[[int, int, int], bool]
+
+
+def no_token(token_id: int, index: int, now_ns: int) -> bool:
+    """Take none: each comes as an output."""
+    return False
 
 
 class WorkerState(enum.Enum):
@@ -71,9 +79,12 @@ _ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 
 
 class _Listener(NamedTuple):
+    request_id: str
     attempt: int
+    handle: int
     on_output: OutputCallback
     on_defect: Callable[[], None]
+    take_token: TokenCallback
 
 
 class WorkerClient:
@@ -95,6 +106,7 @@ class WorkerClient:
         router_epoch: str,
         on_change: Callable[[], None],
         prefix_index: "PrefixIndex[WorkerClient] | None" = None,
+        count_tokens: Callable[[int], None] = lambda num_tokens: None,
         timings: LinkTimings | None = None,
         tls: Tls | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -116,9 +128,13 @@ class WorkerClient:
         self._router_id = router_id
         self._router_epoch = router_epoch
         self._on_change = on_change
+        self._count_tokens = count_tokens
         self._timings = timings or LinkTimings()
         self._tls = tls
         self._listeners: dict[str, _Listener] = {}
+        # The same ones by what the worker calls them in columns of tokens.
+        self._by_handle: dict[int, _Listener] = {}
+        self._last_handle = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._stream: AttachStream | None = None
@@ -185,19 +201,34 @@ class WorkerClient:
         request: EngineCoreRequest,
         on_output: OutputCallback,
         on_defect: Callable[[], None] = lambda: None,
+        *,
+        take_token: TokenCallback = no_token,
     ) -> None:
         """Send a request. `on_output` gets the outputs of this attempt, the last one has a
         finish_reason, also when the worker is lost; `on_defect` is called instead once `on_output`
-        has raised. A higher attempt takes the place of the one that runs, which gets no end. A
-        paused worker keeps the request until it goes on. Raises NoWorkerError if the worker takes
-        nothing.
+        has raised. A token that comes alone goes to `take_token` first; those that it takes are
+        told to `count_tokens`. A higher attempt takes the place of the one that runs, which gets no
+        end. A paused worker keeps the request until it goes on. Raises NoWorkerError if the worker
+        takes nothing.
         """
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.to_proto(request)
-        self._listeners[request.request_id] = _Listener(request.attempt, on_output, on_defect)
+        if (replaced := self._listeners.get(request.request_id)) is not None:
+            del self._by_handle[replaced.handle]
+        self._last_handle += 1
+        listener = _Listener(
+            request.request_id,
+            request.attempt,
+            self._last_handle,
+            on_output,
+            on_defect,
+            take_token,
+        )
+        self._listeners[request.request_id] = listener
+        self._by_handle[listener.handle] = listener
         self._is_idle.clear()
-        self._send(service_pb2.AttachRequest(add_request=message))
+        self._send(service_pb2.AttachRequest(add_request=message, handle=listener.handle))
 
     def abort(self, request_id: str) -> None:
         """End a request; its callback is not called any more. Workers ignore ids they do not know,
@@ -210,7 +241,9 @@ class WorkerClient:
             self._abort_there(request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._listeners.pop(request_id, None)
+        listener = self._listeners.pop(request_id, None)
+        if listener is not None:
+            del self._by_handle[listener.handle]
         if not self._listeners:
             self._is_idle.set()
 
@@ -297,6 +330,7 @@ class WorkerClient:
         kind = response.WhichOneof("message")
         if kind == "outputs":
             if self._is_new_frame(response.frame_seq):
+                self._on_tokens(response.outputs.tokens)
                 self._on_outputs(wire.engine_core_outputs_from_proto(response.outputs))
         elif kind == "heartbeat":
             self._on_heartbeat(response.heartbeat)
@@ -366,6 +400,39 @@ class WorkerClient:
         listener = self._listeners.get(request_id)
         return listener.attempt if listener is not None else None
 
+    def _on_tokens(self, tokens: core_pb2.TokenColumns) -> None:
+        """The way of most tokens: what is done here is done for each of them."""
+        if not len(tokens.handles) == len(tokens.token_ids) == len(tokens.token_indexes):
+            raise LinkLostError("its columns of tokens differ in length")
+        now_ns = time.monotonic_ns()
+        num_taken = 0
+        rows = zip(tokens.handles, tokens.token_ids, tokens.token_indexes, strict=True)
+        for handle, token_id, index in rows:
+            # Unknown ones were under way when the request was aborted or sent again.
+            listener = self._by_handle.get(handle)
+            if listener is None:
+                continue
+            try:
+                is_taken = listener.take_token(token_id, index, now_ns)
+            except Exception:
+                self._on_defect(listener)
+                continue
+            num_taken += is_taken
+            if not is_taken:
+                self._dispatch_token(listener, token_id, index)
+        if num_taken:
+            self._count_tokens(num_taken)
+
+    def _dispatch_token(self, listener: _Listener, token_id: int, index: int) -> None:
+        self._dispatch(
+            EngineCoreOutput(
+                request_id=listener.request_id,
+                attempt=listener.attempt,
+                new_token_ids=(token_id,),
+                first_token_index=index,
+            )
+        )
+
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
             self.stats = outputs.scheduler_stats
@@ -393,10 +460,13 @@ class WorkerClient:
         try:
             listener.on_output(output)
         except Exception:
-            # A defect while taking one request's output must not end the others' stream.
-            logger.exception("request %s: cannot take an output", output.request_id)
-            self._forget(output.request_id)
-            listener.on_defect()
+            self._on_defect(listener)
+
+    def _on_defect(self, listener: _Listener) -> None:
+        """A defect while taking one request's output must not end the others' stream."""
+        logger.exception("request %s: cannot take an output", listener.request_id)
+        self._forget(listener.request_id)
+        listener.on_defect()
 
     def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
         self.num_routers = max(1, heartbeat.num_routers)

@@ -335,6 +335,7 @@ class WorkerPool:
             router_epoch=secrets.token_hex(16),
             on_change=self._on_change,
             prefix_index=self.prefix_index,
+            count_tokens=self._metrics.generation_tokens.labels(model=self._model.name).inc,
             timings=self._timings,
             tls=self._tls,
             clock=self._clock,

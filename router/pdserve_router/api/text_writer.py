@@ -1,0 +1,61 @@
+"""The way of a stream's plain text to its connection, without its task."""
+
+import logging
+from functools import partial
+
+from starlette.types import Message, Scope, Send
+
+from pdserve_router.api.http_connections import connection_of
+from pdserve_router.api.openai_format import AnswerFormat
+from pdserve_router.api.write_queue import WriteQueue
+from pdserve_router.requests.live_request import LiveRequest
+from pdserve_router.requests.outputs import RequestOutputCollector
+
+logger = logging.getLogger(__name__)
+
+
+class TextWriter:
+    """Writes the text of one completion as server-sent events while the task of its stream sleeps:
+    waking that for each token took 15 us. Whatever is not plain text wakes it, and so does a
+    connection that takes nothing more for now: then the task waits for it, under its stall guard.
+    """
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        form: AnswerFormat,
+        scope: Scope,
+        send: Send,
+        queue: WriteQueue,
+    ) -> None:
+        self._live = live
+        self._form = form
+        self._connection = connection_of(scope)
+        self._send = send
+        self._queue = queue
+
+    def start(self) -> None:
+        """From now on text goes this way."""
+        if (collector := self._live.collector) is not None:
+            collector.on_text = partial(self._queue.add, partial(self._write, collector))
+
+    def _write(self, collector: RequestOutputCollector) -> None:
+        if self._connection.is_write_paused or (new := collector.take_text()) is None:
+            collector.wake()
+            return
+        try:
+            if data := self._form.text_event(*new):
+                self._send_now({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception:
+            # A defect, which must not end others' streams: the task ends this one.
+            logger.exception("an answer's text cannot be written")
+            self._live.on_defect()
+
+    def _send_now(self, message: Message) -> None:
+        """Run `send` without a task: it waits for nothing but a paused connection."""
+        sending = self._send(message)
+        try:
+            sending.send(None)  # type: ignore[attr-defined]
+        except StopIteration:
+            return
+        raise AssertionError("the connection takes what is sent")
