@@ -80,8 +80,7 @@ class RouterConfig(TlsConfig):
     disaggregation_threshold_tokens: int = opt(
         0,
         "Prompts of which decode has to compute at most this many tokens stay there; what it has "
-        "cached is estimated from what it answered this router. 0: all of more than one token go "
-        "to prefill, nothing is estimated.",
+        "cached need not be computed. 0: all of more than one token go to prefill.",
     )
     max_prefill_queue_tokens: int = opt(
         0,

@@ -297,9 +297,6 @@ class World:
     def report_success(self, working: object) -> None:
         pass
 
-    def note_answered(self, decode: object, request: object, token_ids: object) -> None:
-        pass
-
     def _on_end(self, live: LiveRequest) -> None:
         self.num_ends += 1
 

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve.v1 import engine_core_pb2 as core
-from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -25,10 +23,11 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers import circuit_breaker
+from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
-from support.fake_worker import MODEL, PREFILL_STATS, FakeWorker, Running, hang
+from support.fake_worker import MODEL, FakeWorker, Running, hang
 from support.router_stack import TIMINGS, replace_file
 from support.waiting import until
 
@@ -84,9 +83,9 @@ class Stage:
         return self.pool.route(request(*args, **fields), exclude=exclude)
 
     def serve(self, *args: object, **fields: object) -> Route:
-        """Have a request answered."""
+        """Have a request answered, after which its decode worker has it cached."""
         route = self.route(*args, **fields)
-        self.pool.note_answered(route.decode, request(*args, **fields), ())
+        self.pool.prefix_index.stored(route.decode, prefix_hashes(request(*args, **fields), BLOCK))
         return route
 
 
@@ -283,7 +282,8 @@ async def test_choosing_among_many_pairs_looks_at_none_of_them() -> None:
     prefill, decode = stage.pool.prefill, stage.pool.decode
     # All 400 for every request would take 2 ms: what can be used is found beforehand.
     usable = dict.fromkeys(prefill, decode)
-    chooser = RouteChooser(RoutingRules(), SimpleNamespace(usable=lambda: usable))
+    pairs = SimpleNamespace(usable=lambda: usable)
+    chooser = RouteChooser(RoutingRules(), pairs, stage.pool.prefix_index)
     routes = [chooser.choose(request(), prefill=prefill, decode=decode) for _ in range(40)]
     assert len({route.prefill for route in routes}) == len({r.decode for r in routes}) == 20
 
@@ -339,31 +339,12 @@ async def test_a_prompt_that_decode_should_have_cached_stays_there(start) -> Non
         assert stage.route(5 * BLOCK + BLOCK + 1).path == "disaggregated"
 
 
-async def test_answers_are_not_read_where_nothing_is_estimated(start) -> None:
-    class Unread(list):
-        def __getitem__(self, index: object) -> int:
-            raise AssertionError("it is read")
-
-    async with start() as stage:
-        stage.pool.note_answered(stage.pool.decode[0], request(), Unread(range(100)))
-
-
 async def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole(start) -> None:
     async with start(disaggregation_threshold_tokens=BLOCK) as stage:
         stage.serve(4 * BLOCK)
         assert stage.route(4 * BLOCK).reason == "cached_prompt"
         params = {"prompt_logprobs": 0}
         assert stage.route(4 * BLOCK, params=params).path == "disaggregated"
-
-
-async def test_decode_that_caches_nothing_is_not_relied_on(make) -> None:
-    stage = await make(1, 1)
-    stage.decode[0].info = replace(stage.decode[0].info, has_prefix_caching=False)
-    addresses = [stage.prefill[0].address], [stage.decode[0].address]
-    stage.start(*addresses, disaggregation_threshold_tokens=BLOCK)
-    await stage.proven(1)
-    for _ in range(2):
-        assert stage.serve(4 * BLOCK).path == "disaggregated"
 
 
 async def test_required_disaggregation_relies_on_no_guess(start) -> None:
@@ -374,78 +355,34 @@ async def test_required_disaggregation_relies_on_no_guess(start) -> None:
         assert stage.route(BLOCK).reason == "short_prompt"
 
 
-@pytest.mark.parametrize(
-    ("num_cached_blocks", "is_believed"),
-    # The last block of a prompt is computed in any case, and another may be by the rules.
-    [(7, True), (6, True), (5, False), (0, False)],
-)
-async def test_decode_that_had_less_than_it_should_is_not_relied_on(
-    start, num_cached_blocks, is_believed
-) -> None:
+async def test_a_prompt_that_decode_has_evicted_crosses_the_handoff(start) -> None:
     async with start(disaggregation_threshold_tokens=BLOCK) as stage:
-        stats = replace(
-            PREFILL_STATS,
-            num_prompt_tokens=8 * BLOCK,
-            num_cached_tokens=num_cached_blocks * BLOCK,
-        )
-        for prompt in ({}, {"first": 6}):
-            route = stage.serve(8 * BLOCK, **prompt)
-            stage.pool.report_cached(route, stats)
-        route = stage.serve(8 * BLOCK)
-        assert route.reason == "cached_prompt", "what others had cached said nothing"
-        stage.pool.report_cached(route, stats)
-        for prompt in ({}, {"first": 6}):
-            assert (stage.route(8 * BLOCK, **prompt).reason == "cached_prompt") == is_believed
+        decode = stage.serve(8 * BLOCK).decode
+        hashes = prefix_hashes(request(8 * BLOCK), BLOCK)
+        stage.pool.prefix_index.removed(decode, hashes[7:])
+        assert stage.route(8 * BLOCK).reason == "cached_prompt"
+        stage.pool.prefix_index.removed(decode, hashes[6:])
+        assert stage.route(8 * BLOCK).path == "disaggregated"
 
 
-async def test_decode_without_its_cache_is_found_out_by_one_answer(start_stack) -> None:
-    """As after ResetPrefixCache, or when the blocks have been evicted."""
-    async with start_stack(disaggregation_threshold_tokens=2 * BLOCK) as stack:
-        prompts = [[*range(first, first + 8 * BLOCK)] for first in (5, 6, 7)]
-
-        async def path_of(prompt: list[int], num_cached_tokens: int = 0) -> str:
-            stack.decode.prefill_stats = replace(
-                PREFILL_STATS, num_prompt_tokens=len(prompt), num_cached_tokens=num_cached_tokens
-            )
-            tokens = pb2.TokenPrompt(token_ids=prompt)
-            call = stack.stub.Generate(pb2.GenerateRequest(tokens=tokens), timeout=30)
-            return [response.output async for response in call][-1].metrics.path
-
-        assert [await path_of(prompt) for prompt in prompts] == ["disaggregated"] * 3
-        assert await path_of(prompts[0], 7 * BLOCK) == "local"
-        assert await path_of(prompts[1], 0) == "local"
-        assert await path_of(prompts[2]) == "disaggregated"
-        assert await path_of(prompts[1], 7 * BLOCK) == "local", "it has just computed it"
-
-
-async def test_the_next_turn_of_a_chat_finds_its_answer_cached(start_stack) -> None:
-    async with start_stack(
-        answer=range(10, 10 + 4 * BLOCK), disaggregation_threshold_tokens=2 * BLOCK
-    ) as stack:
-        prompt = [*range(5, 5 + 3 * BLOCK)]
-        params = core.SamplingParams(max_tokens=4 * BLOCK)
-        for path in ("disaggregated", "local"):
-            tokens = pb2.TokenPrompt(token_ids=prompt)
-            call = stack.stub.Generate(
-                pb2.GenerateRequest(tokens=tokens, sampling_params=params), timeout=30
-            )
-            outputs = [response.output async for response in call]
-            assert outputs[-1].metrics.path == path
-            prompt += [t for output in outputs for t in output.outputs[0].token_ids]
-            prompt += range(100, 100 + BLOCK)
-
-
-async def test_the_estimate_is_bounded_and_ends_with_the_process(start) -> None:
+async def test_blocks_of_another_size_are_other_blocks(start) -> None:
     async with start(disaggregation_threshold_tokens=BLOCK) as stage:
-        client = stage.pool.decode[0]
-        num_blocks = client.info.num_blocks
+        (decode,) = stage.pool.decode
+        hashes = prefix_hashes(request(8 * BLOCK), BLOCK // 2)
+        stage.pool.prefix_index.stored(decode, hashes)
+        assert stage.route(8 * BLOCK).path == "disaggregated"
+        decode.info = replace(decode.info, block_size=BLOCK // 2)
+        assert stage.route(8 * BLOCK).reason == "cached_prompt"
+
+
+async def test_what_a_worker_has_cached_is_forgotten_with_its_process(start) -> None:
+    async with start(disaggregation_threshold_tokens=BLOCK) as stage:
+        (client,) = stage.pool.decode
         assert stage.serve(4 * BLOCK).path == "disaggregated"
-        assert stage.route(4 * BLOCK).reason == "cached_prompt"
-        for i in range(num_blocks // 4 + 1):
-            stage.serve(4 * BLOCK, cache_salt=str(i))
-        assert stage.route(4 * BLOCK).path == "disaggregated"
-        assert stage.serve(4 * BLOCK).reason == ""
-        assert stage.route(4 * BLOCK).reason == "cached_prompt"
+        stage.decode[0].cut()
+        await until(lambda: stage.decode[0].hellos[-1].HasField("resume"))
+        await until(lambda: client.is_ready)
+        assert stage.route(4 * BLOCK).reason == "cached_prompt", "the process lives"
         stage.decode[0].info = replace(stage.decode[0].info, epoch="1" * 32)
         stage.decode[0].cut()
         await until(lambda: client.epoch == "1" * 32)

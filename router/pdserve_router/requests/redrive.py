@@ -23,7 +23,7 @@ from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.prefix_estimate import num_known_tokens
+from pdserve_router.workers.prefix_index import num_known_tokens
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool

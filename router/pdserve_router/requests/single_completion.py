@@ -235,8 +235,6 @@ class SingleCompletion(LiveRequest):
         pool, prefill, decode = self._redrives.pool, self.route.prefill, self.route.decode
         if output.kv_transfer_stats is not None and prefill is not None:
             pool.report_transfer(prefill, decode, output.kv_transfer_stats)
-        if output.prefill_stats is not None and prefill is None:
-            pool.report_cached(self.route, output.prefill_stats)
 
     def _on_progress(self, worker: WorkerClient) -> None:
         if self not in self._redrives:
@@ -315,9 +313,6 @@ class SingleCompletion(LiveRequest):
             )
         )
         self._count_handoff(self._attempt, outcome)
-        if error is None and self.state.num_new_tokens > 1:
-            pool, token_ids = self._redrives.pool, self.state.token_ids
-            pool.note_answered(self.route.decode, self.core_request, token_ids)
         if self.recovery.num_redrives:
             self._metrics.recovered_requests.labels(outcome=str(finish_reason)).inc()
         self._on_end(self)

@@ -1,13 +1,13 @@
 """Who takes a request: a prefill and a decode worker, or a decode worker alone and why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.engine_types import EngineCoreRequest, PrefillStats, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError, PdserveError
 from pdserve_router.workers.pairs import Pairs
-from pdserve_router.workers.prefix_estimate import PrefixEstimate, num_known_tokens
+from pdserve_router.workers.prefix_index import PrefixIndex, num_known_tokens, prefix_hashes
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES, RoutingPolicy
 from pdserve_router.workers.worker_client import WorkerClient
 
@@ -60,22 +60,18 @@ class Route:
 
 class RouteChooser:
     """Applies the rules in this order: what need not cross the handoff (beam_search, max_tokens_1,
-    disabled, short_prompt) stays on D; so do, unless disaggregation is required, what D should have
+    disabled, short_prompt) stays on D; so do, unless disaggregation is required, what D has
     cached (cached_prompt) and what cannot cross it (no_prefill_worker, no_proven_pair,
     prefill_queue); all else is disaggregated.
     """
 
-    def __init__(self, rules: RoutingRules, pairs: Pairs) -> None:
+    def __init__(self, rules: RoutingRules, pairs: Pairs, index: PrefixIndex[WorkerClient]) -> None:
         self._rules = rules
         self._pairs = pairs
-        self._estimate = PrefixEstimate()
+        self._index = index
         self._policies: dict[WorkerRole, RoutingPolicy] = {
             role: ROUTING_POLICIES[rules.routing_policy](role) for role in WorkerRole
         }
-
-    def keep(self, decode: Sequence[WorkerClient]) -> None:
-        """Forget what was known of other decode workers."""
-        self._estimate.keep(decode)
 
     def choose(
         self,
@@ -87,25 +83,6 @@ class RouteChooser:
         """Choose among ready workers; see WorkerPool.route."""
         prefill = [worker for worker in prefill if not worker.breaker.is_open]
         return self._choose(request, prefill, _working(decode))
-
-    def note_answered(
-        self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
-    ) -> None:
-        """The worker has answered the request with these tokens."""
-        if self._rules.disaggregation_threshold_tokens:
-            # The last one was sampled, not computed.
-            computed = replace(request, resume_output_token_ids=tuple(token_ids[:-1]))
-            self._estimate.on_computed(decode, computed)
-
-    def report_cached(self, route: Route, stats: PrefillStats) -> None:
-        """A request's decode worker has said how much of the prompt it had cached."""
-        info = route.decode.info
-        if route.reason != "cached_prompt" or info is None:
-            return
-        # The last block of a prompt that ends with it is computed in any case.
-        num_left = stats.num_prompt_tokens - stats.num_cached_tokens - info.block_size
-        if num_left > self._rules.disaggregation_threshold_tokens:
-            self._estimate.forget(route.decode)
 
     def _choose(
         self,
@@ -146,8 +123,8 @@ class RouteChooser:
     def _with_prompt_cached(
         self, request: EngineCoreRequest, decode: Sequence[WorkerClient]
     ) -> list[WorkerClient]:
-        """Return the decode workers that should have little left to compute. That is a guess, so
-        nobody relies on it where disaggregation is required.
+        """Return the decode workers that have little left to compute. They may have evicted some
+        of it meanwhile, so nobody relies on it where disaggregation is required.
         """
         threshold = self._rules.disaggregation_threshold_tokens
         params = request.sampling_params
@@ -156,8 +133,20 @@ class RouteChooser:
         if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
         num_known = num_known_tokens(request)
-        cached = self._estimate.num_cached_tokens(decode, request)
-        return [worker for worker, num in cached.items() if num_known - num <= threshold]
+        cached = self._num_cached_tokens(request, decode)
+        return [worker for worker in decode if num_known - cached.get(worker, 0) <= threshold]
+
+    def _num_cached_tokens(
+        self, request: EngineCoreRequest, workers: Sequence[WorkerClient]
+    ) -> dict[WorkerClient, int]:
+        """Return how many of the request's known tokens workers have, in whole blocks."""
+        sizes = {worker.info.block_size for worker in workers if worker.info is not None}
+        return {
+            worker: num_blocks * size
+            for size in sizes
+            for worker, num_blocks in self._index.num_cached(prefix_hashes(request, size)).items()
+            if worker.info is not None and worker.info.block_size == size
+        }
 
     def _partners(
         self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]

@@ -16,7 +16,6 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineInfo,
     KVTransferStats,
-    PrefillStats,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
@@ -91,7 +90,7 @@ class WorkerPool:
         )
         self._trials = WorkerTrials(self._on_change, clock=clock)
         self.prefix_index = PrefixIndex[WorkerClient](metrics=metrics.prefix_index)
-        self._chooser = RouteChooser(rules, self._pairs)
+        self._chooser = RouteChooser(rules, self._pairs, self.prefix_index)
         self._sources = {
             role: Discovery(
                 role,
@@ -222,18 +221,6 @@ class WorkerPool:
         return min(
             max(map(last, self._distinct(self._workers[role])), default=-math.inf) for role in roles
         )
-
-    def note_answered(
-        self, decode: WorkerClient, request: EngineCoreRequest, token_ids: Sequence[int]
-    ) -> None:
-        """A decode worker has answered the request with these tokens: the next turn of a chat will
-        find their KV there.
-        """
-        self._chooser.note_answered(decode, request, token_ids)
-
-    def report_cached(self, route: Route, stats: PrefillStats) -> None:
-        """A request's decode worker has said how much of the prompt it had cached."""
-        self._chooser.report_cached(route, stats)
 
     def report_transfer(
         self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
@@ -394,7 +381,6 @@ class WorkerPool:
         available = [*self._available(self.decode), *self._available(self.prefill)]
         self.limits = _limits([w.info for w in available if w.info is not None])
         self._trials.update(workers)
-        self._chooser.keep(self.decode)
         has_decode = bool(self._available(self.decode))
         self._was_ready = has_decode and (self._was_ready or self.is_ready)
         self._count()
