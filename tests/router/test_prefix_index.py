@@ -101,7 +101,7 @@ def test_a_call_that_forgets_looks_at_no_block() -> None:
     index.forget(0)
     assert len(index) == 20_000, "their masks are swept later"
     assert index.num_cached([0]) == {}
-    for _ in range(1100):
+    for _ in range(1025):
         before = len(index)
         index.stored(1, [])
         assert before - len(index) <= 20, "a shard at a time"

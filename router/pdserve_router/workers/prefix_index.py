@@ -14,7 +14,7 @@ from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 # Some 90 MB.
 MAX_BLOCKS = 1 << 20
 # Parts of the index. What has to look at all blocks looks at one part at a time, some 50 us.
-NUM_SHARDS = 1024
+NUM_SHARDS = 4096
 
 _BITS = bytes.maketrans(b"01", b"\0\1")
 
@@ -25,7 +25,7 @@ class PrefixIndex(Generic[WorkerT]):
     """From block hash (`truncated_hashes`) to a mask of workers, each of which has a bit.
 
     A worker that is forgotten loses its bit at once; the masks are rid of it bit by bit, a shard
-    for each call that stores or clears, and only then another worker gets it. Of more blocks than
+    for each call that stores, and only then another worker gets it. Of more blocks than
     fit those go first that were stored longest ago.
     """
 
@@ -74,22 +74,29 @@ class PrefixIndex(Generic[WorkerT]):
         return lengths
 
     def _lengths(self, hashes: Sequence[int]) -> dict[WorkerT, int]:
+        shards, which = self._shards, self._which
         lengths: dict[WorkerT, int] = {}
         alive = self._mask(hashes[0]) & self._live
         known = 0  # The last block that all in `alive` have.
-        ends = [(len(hashes) - 1, self._mask(hashes[-1]))]
-        while ends and alive:
-            end, mask = ends[-1]
+        end = len(hashes) - 1
+        mask = self._mask(hashes[end])
+        # Further ones that were looked up, and their masks.
+        ends: list[tuple[int, int]] = []
+        while alive:
             lost = alive & ~mask
-            if not lost:
-                known = end
-                ends.pop()
-            elif end > known + 1:
-                middle = (known + end) // 2
-                ends.append((middle, self._mask(hashes[middle])))
-            else:
+            if lost and end > known + 1:
+                ends.append((end, mask))
+                end = (known + end) // 2
+                block = hashes[end]
+                mask = shards[block & which].get(block, 0)
+                continue
+            if lost:
                 lengths.update(dict.fromkeys(self._of(lost), end))
                 alive ^= lost
+            known = end
+            if not ends:
+                break
+            end, mask = ends.pop()
         lengths.update(dict.fromkeys(self._of(alive), len(hashes)))
         return lengths
 
@@ -126,7 +133,6 @@ class PrefixIndex(Generic[WorkerT]):
         if bit:
             self._live ^= bit
             self._dead |= bit
-        self._sweep()
 
     # ---- inside
 
