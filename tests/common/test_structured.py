@@ -31,6 +31,9 @@ def _params(**constraint: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**constraint)
 
 
+AN_A = {"type": "const_string", "value": "a"}
+
+
 def _schema(schema: Any) -> StructuredOutputsParams:
     return _params(json_schema=json.dumps(schema))
 
@@ -149,6 +152,13 @@ def test_properties_in_another_order_are_another_constraint() -> None:
             ["", "aaa", "c"],
         ),
         (
+            _tag({"type": "repeat", "min": 150, "max": 300, "content": AN_A}),
+            ["a" * 150, "a" * 300],
+            ["a" * 149, "a" * 301],
+        ),
+        (_params(regex="a{1,129}b"), ["ab", "a" * 129 + "b"], ["b", "a" * 130 + "b"]),
+        (_params(regex="(ab){130,}"), ["ab" * 130, "ab" * 400], ["ab" * 129, "ab" * 130 + "a"]),
+        (
             _tag(
                 {
                     "type": "json_schema",
@@ -220,6 +230,15 @@ def test_a_constraint_allows_what_it_says(
             "structured_outputs.choice has 65537 bytes, at most 65536",
         ),
         (_params(choice=("\udcff",)), "structured_outputs.choice has half of a surrogate pair"),
+        (_params(grammar='root ::= "a"{129}'), "grammar repeats 129 times, at most 128"),
+        (
+            _params(grammar='root ::= "a"{ 1 , 999999999999 }'),
+            "repeats 999999999999 times, at most",
+        ),
+        (
+            _tag({"type": "grammar", "grammar": 'root ::= ("{9}" [{"9}] "#"){1,200} # {9'}),
+            "structural_tag: /format repeats 200 times, at most 128 are enforced",
+        ),
         (_params(grammar="a" * 16385), "structured_outputs.grammar has 16385 bytes, at most 16384"),
         (_params(structural_tag="{}"), "structural_tag must be an object of type and format"),
         (_params(structural_tag='{"format": {}, "x": 1}'), "structural_tag must be an object of"),
@@ -424,6 +443,10 @@ def test_the_docs_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     digest, error = capsys.readouterr().out.splitlines()
     assert re.fullmatch("[0-9a-f]{64}", digest)
     assert f"# {error}" in example
+
+
+def test_what_looks_like_a_long_repetition_stands_in_grammars() -> None:
+    to_structural_tag(_params(grammar='root ::= "b"{1,128} "{200}" [\\]{200}] # {200}'))
 
 
 KEYWORDS = sorted(

@@ -1,6 +1,7 @@
 """Answers that follow a grammar, through router, P, NIXL and D and on D alone."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ import tokenizers
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
+from support import hostile_grammars
 from support.grammars import MODEL
 from support.schemas import accepted_schemas
 from support.stack import RunningStack
@@ -40,6 +42,7 @@ MAX_MODEL_LEN = 512
 # Of one worker: for the longest answer, and little besides.
 FEW_BLOCKS = 32
 NUM_LONG = 4
+NUM_STRANGERS = 40
 WORDS = "One afternoon Mia found a kite in the garden and Theo a boat by the sea ."
 
 
@@ -298,3 +301,48 @@ async def test_random_requests_have_the_same_answers_in_each_world(
     assert sum(num_redrives for _, num_redrives in killed)
     ended = [completion.end for each, _ in alone for completion in each]
     assert sum("no token is left" in end for end in ended) < count / 4, ended
+
+
+# ---- strangers
+
+
+# Of each kind of constraint, the field of a format that says it.
+KINDS = {"json": "json_schema", "regex": "pattern", "grammar": "grammar"}
+
+
+def hostile_bodies(count: int) -> Iterator[dict[str, Any]]:
+    """Yield constraints as clients may send them."""
+    for text in hostile_grammars.texts(count, count):
+        constraint: dict[str, Any] = {"structural_tag": text}
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            format_ = json.loads(text)["format"]
+            found = (kind for kind, name in KINDS.items() if name in format_)
+            constraint = {kind: format_[KINDS[kind]] for kind in found} or constraint
+        yield {"structured_outputs": constraint}
+
+
+async def test_whatever_strangers_send_is_answered_while_others_stream(
+    stack: RunningStack,
+) -> None:
+    url = f"http://127.0.0.1:{stack.http_port}/v1"
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+
+        async def ask(body: dict[str, Any]) -> int:
+            content = json.dumps({"prompt": "Who is it?", "max_tokens": 8, **body})
+            answer = await http.post("/completions", content=content)
+            # Too many: a busy machine gives the compiler too little time.
+            assert answer.status_code in (200, 400, 429), (content[:200], answer.text)
+            return answer.status_code
+
+        async def stream() -> str:
+            body = {"prompt": "Who is it?", "seed": 1, "ignore_eos": True, "max_tokens": 400}
+            return str((await http.post("/completions", json=body)).json()["choices"])
+
+        expected = await stream()
+        asked = asyncio.gather(*map(ask, hostile_bodies(NUM_STRANGERS)))
+        while not asked.done():
+            assert await stream() == expected
+        statuses = await asked
+    assert statuses.count(400) > NUM_STRANGERS / 4
+    assert statuses.count(200) > NUM_STRANGERS / 20
+    stack.assert_idle()

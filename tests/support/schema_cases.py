@@ -161,6 +161,13 @@ CASES = [
     ),
     Case("minLength", STRING | {"minLength": 0}, ["", "a"], [1]),
     Case(
+        "minLength",
+        STRING | {"minLength": 130, "maxLength": 5000},
+        ["a" * number for number in (130, 131, 257, 258, 259, 290, 4000, 4993, 4994, 5000)],
+        ["a" * 129, "a" * 5001],
+    ),
+    Case("maxLength", STRING | {"maxLength": 129}, ["", "a", "a" * 129], ["a" * 130]),
+    Case(
         "maxLength",
         STRING | {"maxLength": 2},
         ["", "a", "ab", "é😀"],

@@ -69,7 +69,7 @@ def _format(params: StructuredOutputsParams, field: str) -> tags.Format:
         return tags.regex_format(params.regex, field=field)
     if params.grammar is not None:
         check_size(params.grammar, field=field, limit=tags.MAX_GRAMMAR_BYTES)
-        return tags.grammar_format(params.grammar)
+        return tags.grammar_format(params.grammar, field=field)
     if params.structural_tag is not None:
         return _tag_format(params.structural_tag, field)
     return _choice_format(params.choice, field)

@@ -17,6 +17,10 @@ MAX_PATTERN_SIZE = 512
 MAX_GROUP_DEPTH = 32
 # Of a repetition's bounds.
 MAX_REPEATS = 1_000_000
+# xgrammar writes repetitions out up to here. Of longer ones its masks let tokens pass that end them
+# too early, so they are repetitions of groups.
+MAX_WRITTEN_OUT = 128
+_GROUP_SIZE = 32
 
 # Sorted, apart from each other, both ends included.
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -416,11 +420,39 @@ def write(node: Node, *, is_split: bool = True) -> str:
     if isinstance(node, Chars):
         return _class_text(node.ranges, _UTF8_LENGTHS if is_split else ((0, _LAST),))
     if isinstance(node, Repeat):
-        high = "" if node.high is None else str(node.high)
         text = write(node.part, is_split=is_split)
-        return f"{text if isinstance(node.part, Chars) else f'(?:{text})'}{{{node.low},{high}}}"
+        text = text if isinstance(node.part, Chars) else f"(?:{text})"
+        return repeated(text, node.low, node.high)
     texts = [write(part, is_split=is_split) for part in _parts(node)]
     return f"(?:{'|'.join(texts)})" if isinstance(node, Alt) else "".join(texts)
+
+
+def repeated(text: str, low: int, high: int | None) -> str:
+    """The pattern of a character, or a group, `low` to `high` times; any number if that is None."""
+    if max(low, high or 0) <= MAX_WRITTEN_OUT:
+        return f"{text}{{{low},{'' if high is None else high}}}"
+    rest = f"{text}{{0,}}" if high is None else _at_most(text, high - low)
+    return f"(?:{_exactly(text, low)}{rest})"
+
+
+def _exactly(text: str, count: int) -> str:
+    if count <= MAX_WRITTEN_OUT:
+        return f"{text}{{{count}}}" if count else ""
+    num_groups, rest = divmod(count, _GROUP_SIZE)
+    return _exactly(_group(text), num_groups) + _exactly(text, rest)
+
+
+def _at_most(text: str, count: int) -> str:
+    """As groups and less than a group, so that each number is there in one way."""
+    if count <= MAX_WRITTEN_OUT:
+        return f"{text}{{0,{count}}}"
+    group, (num_groups, rest) = _group(text), divmod(count, _GROUP_SIZE)
+    fewer = _at_most(group, num_groups - 1) + f"{text}{{0,{_GROUP_SIZE - 1}}}"
+    return f"(?:{fewer}|{_exactly(group, num_groups)}{text}{{0,{rest}}})"
+
+
+def _group(text: str) -> str:
+    return f"(?:{text}{{{_GROUP_SIZE}}})"
 
 
 def _class_text(ranges: Ranges, lengths: Ranges) -> str:

@@ -111,7 +111,7 @@ def read_string(node: Node) -> Written:
     if low == 0 and high is None:
         return {"type": "string"}
     node.spend("characters of patterns", _BOUND_COST, "maxLength")
-    counted = "" if high == 0 else f"{_ANY_CHAR}{{{low},{'' if high is None else high}}}"
+    counted = "" if high == 0 else patterns.repeated(_ANY_CHAR, low, high)
     return {"type": "string", "pattern": f"^{counted}$"}
 
 

@@ -4,6 +4,7 @@ The types of xgrammar's formats that are known here are checked field by field; 
 patterns within them like those that stand alone.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -23,6 +24,9 @@ MAX_REPEATS = 1000
 MAX_TOKEN_ID = 2**31 - 1
 # Blanks in a row between the elements of JSON. Models that may write any number do not end.
 MAX_WHITESPACE = 2
+# Of a grammar: texts, classes and comments, closed or not; and bounds of a repetition.
+_NO_COUNT = re.compile(r'"(?:\\.|[^"\\\n])*"?|\[(?:\\.|[^\]\\\n])*\]?|#[^\n]*')
+_COUNT = re.compile(r"\{\s*([0-9]+)\s*(?:,\s*([0-9]*)\s*)?\}")
 
 
 def schema_format(schema: Json, *, field: str) -> Format:
@@ -55,8 +59,22 @@ def regex_format(text: str, *, field: str) -> Format:
     return {"type": "regex", "pattern": f"^{patterns.write(tree, is_split=False)}$"}
 
 
-def grammar_format(text: str) -> Format:
+def grammar_format(text: str, *, field: str) -> Format:
+    """Return the format of texts of a grammar. Raises InvalidRequestError for a repetition of which
+    the compiler makes wrong masks.
+    """
+    for low, high in _COUNT.findall(_NO_COUNT.sub(" ", text)):
+        if max(_count(low), _count(high)) > patterns.MAX_WRITTEN_OUT:
+            limit = f"at most {patterns.MAX_WRITTEN_OUT} are enforced"
+            raise InvalidRequestError(
+                f"{field} repeats {(high or low)[:20]} times, {limit}",
+                field=field_name(field),
+            )
     return {"type": "grammar", "grammar": text}
+
+
+def _count(digits: str) -> int:
+    return int(digits or "0") if len(digits) < 10 else MAX_TOKEN_ID
 
 
 def choice_format(choices: tuple[str, ...]) -> Format:
@@ -160,6 +178,8 @@ class _Reader:
             refuse(self._field, "", pointer, problem)
         if read["type"] == "regex":
             return regex_format(read["pattern"], field=f"{self._field}: {pointer}")
+        if read["type"] == "grammar":
+            return grammar_format(read["grammar"], field=f"{self._field}: {pointer}")
         if read["type"] == "json_schema":
             return read | {"max_whitespace_cnt": MAX_WHITESPACE}
         return read

@@ -101,12 +101,17 @@ class Matcher:
 
 def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> str:
     """Return a CompiledGrammar, serialized. Raises RuntimeError with the library's reason for what
-    is no grammar. May take any time and memory, and end the process.
+    is no grammar, or one of no text. May take any time and memory, and end the process.
     """
     # What it caches are rules that several schemas have: strings, numbers.
     num_threads, caches, cache_bytes = 1, True, -1
     compiler = _bindings().GrammarCompiler(tokenizer_info.handle, num_threads, caches, cache_bytes)
-    return str(compiler.compile_structural_tag(text).serialize_json())
+    handle = compiler.compile_structural_tag(text)
+    bitmask = np.zeros(-(-tokenizer_info.vocab_size // 32), np.int32)
+    Matcher(CompiledGrammar(handle, 0)).fill(bitmask)
+    if not bitmask.any():
+        raise RuntimeError("no text of the model's tokens fits it")
+    return str(handle.serialize_json())
 
 
 def _bindings() -> Any:
