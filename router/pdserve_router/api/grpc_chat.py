@@ -28,6 +28,7 @@ from pdserve_router.text.parts import (
     OutputPart,
     Reasoning,
     join_calls,
+    reasoning_of,
 )
 
 _MODES = {
@@ -96,7 +97,8 @@ def chat_tools(chat: pb2.ChatPrompt) -> ToolUse | None:
 
 def add_parts(message: pb2.CompletionOutput, parts: Sequence[OutputPart]) -> None:
     """Write what an answer has besides what is said."""
-    message.reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    if reasoning := reasoning_of(parts):
+        message.reasoning = reasoning
     for call in join_calls(parts):
         message.tool_calls.add(
             index=call.index, id=call.id, name=call.name, arguments=call.arguments

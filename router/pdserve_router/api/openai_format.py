@@ -254,8 +254,9 @@ class AnswerFormat:
         return self._chunk(completion, choice)
 
     def _shown(self, completion: CompletionOutput) -> CompletionOutput:
-        if any(isinstance(part, ToolCallDelta) for part in completion.parts):
-            self._calling.add(completion.index)
+        for part in completion.parts:
+            if isinstance(part, ToolCallDelta):
+                self._calling.add(completion.index)
         if not self.shows_reasoning:
             parts = (part for part in completion.parts if not isinstance(part, Reasoning))
             completion = dataclasses.replace(completion, parts=tuple(parts))

@@ -54,19 +54,21 @@ def join_parts(parts: Iterable[OutputPart]) -> tuple[OutputPart, ...]:
 
 def join_calls(parts: Iterable[OutputPart]) -> Sequence[ToolCallDelta]:
     """Return the calls among them, what is new of each in one piece."""
-    calls = (part for part in parts if isinstance(part, ToolCallDelta))
+    calls = [part for part in parts if isinstance(part, ToolCallDelta)]
+    if not calls:  # as of almost every token
+        return calls
     ordered = sorted(calls, key=lambda call: call.index)
     return [call for call in join_parts(ordered) if isinstance(call, ToolCallDelta)]
 
 
 def content_of(parts: Iterable[OutputPart | MessagePart]) -> str:
     """Return what is said in them."""
-    return "".join(part.text for part in parts if isinstance(part, Content))
+    return "".join([part.text for part in parts if isinstance(part, Content)])
 
 
 def reasoning_of(parts: Iterable[OutputPart | MessagePart]) -> str:
     """Return what is thought in them."""
-    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return "".join([part.text for part in parts if isinstance(part, Reasoning)])
 
 
 def _kind(part: OutputPart) -> tuple[type, int]:
