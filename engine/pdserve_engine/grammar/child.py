@@ -48,6 +48,7 @@ def serve(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         tokenizer_info = TokenizerInfo.deserialize(receive_frame(connection).decode())
         send_frame(connection, READY)
+        os.nice(LOWEST_PRIORITY)  # also what hands answers on: megabytes of them take their time
         while True:
             text = receive_frame(connection).decode(errors="surrogatepass")
             answer = _compile_in_fork(text, tokenizer_info, connection)
@@ -130,6 +131,5 @@ def _reason(error: Exception) -> str:
 def _confine() -> None:
     # Grammars that are odd make the library write warnings, which would quote what clients sent.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    os.nice(LOWEST_PRIORITY)
     confine(MAX_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 1))
