@@ -2,7 +2,8 @@
 
     python benchmarks/make_model.py .bench/qwen3-0.6b-random
 
-946 MB in bf16. The tokenizer is a ByteLevel BPE trained on the standard library's sources.
+946 MB in bf16, 1.2 GB with Qwen3's vocabulary size. The tokenizer is a ByteLevel BPE trained on the
+standard library's sources, or on those of all packages if it is large.
 """
 
 import argparse
@@ -11,9 +12,11 @@ from pathlib import Path
 
 DEFAULT_MODEL = Path(".bench/qwen3-0.6b-random")
 VOCAB_SIZE = 32_000
+LARGE_MODEL = Path(".bench/qwen3-0.6b-large-vocabulary-random")
+LARGE_VOCAB_SIZE = 151_936
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
     """Write the model and its tokenizer to `folder`, unless they are there."""
     if (folder / "tokenizer.json").exists():
         return
@@ -21,7 +24,7 @@ def make_model(folder: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=1024,
         intermediate_size=3072,
         num_hidden_layers=28,
@@ -35,10 +38,10 @@ def make_model(folder: Path) -> None:
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    _train_tokenizer(folder)
+    _train_tokenizer(folder, vocab_size)
 
 
-def _train_tokenizer(folder: Path) -> None:
+def _train_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -46,22 +49,28 @@ def _train_tokenizer(folder: Path) -> None:
     from tokenizers.trainers import BpeTrainer
     from transformers import PreTrainedTokenizerFast
 
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=["<eos>", "<bos>"],
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train([str(path) for path in sources], trainer)
+    tokenizer.train([str(path) for path in _sources(vocab_size)], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>")
     fast.save_pretrained(folder)
+
+
+def _sources(vocab_size: int) -> list[Path]:
+    name, pattern = ("stdlib", "*.py") if vocab_size <= VOCAB_SIZE else ("purelib", "**/*.py")
+    return sorted(Path(sysconfig.get_path(name)).glob(pattern))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write it")
-    make_model(parser.parse_args().folder)
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="(%(default)s)")
+    args = parser.parse_args()
+    make_model(args.folder, args.vocab_size)
