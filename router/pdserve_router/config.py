@@ -1,6 +1,7 @@
 """The router's flags."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pdserve_common.tls import TlsConfig
 from pdserve_common.validation import MAX_TIMEOUT_S
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE
 from pdserve_router.workers.discovery import SOURCES, parse_sources
+from pdserve_router.workers.prefix_policy import RoutingWeights
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES
 
@@ -58,7 +60,20 @@ class RouterConfig(TlsConfig):
     )
     router_id: str = opt("router", "Stable name of this router, shown to workers and in logs.")
     routing_policy: str = opt(
-        "round_robin", f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}."
+        "round_robin",
+        f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}. prefix: P and D together, "
+        "by what they have cached of the prompt and what waits there.",
+    )
+    routing_queue_weight: float = opt(
+        1.0,
+        "What a prompt token costs that waits on P before the request; costs are in prompt tokens "
+        "to compute.",
+    )
+    routing_decode_weight: float = opt(16.0, "What each request on D costs.")
+    routing_room_weight: float = opt(1.0, "What each token costs that D has no free block for.")
+    routing_transfer_weight: float = opt(0.1, "What each token costs whose KV has to move to D.")
+    routing_topology_weight: float = opt(
+        32.0, "What it costs if P and D have addresses on different hosts."
     )
     disaggregation: bool = opt(True, "Prefill on prefill workers; off: decode workers do it all.")
     require_disaggregation: bool = opt(
@@ -216,8 +231,9 @@ class RouterConfig(TlsConfig):
             "max_redrives",
             "redrive_wait_s",
             "max_http_connections_of_address",
+            *(field.name for field in dataclasses.fields(RoutingWeights)),
         ):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
 
     def of_process(self, index: int) -> "RouterConfig":

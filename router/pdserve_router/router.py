@@ -27,8 +27,9 @@ from pdserve_router.requests.request_metrics import (
 )
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
-from pdserve_router.workers.worker_pool import ModelLimits, WorkerPool
+from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ def test_the_rules_of_routing_are_the_flags_of_the_same_names(tmp_path) -> None:
         ({"max_prefill_queue_tokens": -1}, "max_prefill_queue_tokens is -1"),
         ({"max_redrives": -1}, "max_redrives is -1"),
         ({"redrive_wait_s": -1.0}, "redrive_wait_s is -1.0"),
-        ({"routing_policy": "best"}, "known are power_of_two, round_robin"),
+        ({"routing_policy": "best"}, "known are power_of_two, prefix, round_robin"),
         ({"chat_format": "best"}, "known are auto, none, deepseek_r1, hermes"),
         ({"http_port": 70000}, "http_port is 70000"),
         ({"client_stall_timeout_s": 0.0}, "client_stall_timeout_s is 0.0, must be above 0"),

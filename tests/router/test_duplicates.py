@@ -97,9 +97,9 @@ async def test_routers_that_see_both_at_once_take_the_same(start_stack, crew, se
         workers = list(stack.server.pool.decode)
         for _ in range(10):
             rng.shuffle(workers)
-            another = Duplicates()
-            for known in range(1, len(workers) + 1):
-                another.update(workers[:known], (), keeps_owners=False)
+            another = Duplicates({worker: place for place, worker in enumerate(workers)})
+            for worker in workers:
+                another.update(worker, keeps_owners=False)
             (owner,) = set(workers) - another.by_engine_id
             assert owner.address == crew.workers[0].address
         await stack.assert_idle()

@@ -16,7 +16,7 @@ from pdserve_router.requests.input_processor import GenerationRequest, InputProc
 from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content
-from pdserve_router.workers.worker_pool import ModelLimits
+from pdserve_router.workers.model_limits import ModelLimits
 
 DELTA = RequestOutputKind.DELTA
 LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))

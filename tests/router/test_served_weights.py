@@ -30,6 +30,7 @@ class Pool:
 
     def __init__(self, *, disaggregation: bool = True, require_exact: bool = False) -> None:
         self.workers: list[WorkerClient] = []
+        self.left: list[WorkerClient] = []
         self.now = 1000.0
         self.has_settled = True
         # What serves after each change, without repetitions.
@@ -41,6 +42,7 @@ class Pool:
         return ServedWeights(
             disaggregation=disaggregation,
             require_exact=require_exact,
+            has_pair=self.has_pair,
             on_change=lambda: None,
             clock=lambda: self.now,
         )
@@ -71,6 +73,7 @@ class Pool:
 
     def leave(self, worker: WorkerClient) -> None:
         self.workers.remove(worker)
+        self.left.append(worker)
         self.update()
 
     def wait(self, seconds: float) -> None:
@@ -78,16 +81,19 @@ class Pool:
         self.update()
 
     def update(self, *rules: ServedWeights) -> None:
-        prefill, decode = self.of(P), self.of(D)
-        usable = {
-            p: tuple(d for d in decode if d.is_ready and d.origin.weights == p.origin.weights)
-            for p in prefill
-            if p.is_ready
-        }
+        is_dialed = [worker.state is WorkerState.CONNECTING for worker in self.of(D)]
         for rule in rules or (self.weights,):
-            rule.update(prefill, decode, usable=usable, has_settled=self.has_settled)
+            for worker in (*self.workers, *self.left):
+                rule.note(worker, is_listed=worker in self.workers)
+            rule.decide(num_dialed=sum(is_dialed), has_settled=self.has_settled)
         if self.serving and self.history[-1:] != [self.serving]:
             self.history.append(self.serving)
+
+    def has_pair(self, weights: str) -> bool:
+        return all(
+            any(w.is_ready and w.origin.weights == weights for w in self.of(role))
+            for role in (P, D)
+        )
 
     def of(self, role: WorkerRole, weights: str = "") -> list[WorkerClient]:
         return [

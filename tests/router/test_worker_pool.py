@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers import circuit_breaker
 from pdserve_router.workers.prefix_index import prefix_hashes
-from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
+from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_pool import WorkerPool
 from support.fake_worker import MODEL, FakeWorker, Running, hang
@@ -274,18 +273,6 @@ async def test_readiness_waits_for_prefill_workers_that_are_being_dialed(make) -
     await until(lambda: prefill.state is WorkerState.DOWN)
     assert stage.pool.is_ready
     assert stage.route().reason == "no_prefill_worker"
-
-
-async def test_choosing_among_many_pairs_looks_at_none_of_them() -> None:
-    stage = Stage([], [])
-    stage.make(*([f"{role}:{i}" for i in range(1, 21)] for role in "pd"))
-    prefill, decode = stage.pool.prefill, stage.pool.decode
-    # All 400 for every request would take 2 ms: what can be used is found beforehand.
-    usable = dict.fromkeys(prefill, decode)
-    pairs = SimpleNamespace(usable=lambda: usable)
-    chooser = RouteChooser(RoutingRules(), pairs, stage.pool.prefix_index)
-    routes = [chooser.choose(request(), prefill=prefill, decode=decode) for _ in range(40)]
-    assert len({route.prefill for route in routes}) == len({r.decode for r in routes}) == 20
 
 
 # Which way

@@ -41,8 +41,8 @@ from pdserve_router.requests.request_limits import (
 from pdserve_router.requests.request_log import note_request_id
 from pdserve_router.requests.resume import ResumedCompletion
 from pdserve_router.router import Router
+from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.origin import Origin
-from pdserve_router.workers.worker_pool import ModelLimits
 
 SERVICE_NAME = pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 

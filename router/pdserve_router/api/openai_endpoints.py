@@ -29,7 +29,7 @@ from pdserve_router.requests.input_processor import ProcessedInput, trace_contex
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.request_limits import is_small
 from pdserve_router.router import Router
-from pdserve_router.workers.worker_pool import ModelLimits
+from pdserve_router.workers.model_limits import ModelLimits
 
 # The server reports a connection that was cut within a turn of the event loop.
 _CUT_TIMEOUT_S = 1.0

@@ -18,7 +18,7 @@ from pdserve_router.requests.input_processor import (
 )
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
-from pdserve_router.workers.worker_pool import ModelLimits
+from pdserve_router.workers.model_limits import ModelLimits
 
 Body = CompletionBody | ChatCompletionBody
 

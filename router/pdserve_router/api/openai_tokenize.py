@@ -19,7 +19,7 @@ from pdserve_router.requests.request_limits import (
     check_json_counts,
     check_num_entries,
 )
-from pdserve_router.workers.worker_pool import ModelLimits
+from pdserve_router.workers.model_limits import ModelLimits
 
 # An answer, and the names of unknown fields.
 Result = tuple[bytes, tuple[str, ...]]

@@ -37,7 +37,7 @@ from pdserve_router.requests.tool_use import (
 )
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.tokenizer import Tokenizer
-from pdserve_router.workers.worker_pool import ModelLimits
+from pdserve_router.workers.model_limits import ModelLimits
 
 TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256

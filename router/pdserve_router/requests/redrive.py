@@ -407,9 +407,8 @@ class RedriveQueue:
         recovery = redrive.recovery
         route = partial(self.pool.route, request, origins=redrive.begun_origins)
         if (holder := recovery.good_holder) is not None:
-            others = frozenset(self.pool.decode) - {holder}
             with contextlib.suppress(NoWorkerError, OverloadedError):
-                return route(exclude=recovery.failed | others | busy)
+                return route(exclude=recovery.failed | busy, decode=holder)
         with contextlib.suppress(NoWorkerError, OverloadedError):
             return route(exclude=recovery.failed | busy)
         return route(exclude=recovery.not_yet(self.clock()) | busy)

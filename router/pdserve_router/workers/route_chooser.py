@@ -1,14 +1,16 @@
 """Who takes a request: a prefill and a decode worker, or a decode worker alone and why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
-from pdserve_common.errors import NoWorkerError, OverloadedError, PdserveError
-from pdserve_router.workers.pairs import Pairs
-from pdserve_router.workers.prefix_index import PrefixIndex, num_known_tokens, prefix_hashes
-from pdserve_router.workers.routing_policy import ROUTING_POLICIES, RoutingPolicy
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.errors import NoWorkerError, OverloadedError
+from pdserve_router.workers.candidates import Candidates
+from pdserve_router.workers.prefix_index import PrefixIndex, num_known_tokens
+from pdserve_router.workers.prefix_policy import RoutingWeights
+from pdserve_router.workers.route_table import RouteTable
+from pdserve_router.workers.routing_policy import ROUTING_POLICIES, load
 from pdserve_router.workers.worker_client import WorkerClient
 
 _RETRY_AFTER_MS = 1000
@@ -22,7 +24,7 @@ LocalReason = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRules:
+class RoutingRules(RoutingWeights):
     """What RouterConfig's flags of the same names say."""
 
     routing_policy: str = "round_robin"
@@ -65,46 +67,40 @@ class RouteChooser:
     prefill_queue); all else is disaggregated.
     """
 
-    def __init__(self, rules: RoutingRules, pairs: Pairs, index: PrefixIndex[WorkerClient]) -> None:
+    def __init__(
+        self, rules: RoutingRules, table: RouteTable, index: PrefixIndex[WorkerClient]
+    ) -> None:
         self._rules = rules
-        self._pairs = pairs
+        self._table = table
         self._index = index
-        self._policies: dict[WorkerRole, RoutingPolicy] = {
-            role: ROUTING_POLICIES[rules.routing_policy](role) for role in WorkerRole
-        }
+        self._policy = ROUTING_POLICIES[rules.routing_policy](rules)
 
     def choose(
         self,
         request: EngineCoreRequest,
         *,
-        prefill: Sequence[WorkerClient],
-        decode: Sequence[WorkerClient],
+        name: str,
+        exclude: AbstractSet[WorkerClient] = frozenset(),
+        decode: WorkerClient | None = None,
+        session: str = "",
     ) -> Route:
-        """Choose among ready workers; see WorkerPool.route."""
-        prefill = [worker for worker in prefill if not worker.breaker.is_open]
-        return self._choose(request, prefill, _working(decode))
-
-    def _choose(
-        self,
-        request: EngineCoreRequest,
-        prefill: Sequence[WorkerClient],
-        decode: Sequence[WorkerClient],
-    ) -> Route:
-        if reason := self._reason_to_stay(request):
-            return self._local(request, decode, reason)
-        if cached := self._with_prompt_cached(request, decode):
-            return self._local(request, cached, "cached_prompt")
-        partners = self._partners(prefill, decode)
-        if not partners:
-            missing: LocalReason = "no_proven_pair" if prefill else "no_prefill_worker"
-            return self._downgrade(request, decode, missing, NoWorkerError)
-        free = {p: decodes for p, decodes in partners.items() if not self._is_queue_full(p)}
-        if not free:
-            return self._downgrade(request, decode, "prefill_queue", OverloadedError)
-        chosen = self._policies[WorkerRole.PREFILL].pick(tuple(free), request)
-        return Route(
-            prefill=chosen, decode=self._policies[WorkerRole.DECODE].pick(free[chosen], request)
+        """Choose among the workers of the weights `name`; see WorkerPool.route."""
+        candidates = Candidates(
+            self._table,
+            name,
+            index=self._index,
+            exclude=exclude,
+            only_decode=decode,
+            max_queue_tokens=self._rules.max_prefill_queue_tokens,
         )
+        if reason := self._reason_to_stay(request):
+            return self._local(request, candidates, reason, session)
+        if cached := self._with_prompt_cached(request, candidates):
+            return Route(decode=min(cached, key=load), reason="cached_prompt")
+        pair = self._policy.pick_pair(request, candidates, session=session)
+        if pair is not None:
+            return Route(prefill=pair[0], decode=pair[1])
+        return self._downgrade(request, candidates, session)
 
     def _reason_to_stay(self, request: EngineCoreRequest) -> LocalReason | None:
         """Return why the request needs no prefill worker; None if it does."""
@@ -121,7 +117,7 @@ class RouteChooser:
         return "short_prompt" if num_known_tokens(request) <= threshold else None
 
     def _with_prompt_cached(
-        self, request: EngineCoreRequest, decode: Sequence[WorkerClient]
+        self, request: EngineCoreRequest, candidates: Candidates
     ) -> list[WorkerClient]:
         """Return the decode workers that have little left to compute. They may have evicted some
         of it meanwhile, so nobody relies on it where disaggregation is required.
@@ -133,69 +129,44 @@ class RouteChooser:
         if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
         num_known = num_known_tokens(request)
-        cached = self._num_cached_tokens(request, decode)
-        return [worker for worker in decode if num_known - cached.get(worker, 0) <= threshold]
+        cached = candidates.num_cached(request)
+        return [
+            worker
+            for worker, num in cached.items()
+            if num_known - num <= threshold and candidates.allows_decode(worker)
+        ]
 
-    def _num_cached_tokens(
-        self, request: EngineCoreRequest, workers: Sequence[WorkerClient]
-    ) -> dict[WorkerClient, int]:
-        """Return how many of the request's known tokens workers have, in whole blocks."""
-        sizes = {worker.info.block_size for worker in workers if worker.info is not None}
-        return {
-            worker: num_blocks * size
-            for size in sizes
-            for worker, num_blocks in self._index.num_cached(prefix_hashes(request, size)).items()
-            if worker.info is not None and worker.info.block_size == size
-        }
-
-    def _partners(
-        self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]
-    ) -> dict[WorkerClient, tuple[WorkerClient, ...]]:
-        """Return those of `prefill` that can be used, with those of `decode` they work with."""
-        usable, ready = self._pairs.usable(), frozenset(decode)
-        partners = {p: tuple(d for d in usable.get(p, ()) if d in ready) for p in prefill}
-        return {p: decodes for p, decodes in partners.items() if decodes}
-
-    def _is_queue_full(self, prefill: WorkerClient) -> bool:
-        limit = self._rules.max_prefill_queue_tokens
-        waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0
-        return 0 < limit < waiting
-
-    def _downgrade(
-        self,
-        request: EngineCoreRequest,
-        decode: Sequence[WorkerClient],
-        reason: LocalReason,
-        error: Callable[..., PdserveError],
-    ) -> Route:
+    def _downgrade(self, request: EngineCoreRequest, candidates: Candidates, session: str) -> Route:
+        """There is no pair to use."""
+        reason: LocalReason = "prefill_queue"
+        if not candidates.has_pair():
+            reason = "no_proven_pair" if candidates.has_prefill() else "no_prefill_worker"
+        route = self._local(request, candidates, reason, session)
         if self._rules.require_disaggregation:
+            error = OverloadedError if reason == "prefill_queue" else NoWorkerError
             raise error(
                 f"--require-disaggregation: {_REASONS[reason]}", retry_after_ms=_RETRY_AFTER_MS
             )
-        return self._local(request, decode, reason)
+        return route
 
     def _local(
-        self, request: EngineCoreRequest, decode: Sequence[WorkerClient], reason: LocalReason
+        self,
+        request: EngineCoreRequest,
+        candidates: Candidates,
+        reason: LocalReason,
+        session: str,
     ) -> Route:
-        chosen = self._policies[WorkerRole.DECODE].pick(decode, request)
-        return Route(decode=chosen, reason=reason)
+        """Raises NoWorkerError if no decode worker is left, or all that are keep failing."""
+        if (decode := self._policy.pick_decode(request, candidates, session=session)) is None:
+            raise NoWorkerError(
+                "no decode worker is left for this request", retry_after_ms=_RETRY_AFTER_MS
+            )
+        return Route(decode=decode, reason=reason)
 
 
 _REASONS: dict[LocalReason, str] = {
     "no_prefill_worker": "no prefill worker with the weights that serve is ready",
     "no_proven_pair": "no prefill worker has proven to work with a ready decode worker",
-    "prefill_queue": "every prefill worker has more waiting tokens than --max-prefill-queue-tokens",
+    "prefill_queue": "the prefill workers looked at have more waiting tokens than "
+    "--max-prefill-queue-tokens",
 }
-
-
-def _working(decode: Sequence[WorkerClient]) -> list[WorkerClient]:
-    """Raises NoWorkerError if none is left, or all that are keep failing."""
-    working = [worker for worker in decode if not worker.breaker.is_open]
-    if not working:
-        wait_s = min((worker.breaker.retry_in_s for worker in decode), default=0.0)
-        why = f"{len(decode)} keep failing, the next trial is in {wait_s:.1f} s" if decode else ""
-        raise NoWorkerError(
-            f"no decode worker is left for this request{why and ': '}{why}",
-            retry_after_ms=max(round(wait_s * 1000), _RETRY_AFTER_MS),
-        )
-    return working

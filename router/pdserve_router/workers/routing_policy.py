@@ -1,57 +1,71 @@
-"""How a worker is chosen among those that could take a request."""
+"""How the workers of a request are chosen among those that could take it."""
 
-import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
-from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_router.workers.candidates import Candidates
+from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
+from pdserve_router.workers.worker_client import WorkerClient
 
+# Of so many the one with the fewest turns takes the next request.
+_NUM_IN_TURN = 8
+# Whose pairs are remembered.
+_MAX_SESSIONS = 1 << 16
 
-class WorkerLoad(Protocol):
-    """What a policy may know of a worker."""
-
-    @property
-    def address(self) -> str:
-        """Its stable name in this router."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests this router has on it."""
-
-    @property
-    def stats(self) -> SchedulerStats | None:
-        """Its load after its last step, all routers together; None before the first."""
-
-
-W = TypeVar("W", bound=WorkerLoad)
+Pair = tuple[WorkerClient, WorkerClient]
 
 
 class RoutingPolicy(Protocol):
-    """Chooses workers of one role; each role has an instance of its own."""
+    """Chooses the workers of requests, at once and without waiting. Requests of one `session`
+    belong together, as their client says; empty: it says nothing.
+    """
 
-    def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
-        """Return one of the candidates (at least one, in a stable order). Never blocks."""
+    def pick_pair(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> Pair | None:
+        """Return a prefill and a decode worker; None if there are none."""
+
+    def pick_decode(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        """Return the decode worker of a request that needs no other; None if there is none."""
 
 
 class RoundRobin:
-    """Each once in a round: decode workers in their order, prefill workers in one that is drawn
-    for the round, because rounds of the two in step would use few of their pairs.
+    """Of a few that are drawn, one that had the fewest turns; of few workers each once in a round.
+    The next of a round is drawn: rounds of the two roles in step would use few of their pairs.
     """
 
-    def __init__(self, role: WorkerRole) -> None:
-        self._is_drawn = role is WorkerRole.PREFILL
-        self._random = random.Random()
-        # Addresses that had their turn in this round.
-        self._picked: set[str] = set()
+    def __init__(self) -> None:
+        self._num_turns: WeakKeyDictionary[WorkerClient, int] = WeakKeyDictionary()
 
-    def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
-        left = [worker for worker in candidates if worker.address not in self._picked]
-        if not left:
-            self._picked.clear()
-            left = list(candidates)
-        chosen = self._random.choice(left) if self._is_drawn else left[0]
-        self._picked.add(chosen.address)
-        return chosen
+    def pick_pair(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> Pair | None:
+        prefill = self._pick(candidates.draw_prefill(_NUM_IN_TURN))
+        if prefill is None:
+            return None
+        decode = self._pick(candidates.draw_partners(prefill, _NUM_IN_TURN))
+        return (prefill, decode) if decode is not None else None
+
+    def pick_decode(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        return self._pick(candidates.draw_decode(_NUM_IN_TURN))
+
+    def _pick(self, drawn: Sequence[WorkerClient]) -> WorkerClient | None:
+        if not drawn:
+            return None
+        turns = [self._num_turns.get(worker, 0) for worker in drawn]
+        # Who comes, or comes back, has not all turns to itself.
+        least = max(turns) - 2
+        # They are in random order.
+        place = min(range(len(drawn)), key=lambda place: max(turns[place], least))
+        self._num_turns[drawn[place]] = max(turns[place], least) + 1
+        return drawn[place]
 
 
 class PowerOfTwo:
@@ -59,22 +73,83 @@ class PowerOfTwo:
     act on the same old stats do not all run to the same worker.
     """
 
-    def __init__(self, role: WorkerRole) -> None:
-        self._random = random.Random()
+    def pick_pair(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> Pair | None:
+        prefill = min(candidates.draw_prefill(2), key=load, default=None)
+        if prefill is None:
+            return None
+        decode = min(candidates.draw_partners(prefill, 2), key=load, default=None)
+        return (prefill, decode) if decode is not None else None
 
-    def pick(self, candidates: Sequence[W], request: EngineCoreRequest) -> W:
-        drawn = self._random.sample(candidates, min(2, len(candidates)))
-        return min(drawn, key=_load)
+    def pick_decode(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        return min(candidates.draw_decode(2), key=load, default=None)
 
 
-def _load(worker: WorkerLoad) -> int:
+class SessionAffinity:
+    """A session stays with its pair until one of the two is gone or saturated; whatever else comes
+    goes to the less loaded of two.
+    """
+
+    def __init__(self) -> None:
+        self._others = PowerOfTwo()
+        # The one that was used last is the last.
+        self._pairs: OrderedDict[str, Pair] = OrderedDict()
+
+    def pick_pair(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> Pair | None:
+        kept = self._pairs.get(session)
+        if kept is not None and _can_take(kept, candidates):
+            self._pairs.move_to_end(session)
+            return kept
+        pair = self._others.pick_pair(request, candidates)
+        if session and pair is not None:
+            self._pairs[session] = pair
+            self._pairs.move_to_end(session)
+            if len(self._pairs) > _MAX_SESSIONS:
+                self._pairs.popitem(last=False)
+        return pair
+
+    def pick_decode(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        _, kept = self._pairs.get(session, (None, None))
+        if kept is not None and candidates.allows_decode(kept) and not _is_saturated(kept):
+            return kept
+        return self._others.pick_decode(request, candidates)
+
+
+def _can_take(pair: Pair, candidates: Candidates) -> bool:
+    prefill, decode = pair
+    is_allowed = candidates.allows_prefill(prefill) and candidates.allows_decode(decode)
+    if not is_allowed or not candidates.are_partners(prefill, decode):
+        return False
+    return not _is_saturated(prefill) and not _is_saturated(decode)
+
+
+def _is_saturated(worker: WorkerClient) -> bool:
+    """True if more than a step's tokens wait on P, or requests on D."""
+    if worker.stats is None or worker.info is None:
+        return False
+    if worker.role is WorkerRole.PREFILL:
+        return worker.stats.num_waiting_tokens > worker.info.max_num_batched_tokens
+    return worker.stats.num_waiting_reqs > 0
+
+
+def load(worker: WorkerClient) -> int:
+    """Return how many requests are on it, as far as this router knows."""
     # The stats are a step old and know the other routers; ours is exact and only ours.
     stats = worker.stats
     reported = stats.num_running_reqs + stats.num_waiting_reqs if stats is not None else 0
     return max(reported, worker.num_in_flight)
 
 
-ROUTING_POLICIES: Mapping[str, Callable[[WorkerRole], RoutingPolicy]] = {
-    "power_of_two": PowerOfTwo,
-    "round_robin": RoundRobin,
+ROUTING_POLICIES: Mapping[str, Callable[[RoutingWeights], RoutingPolicy]] = {
+    "power_of_two": lambda weights: PowerOfTwo(),
+    "prefix": PrefixRouting,
+    "round_robin": lambda weights: RoundRobin(),
+    "session": lambda weights: SessionAffinity(),
 }

@@ -1,13 +1,12 @@
 """Which weights of a pool take new requests: one set, until another takes over as a whole."""
 
 import asyncio
+import itertools
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdserve_common.engine_types import WorkerRole
 from pdserve_router.workers.origin import Origin
@@ -19,12 +18,12 @@ logger = logging.getLogger(__name__)
 # hand the pool over because of a crash.
 GONE_S = 60.0
 
-_Partners = Mapping[WorkerClient, Sequence[WorkerClient]]
-
-
 # In these a worker may go on where it was; in the others of _ATTACHED it is about to leave.
 _HELD = (WorkerState.READY, WorkerState.PAUSED, WorkerState.REATTACHING)
 _ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
+
+
+_Key = tuple[WorkerRole, str]
 
 
 @dataclass(slots=True)
@@ -33,22 +32,23 @@ class _Member:
     until: float = math.inf
 
 
-class _Set(NamedTuple):
+class _Set:
     """The ready workers of the same weights."""
 
-    name: str
-    prefill: tuple[WorkerClient, ...]
-    decode: tuple[WorkerClient, ...]
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.workers: dict[WorkerRole, dict[WorkerClient, None]] = {role: {} for role in WorkerRole}
 
-    @property
-    def workers(self) -> tuple[WorkerClient, ...]:
-        return self.prefill + self.decode
+    def __len__(self) -> int:
+        return sum(map(len, self.workers.values()))
 
     @property
     def rank(self) -> tuple[int, bool, int, str]:
         """The higher, the rather it serves. The last two make routers agree: older workers."""
-        started_at_ms = min(w.info.started_at_ms for w in self.workers if w.info is not None)
-        return len(self.workers), bool(self.prefill), -started_at_ms, self.name
+        every = itertools.chain(*self.workers.values())
+        started_at_ms = min(w.info.started_at_ms for w in every if w.info is not None)
+        has_prefill = bool(self.workers[WorkerRole.PREFILL])
+        return len(self), has_prefill, -started_at_ms, self.name
 
 
 class ServedWeights:
@@ -69,12 +69,13 @@ class ServedWeights:
         *,
         disaggregation: bool,
         require_exact: bool,
+        has_pair: Callable[[str], bool],
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `require_exact` workers have to agree on their arithmetic as well, and all that are
-        not exact are refused. `on_change` is called when time alone has changed something, and has
-        to call `update`.
+        not exact are refused. `has_pair` says whether workers of such a set are a pair that can be
+        used. `on_change` is called when time alone has changed something, and has to call `decide`.
         """
         # Empty: none yet.
         self.name = ""
@@ -82,9 +83,14 @@ class ServedWeights:
         self._require_exact = require_exact
         self._on_change = on_change
         self._clock = clock
-        # The incumbent's workers, and when each stops to count.
-        self._members: dict[tuple[WorkerRole, str], _Member] = {}
-        self._refused: frozenset[WorkerClient] = frozenset()
+        self._has_pair = has_pair
+        # Of the listed workers those that are ready, and in which set each is; empty: in none.
+        self._sets: dict[str, _Set] = {}
+        self._names: dict[WorkerClient, str] = {}
+        # The incumbent's workers, when each stops to count, and those of them that will.
+        self._members: dict[_Key, _Member] = {}
+        self._lost: set[_Key] = set()
+        self._refused: set[WorkerClient] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -110,96 +116,117 @@ class ServedWeights:
             return self.name
         return names.pop() if len(names) == 1 else ""
 
-    def update(
-        self,
-        prefill: Sequence[WorkerClient],
-        decode: Sequence[WorkerClient],
-        *,
-        usable: _Partners,
-        has_settled: bool,
-    ) -> None:
-        """Take the listed workers as they are now, and the pairs that can be used. Before the pool
-        has settled the first set is chosen only if those that are still dialed cannot change it.
-        """
-        sets = self._find_sets(prefill, decode)
-        self._note_members((*prefill, *decode))
-        if not self.name:
-            self._choose(sets, decode, has_settled=has_settled)
+    def ready(self, role: WorkerRole, name: str) -> Collection[WorkerClient]:
+        """Return the listed workers of a role that are ready, of the set `name`."""
+        return self._sets[name].workers[role] if name in self._sets else ()
+
+    def note(self, worker: WorkerClient, *, is_listed: bool) -> None:
+        """Take a worker as it is now."""
+        name = self.name_of(worker.origin) if is_listed and worker.is_ready else ""
+        if name != self._names.get(worker, ""):
+            self._move(worker, name)
+        if is_listed:
+            self._names[worker] = name
         else:
-            self._maybe_change(sets, usable)
+            self._names.pop(worker, None)
         if self.name:
-            self._note_members((*prefill, *decode))
-            self._note_refused((*prefill, *decode))
+            self._note_member(worker)
+            self._note_refused(worker)
+
+    def decide(self, *, num_dialed: int, has_settled: bool) -> bool:
+        """Return whether other weights serve than before, after all that was noted. Before the pool
+        has settled the first set is chosen only if the decode workers that are still dialed cannot
+        change it.
+        """
+        before = self.name
+        self._expire()
+        if not self.name:
+            self._choose(num_dialed, has_settled=has_settled)
+        else:
+            self._maybe_change()
+        if self.name != before:
+            for worker in self._names:
+                self._note_member(worker)
+                self._note_refused(worker)
         self._set_timer()
+        return self.name != before
 
-    def _find_sets(
-        self, prefill: Sequence[WorkerClient], decode: Sequence[WorkerClient]
-    ) -> list[_Set]:
+    def _move(self, worker: WorkerClient, name: str) -> None:
+        if before := self._names.get(worker, ""):
+            del self._sets[before].workers[worker.role][worker]
+            if not len(self._sets[before]):
+                del self._sets[before]
+        if name:
+            self._sets.setdefault(name, _Set(name)).workers[worker.role][worker] = None
+
+    def _ranked(self, sets: Iterable[_Set]) -> list[_Set]:
         """Return those that could serve, the first of them first."""
-        ready: defaultdict[str, list[WorkerClient]] = defaultdict(list)
-        for worker in (*prefill, *decode):
-            if worker.is_ready and (name := self.name_of(worker.origin)):
-                ready[name].append(worker)
-        sets = [
-            _Set(
-                name,
-                tuple(w for w in workers if w.role is WorkerRole.PREFILL),
-                tuple(w for w in workers if w.role is WorkerRole.DECODE),
-            )
-            for name, workers in ready.items()
-        ]
-        return sorted((s for s in sets if s.decode), key=lambda each: each.rank, reverse=True)
+        able = [each for each in sets if each.workers[WorkerRole.DECODE]]
+        return sorted(able, key=lambda each: each.rank, reverse=True)
 
-    def _choose(
-        self, sets: Sequence[_Set], decode: Sequence[WorkerClient], *, has_settled: bool
-    ) -> None:
-        sizes = [len(each.workers) for each in sets] + [0, 0]
-        num_dialed = sum(worker.state is WorkerState.CONNECTING for worker in decode)
+    def _choose(self, num_dialed: int, *, has_settled: bool) -> None:
+        sets = self._ranked(self._sets.values())
+        sizes = [len(each) for each in sets] + [0, 0]
         if sets and (has_settled or sizes[0] - sizes[1] > num_dialed or not num_dialed):
             self.name = sets[0].name
             logger.info("weights %s serve, %d workers are ready", self.name, sizes[0])
 
-    def _maybe_change(self, sets: Sequence[_Set], usable: _Partners) -> None:
+    def _maybe_change(self) -> None:
         size = len(self._members)
-        others = [s for s in sets if s.name != self.name and self._may_take_over(s, usable)]
+        others = [s for s in self._sets.values() if s.name != self.name and self._may_take_over(s)]
         if not others:
             return
+        first = self._ranked(others)[0]
         text = "weights %s take over, %d workers are ready; %s had %d: %s get no new requests"
-        logger.warning(text, others[0].name, len(others[0].workers), self.name, size, self.name)
-        self.name = others[0].name
+        logger.warning(text, first.name, len(first), self.name, size, self.name)
+        self.name = first.name
         self._members.clear()
+        self._lost.clear()
 
-    def _may_take_over(self, other: _Set, usable: _Partners) -> bool:
+    def _may_take_over(self, other: _Set) -> bool:
+        if not other.workers[WorkerRole.DECODE]:
+            return False
         roles = {role for role, _ in self._members}
         if WorkerRole.DECODE not in roles:
             return True
         needs_pair = self._disaggregation and WorkerRole.PREFILL in roles
-        has_pair = any(d in other.decode for p in other.prefill for d in usable.get(p, ()))
-        return len(other.workers) > len(self._members) and (has_pair or not needs_pair)
+        is_larger = len(other) > len(self._members)
+        return is_larger and (not needs_pair or self._has_pair(other.name))
 
-    def _note_members(self, workers: Sequence[WorkerClient]) -> None:
-        listed = {(worker.role, worker.address): worker for worker in workers}
-        for key, worker in listed.items():
-            if worker.state in _HELD and self.serves(worker):
-                self._members[key] = _Member(worker)
-            elif worker.state in _HELD or worker.state is WorkerState.DRAINING:
-                self._members.pop(key, None)
-        for key, member in list(self._members.items()):
-            is_held = key in listed and member.worker.state in _HELD
-            if not is_held and not self._still_counts(member):
-                del self._members[key]
+    def _note_member(self, worker: WorkerClient) -> None:
+        key = (worker.role, worker.address)
+        is_listed, is_held = worker in self._names, worker.state in _HELD
+        if is_listed and is_held and self.serves(worker):
+            self._members[key] = _Member(worker)
+            self._lost.discard(key)
+        elif is_listed and (is_held or worker.state is WorkerState.DRAINING):
+            self._remove(key)
+        elif (member := self._members.get(key)) is not None and member.worker is worker:
+            self._lose(key, member)
 
-    def _still_counts(self, member: "_Member") -> bool:
-        """Of one that is lost, or no longer listed: who runs on without that was sent away."""
+    def _lose(self, key: _Key, member: _Member) -> None:
+        """It is lost, or no longer listed: who runs on without that was sent away."""
         if member.worker.state in _ATTACHED:
-            return False
-        now = self._clock()
-        member.until = min(member.until, now + GONE_S)
-        return now < member.until
+            self._remove(key)
+        else:
+            member.until = min(member.until, self._clock() + GONE_S)
+            self._lost.add(key)
 
-    def _note_refused(self, workers: Sequence[WorkerClient]) -> None:
-        refused = frozenset(w for w in workers if w.is_ready and not self.serves(w))
-        for worker in refused - self._refused:
+    def _expire(self) -> None:
+        now = self._clock()
+        for key in [key for key in self._lost if self._members[key].until <= now]:
+            self._remove(key)
+
+    def _remove(self, key: _Key) -> None:
+        self._members.pop(key, None)
+        self._lost.discard(key)
+
+    def _note_refused(self, worker: WorkerClient) -> None:
+        is_refused = worker in self._names and worker.is_ready and not self.serves(worker)
+        if not is_refused:
+            self._refused.discard(worker)
+        elif worker not in self._refused:
+            self._refused.add(worker)
             logger.warning(
                 "worker %s at %s has weights %s, weights %s serve: it gets no new requests%s",
                 worker.engine_id,
@@ -208,12 +235,11 @@ class ServedWeights:
                 self.name,
                 ", as --require-determinism is exact" if self._require_exact else "",
             )
-        self._refused = refused
 
     def _set_timer(self) -> None:
         self.close()
         self._timer = None
-        due = min((member.until for member in self._members.values()), default=math.inf)
+        due = min((self._members[key].until for key in self._lost), default=math.inf)
         if due < math.inf:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, due - self._clock()), self._on_change)

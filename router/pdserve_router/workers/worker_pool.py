@@ -6,15 +6,12 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import NoReturn
 
-from pdserve_common.capabilities import NO_EXTRAS, Capabilities
 from pdserve_common.engine_types import (
     EngineCoreRequest,
-    EngineInfo,
     KVTransferStats,
     WorkerRole,
 )
@@ -25,10 +22,12 @@ from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
+from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.pairs import SETTLE_S, Pairs
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
+from pdserve_router.workers.route_table import RouteTable
 from pdserve_router.workers.served_weights import ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_trials import WorkerTrials
@@ -41,17 +40,6 @@ WORKER_STATES = (*(state.value for state in WorkerState), "mismatched", "duplica
 
 # A worker, or a prefill and a decode worker together.
 Failing = WorkerClient | tuple[WorkerClient, WorkerClient]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """What every ready worker can take."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    # What all of them serve besides.
-    capabilities: Capabilities = NO_EXTRAS
 
 
 class WorkerPool:
@@ -82,15 +70,17 @@ class WorkerPool:
         self._metrics = metrics
         self._notify = on_change
         self._clock = clock
+        self._table = RouteTable()
         self._pairs = Pairs(
             require_transport=rules.require_transport,
             metrics=metrics,
+            table=self._table,
             on_change=self._on_change,
             clock=clock,
         )
-        self._trials = WorkerTrials(self._on_change, clock=clock)
+        self._trials = WorkerTrials(self._on_worker, clock=clock)
         self.prefix_index = PrefixIndex[WorkerClient](metrics=metrics.prefix_index)
-        self._chooser = RouteChooser(rules, self._pairs, self.prefix_index)
+        self._chooser = RouteChooser(rules, self._table, self.prefix_index)
         self._sources = {
             role: Discovery(
                 role,
@@ -104,15 +94,24 @@ class WorkerPool:
             role: tuple(self._client(role, address) for address in source.static)
             for role, source in self._sources.items()
         }
-        self._duplicates = Duplicates()
+        # Places in the list.
+        self._listed: dict[WorkerClient, int] = {}
+        self._duplicates = Duplicates(self._listed)
         self._weights = ServedWeights(
             disaggregation=rules.disaggregation,
             require_exact=rules.require_determinism == "exact",
+            has_pair=lambda name: bool(self._table.paired(WorkerRole.PREFILL, name)),
             on_change=self._on_change,
             clock=clock,
         )
+        self._limits = SharedLimits()
         # Since when those that are listed and not ready are not.
         self._gone_since: dict[WorkerClient, float] = {}
+        # Listed ones that keep failing.
+        self._failing: dict[WorkerClient, None] = {}
+        # As they were counted: how many listed workers of a role are in a state.
+        self._states: dict[WorkerClient, str] = {}
+        self._num_in_state: Counter[tuple[WorkerRole, str]] = Counter()
         # No longer listed, with requests that run to their end.
         self._leaving: dict[WorkerClient, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -123,7 +122,8 @@ class WorkerPool:
         # waited for.
         self._was_ready = False
         self.limits: ModelLimits | None = None
-        self._refresh()
+        self._list_workers()
+        self._refresh(self._listed)
 
     @property
     def prefill(self) -> tuple[WorkerClient, ...]:
@@ -139,9 +139,9 @@ class WorkerPool:
         at first the proofs of pairs are waited for, for up to 10 s, so that no request is local
         just because it came early. With `require_disaggregation` it takes a proven pair.
         """
-        if not self._available(self.decode):
+        if not self._available(WorkerRole.DECODE):
             return False
-        if self._has_pair:
+        if self._table.paired(WorkerRole.PREFILL, self._weights.name):
             return True
         return not self._rules.require_disaggregation and (
             self._was_ready or not self._is_settling()
@@ -175,7 +175,7 @@ class WorkerPool:
         """Return what requests are checked against. Raises NoWorkerError if no decode worker is
         ready.
         """
-        if self.limits is None or not self._available(self.decode):
+        if self.limits is None or not self._available(WorkerRole.DECODE):
             states = ", ".join(f"{w.address} {self._state_of(w)}" for w in self.decode)
             raise NoWorkerError(
                 f"no decode worker is ready ({states or 'none is listed'})", retry_after_ms=1000
@@ -188,19 +188,20 @@ class WorkerPool:
         *,
         origins: Collection[Origin] = (),
         exclude: AbstractSet[WorkerClient] = frozenset(),
+        decode: WorkerClient | None = None,
+        session: str = "",
     ) -> Route:
-        """Choose the workers of a request or of its next attempt, none of those in `exclude`. They
+        """Choose the workers of a request or of its next attempt, none of those in `exclude`, and
+        no decode worker but `decode` if there is one; `session` is as RoutingPolicy has it. They
         are of the weights that serve, or of those of `origins`, which its answer has begun with.
         Raises NoWorkerError if no other decode worker is ready or, where disaggregation is
         required, no other pair; OverloadedError if there it would have to wait too long.
         """
-        decode = self._available(self.decode, origins)
-        if not decode:
+        if not self._available(WorkerRole.DECODE, origins):
             self._raise_no_worker(origins)
+        name = self._weights.name_for(origins)
         return self._chooser.choose(
-            request,
-            prefill=[w for w in self._available(self.prefill, origins) if w not in exclude],
-            decode=[w for w in decode if w not in exclude],
+            request, name=name, exclude=exclude, decode=decode, session=session
         )
 
     def last_served_at(self, origins: Collection[Origin]) -> float:
@@ -211,16 +212,33 @@ class WorkerPool:
         now = self._clock()
         name = self._weights.name_for(origins) if origins else ""
 
-        def last(worker: WorkerClient) -> float:
-            is_other = worker.info is not None and self._weights.name_of(worker.origin) != name
-            return -math.inf if name and is_other else self._gone_since.get(worker, now)
+        def last(role: WorkerRole) -> float:
+            if self._has_ready(role, name):
+                return now
+            return max(
+                (
+                    since
+                    for worker, since in self._gone_since.items()
+                    if worker.role is role and not self._is_other(worker, name)
+                ),
+                default=-math.inf,
+            )
 
         roles = [WorkerRole.DECODE]
         if self._rules.require_disaggregation:
             roles.append(WorkerRole.PREFILL)
-        return min(
-            max(map(last, self._distinct(self._workers[role])), default=-math.inf) for role in roles
-        )
+        return min(map(last, roles))
+
+    def _has_ready(self, role: WorkerRole, name: str) -> bool:
+        """True if a worker of a set of weights is ready; empty: of any."""
+        if name:
+            return bool(self._weights.ready(role, name))
+        states = (WorkerState.READY.value, "mismatched")
+        return any(self._num_in_state[role, state] for state in states)
+
+    def _is_other(self, worker: WorkerClient, name: str) -> bool:
+        is_known = worker.info is not None
+        return bool(name) and is_known and self._weights.name_of(worker.origin) != name
 
     def report_transfer(
         self, prefill: WorkerClient, decode: WorkerClient, stats: KVTransferStats
@@ -240,7 +258,7 @@ class WorkerPool:
         failing.breaker.report_failure(may_open=not self._is_last(failing))
         if failing.breaker.is_open and not was_open:
             logger.warning("worker %s keeps failing: it gets no requests", failing.address)
-            self._on_change()
+            self._on_worker(failing)
 
     def report_success(self, working: WorkerClient) -> None:
         """A worker did its part of a request."""
@@ -248,36 +266,25 @@ class WorkerPool:
 
     def _is_last(self, worker: WorkerClient) -> bool:
         """True if no other worker of its role and weights is ready and not left out."""
-        return not any(w is not worker and not w.breaker.is_open for w in self._peers(worker))
+        name = self._weights.name_of(worker.origin)
+        working = self._table.workers(worker.role, name)
+        return len(working) == (worker in working)
 
     def _keep_last(self) -> None:
         """Use workers again if all of a role and of their weights that are ready keep failing, as
         the others have gone: that is better than nobody.
         """
-        for worker in (*self._distinct(self.decode), *self._distinct(self.prefill)):
-            if worker.is_ready and worker.breaker.is_open and self._is_last(worker):
+        for worker in tuple(self._failing):
+            if worker.is_ready and worker not in self._duplicates and self._is_last(worker):
                 logger.warning("worker %s keeps failing, but no other is left", worker.address)
                 worker.breaker.close()
-
-    def _peers(self, worker: WorkerClient) -> list[WorkerClient]:
-        """Return the workers that are ready and could take its place, itself among them."""
-        name = self._weights.name_of(worker.origin)
-        return [
-            other
-            for other in self._distinct(self._workers[worker.role])
-            if other.is_ready and self._weights.name_of(other.origin) == name
-        ]
+                self._note_breaker(worker)
 
     def _available(
-        self, workers: Sequence[WorkerClient], origins: Collection[Origin] = ()
-    ) -> list[WorkerClient]:
+        self, role: WorkerRole, origins: Collection[Origin] = ()
+    ) -> Collection[WorkerClient]:
         """Return those that are ready for a new request, or to go on with such an answer."""
-        name = self._weights.name_for(origins)
-        return [
-            worker
-            for worker in self._distinct(workers)
-            if worker.is_ready and name and self._weights.name_of(worker.origin) == name
-        ]
+        return self._weights.ready(role, self._weights.name_for(origins))
 
     def _raise_no_worker(self, origins: Collection[Origin]) -> NoReturn:
         if not any(origin.weights for origin in origins):
@@ -286,13 +293,6 @@ class WorkerPool:
             "the answer cannot be resumed here: no decode worker that is ready has the weights "
             "that began it"
         )
-
-    @property
-    def _has_pair(self) -> bool:
-        decode = frozenset(w for w in self._available(self.decode) if not w.breaker.is_open)
-        prefill = [w for w in self._available(self.prefill) if not w.breaker.is_open]
-        usable = self._pairs.usable()
-        return any(not decode.isdisjoint(usable.get(p, ())) for p in prefill)
 
     def _state_of(self, worker: WorkerClient) -> str:
         """Return a value of the metric's label `state`; one that is ready may be refused."""
@@ -306,13 +306,13 @@ class WorkerPool:
         self._on_change()
 
     def _is_settling(self) -> bool:
-        is_connecting = any(worker.state is WorkerState.CONNECTING for worker in self.prefill)
+        is_connecting = self._num_in_state[WorkerRole.PREFILL, WorkerState.CONNECTING.value] > 0
         return self._rules.disaggregation and (
             self._pairs.is_settling or (is_connecting and not self._has_settled)
         )
 
     def _client(self, role: WorkerRole, address: str) -> WorkerClient:
-        return WorkerClient(
+        client = WorkerClient(
             address,
             role=role,
             model=self._model,
@@ -320,24 +320,33 @@ class WorkerPool:
             # Its own for each client: a worker listed under two names would otherwise take the
             # second stream for a successor, and end what runs over the first.
             router_epoch=secrets.token_hex(16),
-            on_change=self._on_change,
+            on_change=lambda: self._on_worker(client),
             prefix_index=self.prefix_index,
             count_tokens=self._metrics.generation_tokens.labels(model=self._model.name).inc,
             timings=self._timings,
             tls=self._tls,
             clock=self._clock,
         )
+        return client
 
     def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
         before = {worker.address: worker for worker in self._workers[role]}
         self._workers[role] = tuple(
             before.get(address) or self._join(role, address) for address in addresses
         )
-        for worker in set(before.values()) - set(self._workers[role]):
+        gone = set(before.values()) - set(self._workers[role])
+        joined = set(self._workers[role]) - set(before.values())
+        self._list_workers()
+        for worker in gone:
             self._leaving[worker] = asyncio.create_task(
                 self._leave(worker), name=f"leave {worker.address}"
             )
-        self._on_change()
+        self._refresh((*gone, *joined))
+        self._notify()
+
+    def _list_workers(self) -> None:
+        self._listed.clear()
+        self._listed.update((w, place) for place, w in enumerate((*self.decode, *self.prefill)))
 
     def _join(self, role: WorkerRole, address: str) -> WorkerClient:
         for worker, task in self._leaving.items():
@@ -358,52 +367,78 @@ class WorkerPool:
         task.add_done_callback(self._closing.discard)
         await worker.close()
         # Its engine_id is free.
-        self._on_change()
-
-    def _on_change(self) -> None:
-        self._refresh()
+        self._refresh(self._duplicates.forget(worker))
         self._notify()
 
-    def _refresh(self) -> None:
+    def _on_worker(self, worker: WorkerClient) -> None:
+        self._refresh((worker,))
+        self._notify()
+
+    def _on_change(self) -> None:
+        """No worker has changed, but time has passed, or a pair is used or not any more."""
+        self._refresh(())
+        self._notify()
+
+    def _refresh(self, changed: Iterable[WorkerClient]) -> None:
+        """Take the workers that have changed as they are now; what it costs depends on them and on
+        whom they work with, not on how many there are.
+        """
         is_serving = bool(self._weights.name)
-        workers = (*self.decode, *self.prefill)
-        now = self._clock()
-        gone = [worker for worker in workers if not worker.is_ready]
-        self._gone_since = {worker: self._gone_since.get(worker, now) for worker in gone}
-        self._duplicates.update(workers, self._leaving, keeps_owners=is_serving)
+        touched = dict.fromkeys(changed)
+        for worker in tuple(touched):
+            touched.update(dict.fromkeys(self._duplicates.update(worker, keeps_owners=is_serving)))
+        for worker in touched:
+            self._note(worker)
+            self._count(worker)
+        self._pairs.advance()
+        num_dialed = self._num_in_state[WorkerRole.DECODE, WorkerState.CONNECTING.value]
+        if self._weights.decide(num_dialed=num_dialed, has_settled=self._has_settled):
+            for worker in self._listed:
+                self._count(worker)
         self._keep_last()
-        prefill, decode = self._distinct(self.prefill), self._distinct(self.decode)
-        if self._rules.disaggregation:
-            self._pairs.update(prefill, decode)
-        self._weights.update(
-            prefill, decode, usable=self._pairs.usable(), has_settled=self._has_settled
-        )
-        available = [*self._available(self.decode), *self._available(self.prefill)]
-        self.limits = _limits([w.info for w in available if w.info is not None])
-        self._trials.update(workers)
-        has_decode = bool(self._available(self.decode))
+        self.limits = self._limits.of(self._weights.name)
+        self._trials.update(self._failing)
+        has_decode = bool(self._available(WorkerRole.DECODE))
         self._was_ready = has_decode and (self._was_ready or self.is_ready)
-        self._count()
+        self._show_counts()
 
-    def _distinct(self, workers: Sequence[WorkerClient]) -> list[WorkerClient]:
-        return [worker for worker in workers if worker not in self._duplicates.all]
+    def _note(self, worker: WorkerClient) -> None:
+        is_listed = worker in self._listed
+        if is_listed and not worker.is_ready:
+            self._gone_since.setdefault(worker, self._clock())
+        else:
+            self._gone_since.pop(worker, None)
+        is_distinct = is_listed and worker not in self._duplicates
+        self._weights.note(worker, is_listed=is_distinct)
+        name = self._weights.name_of(worker.origin) if is_distinct and worker.is_ready else ""
+        self._limits.set(worker, name)
+        self._note_breaker(worker)
+        if self._rules.disaggregation:
+            self._pairs.update(worker, is_listed=is_distinct)
 
-    def _count(self) -> None:
-        for role, workers in self._workers.items():
+    def _note_breaker(self, worker: WorkerClient) -> None:
+        """It may take requests, or may not, as it keeps failing."""
+        is_listed, is_failing = worker in self._listed, worker.breaker.is_open
+        if is_listed and is_failing:
+            self._failing[worker] = None
+        else:
+            self._failing.pop(worker, None)
+        is_used = is_listed and worker.is_ready and worker not in self._duplicates
+        name = self._weights.name_of(worker.origin)
+        self._table.place(worker, name if is_used and not is_failing else "")
+
+    def _count(self, worker: WorkerClient) -> None:
+        if (before := self._states.pop(worker, None)) is not None:
+            self._num_in_state[worker.role, before] -= 1
+        if worker in self._listed:
+            self._states[worker] = state = self._state_of(worker)
+            self._num_in_state[worker.role, state] += 1
+
+    def _show_counts(self) -> None:
+        for role in WorkerRole:
             name = role.name.lower()
-            counts = Counter(self._state_of(worker) for worker in workers)
             for state in WORKER_STATES:
-                self._metrics.workers.labels(role=name, state=state).set(counts[state])
-            num_failing = sum(worker.breaker.is_open for worker in workers)
+                number = self._num_in_state[role, state]
+                self._metrics.workers.labels(role=name, state=state).set(number)
+            num_failing = sum(worker.role is role for worker in self._failing)
             self._metrics.workers_failing.labels(role=name).set(num_failing)
-
-
-def _limits(infos: Sequence[EngineInfo]) -> ModelLimits | None:
-    if not infos:
-        return None
-    return ModelLimits(
-        max_model_len=min(info.max_model_len for info in infos),
-        vocab_size=min(info.vocab_size for info in infos),
-        eos_token_ids=infos[0].eos_token_ids,
-        capabilities=Capabilities.shared(map(Capabilities.of, infos)),
-    )

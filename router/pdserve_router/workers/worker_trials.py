@@ -21,9 +21,14 @@ class WorkerTrials:
     """
 
     def __init__(
-        self, on_change: Callable[[], None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        on_change: Callable[[WorkerClient], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called when a breaker has closed, and has to call `update`."""
+        """`on_change` is called with a worker whose breaker has closed, and has to call
+        `update`.
+        """
         self._on_change = on_change
         self._clock = clock
         self._workers: tuple[WorkerClient, ...] = ()
@@ -32,7 +37,7 @@ class WorkerTrials:
         self._is_closed = False
 
     def update(self, workers: Iterable[WorkerClient]) -> None:
-        """Take the pool's workers as they are now."""
+        """Take those whose breaker is open."""
         self._workers = tuple(workers)
         self._advance()
 
@@ -82,7 +87,7 @@ class WorkerTrials:
         if (error := trial.exception()) is None:
             logger.info("worker %s works again", worker.address)
             breaker.close()
-            self._on_change()
+            self._on_change(worker)
             return
         is_expected = isinstance(error, ProbeFailedError)
         logger.warning(

@@ -1,0 +1,164 @@
+"""Whom one request may go to."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_router.workers.indexed_set import IndexedSet
+from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
+from pdserve_router.workers.route_table import RouteTable
+from pdserve_router.workers.worker_client import WorkerClient
+
+# So many are looked at if the first ones drawn cannot take a request.
+MAX_LOOKED_AT = 64
+
+
+class Candidates:
+    """The workers that may take one request. Policies draw from them: nobody looks at all."""
+
+    __slots__ = (
+        "_cached",
+        "_exclude",
+        "_index",
+        "_max_queue_tokens",
+        "_name",
+        "_only_decode",
+        "_table",
+    )
+
+    def __init__(
+        self,
+        table: RouteTable,
+        name: str,
+        *,
+        index: PrefixIndex[WorkerClient] | None = None,
+        exclude: AbstractSet[WorkerClient] = frozenset(),
+        only_decode: WorkerClient | None = None,
+        max_queue_tokens: int = 0,
+    ) -> None:
+        """Those of the weights `name`; `only_decode` is the only decode worker, if there is one.
+        Prefill workers with more waiting tokens than `max_queue_tokens` get none; 0: no limit.
+        """
+        self._table = table
+        self._name = name
+        self._index = index
+        self._cached: Mapping[WorkerClient, int] | None = None
+        self._exclude = exclude
+        self._only_decode = only_decode
+        self._max_queue_tokens = max_queue_tokens
+
+    def draw_prefill(self, num: int) -> list[WorkerClient]:
+        """Return up to `num` prefill workers that have partners and room in their queue."""
+        if not self._exclude and not self._max_queue_tokens:
+            return draw(self._paired().items, num)
+        return self._draw(self._paired(), num, self._has_room)
+
+    def draw_partners(self, prefill: WorkerClient, num: int) -> list[WorkerClient]:
+        """Return up to `num` decode workers that work with it; with one that was drawn there is at
+        least one, if MAX_LOOKED_AT of them show it.
+        """
+        if self._only_decode is not None:
+            return [self._only_decode]
+        return self._draw(self._table.partners(prefill), num, self._is_allowed)
+
+    def draw_decode(self, num: int) -> list[WorkerClient]:
+        """Return up to `num` decode workers."""
+        return self._draw(self._decode(), num, self._is_allowed)
+
+    def num_cached(self, request: EngineCoreRequest) -> Mapping[WorkerClient, int]:
+        """Return how many leading tokens of the request, for which these are, each worker has
+        cached, also those that may not take it; who has none is left out.
+        """
+        if self._cached is None:
+            size = self._block_size
+            lengths: Mapping[WorkerClient, int] = {}
+            if self._index is not None and size:
+                lengths = self._index.num_cached(prefix_hashes(request, size))
+            self._cached = {worker: num * size for worker, num in lengths.items()}
+        return self._cached
+
+    @property
+    def _block_size(self) -> int:
+        """Of the workers' caches; 0 if there are none."""
+        decode = self._table.workers(WorkerRole.DECODE, self._name).items
+        info = decode[0].info if decode else None
+        return info.block_size if info is not None and info.has_prefix_caching else 0
+
+    def allows_prefill(self, worker: WorkerClient) -> bool:
+        """True if it has partners and room in its queue."""
+        return worker in self._paired() and self._has_room(worker)
+
+    def allows_decode(self, worker: WorkerClient) -> bool:
+        is_wanted = self._only_decode in (None, worker)
+        workers = self._table.workers(WorkerRole.DECODE, self._name)
+        return is_wanted and worker in workers and worker not in self._exclude
+
+    def are_partners(self, prefill: WorkerClient, decode: WorkerClient) -> bool:
+        return decode in self._table.partners(prefill)
+
+    def has_pair(self) -> bool:
+        """True if there are pairs, whatever waits in their queues."""
+        return bool(self._draw(self._paired(), 1, self._has_partner))
+
+    def has_prefill(self) -> bool:
+        """True if there are prefill workers, whether they have partners or not."""
+        workers = self._table.workers(WorkerRole.PREFILL, self._name)
+        return bool(self._draw(workers, 1, self._is_allowed))
+
+    def _paired(self) -> IndexedSet[WorkerClient]:
+        if self._only_decode is not None:
+            return self._table.partners(self._only_decode)
+        return self._table.paired(WorkerRole.PREFILL, self._name)
+
+    def _decode(self) -> IndexedSet[WorkerClient]:
+        workers = self._table.workers(WorkerRole.DECODE, self._name)
+        if self._only_decode is None:
+            return workers
+        only: IndexedSet[WorkerClient] = IndexedSet()
+        if self._only_decode in workers:
+            only.add(self._only_decode)
+        return only
+
+    def _is_allowed(self, worker: WorkerClient) -> bool:
+        return worker not in self._exclude
+
+    def _has_partner(self, prefill: WorkerClient) -> bool:
+        if prefill in self._exclude:
+            return False
+        if not self._exclude or self._only_decode is not None:
+            return True
+        return any(decode not in self._exclude for decode in self._table.partners(prefill))
+
+    def _has_room(self, prefill: WorkerClient) -> bool:
+        waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0
+        limit = self._max_queue_tokens
+        return not 0 < limit < waiting and self._has_partner(prefill)
+
+    def _draw(
+        self,
+        workers: IndexedSet[WorkerClient],
+        num: int,
+        accepts: Callable[[WorkerClient], bool],
+    ) -> list[WorkerClient]:
+        """Return up to `num` that are accepted, of few that are drawn; of more if too few are."""
+        drawn = [worker for worker in draw(workers.items, num) if accepts(worker)]
+        if len(drawn) < min(num, len(workers)):
+            drawn = [w for w in draw(workers.items, MAX_LOOKED_AT) if accepts(w)]
+            random.shuffle(drawn)
+        return drawn[:num]
+
+
+def draw(workers: Sequence[WorkerClient], num: int) -> list[WorkerClient]:
+    """Return `num` of them in random order, fewer where one was drawn twice; all if there are no
+    more.
+    """
+    size = len(workers)
+    if size > num:
+        return [
+            workers[i] for i in dict.fromkeys([int(random.random() * size) for _ in range(num)])
+        ]
+    every = list(workers)
+    if size > 1:
+        random.shuffle(every)
+    return every

@@ -1,0 +1,69 @@
+"""What every worker of a set of weights can take."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from pdserve_common.capabilities import NO_EXTRAS, Capabilities
+from pdserve_common.engine_types import EngineInfo
+from pdserve_router.workers.worker_client import WorkerClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What every ready worker can take."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    # What all of them serve besides.
+    capabilities: Capabilities = NO_EXTRAS
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> "ModelLimits":
+        return cls(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            capabilities=Capabilities.of(info),
+        )
+
+
+class SharedLimits:
+    """The limits of each set of weights, counted as workers come and go."""
+
+    def __init__(self) -> None:
+        self._each: dict[WorkerClient, tuple[str, ModelLimits]] = {}
+        self._counts: defaultdict[str, Counter[ModelLimits]] = defaultdict(Counter)
+
+    def set(self, worker: WorkerClient, name: str) -> None:
+        """Take a worker whose weights are `name`; empty: it takes no requests."""
+        limits = ModelLimits.of(worker.info) if name and worker.info is not None else None
+        entry = (name, limits) if limits is not None else None
+        before = self._each.pop(worker, None)
+        if entry is not None:
+            self._each[worker] = entry
+            self._counts[entry[0]][entry[1]] += 1
+        if before is not None:
+            self._remove(*before)
+
+    def of(self, name: str) -> ModelLimits | None:
+        """Return what all workers of these weights can take; None if there are none."""
+        every = self._counts.get(name)
+        if not every:
+            return None
+        if len(every) == 1:
+            return next(iter(every))
+        return ModelLimits(
+            max_model_len=min(each.max_model_len for each in every),
+            vocab_size=min(each.vocab_size for each in every),
+            eos_token_ids=next(iter(every)).eos_token_ids,
+            capabilities=Capabilities.shared(each.capabilities for each in every),
+        )
+
+    def _remove(self, name: str, limits: ModelLimits) -> None:
+        counts = self._counts[name]
+        counts[limits] -= 1
+        if not counts[limits]:
+            del counts[limits]
+        if not counts:
+            del self._counts[name]

@@ -1,0 +1,171 @@
+"""The pair of workers that a request costs least, by what they have cached and what waits there."""
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
+from pdserve_router.workers.candidates import Candidates
+from pdserve_router.workers.prefix_index import num_known_tokens
+from pdserve_router.workers.worker_client import WorkerClient
+
+# Of each role: so many of those with the longest prefix cached, and so many drawn at random.
+_NUM_CACHED = 3
+_NUM_DRAWN = 2
+# What was sent counts until the worker's next stats, but for no longer: idle workers send none.
+_SENT_S = 2.0
+
+# Pairs whose costs differ by less cost the same.
+_TIE = 8.0
+
+Cached = Mapping[WorkerClient, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingWeights:
+    """What things cost, in prompt tokens that a prefill worker has to compute."""
+
+    # A prompt token that waits on P before the request.
+    routing_queue_weight: float = 1.0
+    # A request that is on D.
+    routing_decode_weight: float = 16.0
+    # A token that D has no free block for.
+    routing_room_weight: float = 1.0
+    # A token whose KV has to be moved to D.
+    routing_transfer_weight: float = 0.1
+    # P and D on different hosts.
+    routing_topology_weight: float = 32.0
+
+
+class _Sent:
+    """What was sent to workers and is not in their stats yet."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sent: WeakKeyDictionary[WorkerClient, tuple[SchedulerStats | None, float, float]] = (
+            WeakKeyDictionary()
+        )
+
+    def get(self, worker: WorkerClient) -> float:
+        entry = self._sent.get(worker)
+        if entry is None or entry[0] is not worker.stats or self._clock() > entry[2]:
+            return 0.0
+        return entry[1]
+
+    def add(self, worker: WorkerClient, amount: float) -> None:
+        total = self.get(worker) + amount
+        self._sent[worker] = (worker.stats, total, self._clock() + _SENT_S)
+
+
+class PrefixRouting:
+    """Chooses P and D together: the pair of least cost among those that have most of the prompt
+    cached and a few that are drawn, so a prefix is used until that costs more than to compute it
+    elsewhere. Of two that cost the same either is taken.
+    """
+
+    def __init__(
+        self, weights: RoutingWeights, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._weights = weights
+        # Tokens to P, requests to D.
+        self._sent = _Sent(clock)
+
+    def pick_pair(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> tuple[WorkerClient, WorkerClient] | None:
+        """See RoutingPolicy."""
+        cached = candidates.num_cached(request)
+        num_known = num_known_tokens(request)
+        prefill = self._prefill_costs(num_known, cached, candidates)
+        decode: dict[WorkerClient, float] = {}
+        holders = [d for d in _longest(cached, WorkerRole.DECODE) if candidates.allows_decode(d)]
+        costs = []
+        for p, p_cost in prefill.items():
+            drawn = candidates.draw_partners(p, _NUM_DRAWN)
+            for d in {*drawn, *(d for d in holders if candidates.are_partners(p, d))}:
+                if d not in decode:
+                    decode[d] = self._decode_cost(d, num_known, cached)
+                costs.append((p_cost + decode[d] + self._distance(p, d), (p, d)))
+        if not costs:
+            return None
+        p, d = _one_of_best(costs)
+        self._sent.add(p, num_known - cached.get(p, 0))
+        self._sent.add(d, 1)
+        return p, d
+
+    def pick_decode(
+        self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
+    ) -> WorkerClient | None:
+        """See RoutingPolicy. What D has not cached it computes itself."""
+        cached = candidates.num_cached(request)
+        num_known = num_known_tokens(request)
+        holders = [d for d in _longest(cached, WorkerRole.DECODE) if candidates.allows_decode(d)]
+        costs = [
+            (num_known - cached.get(d, 0) + self._decode_cost(d, num_known, cached), d)
+            for d in {*candidates.draw_decode(_NUM_DRAWN), *holders}
+        ]
+        if not costs:
+            return None
+        chosen = _one_of_best(costs)
+        self._sent.add(chosen, 1)
+        return chosen
+
+    def _prefill_costs(
+        self, num_known: int, cached: Cached, candidates: Candidates
+    ) -> dict[WorkerClient, float]:
+        holders = [p for p in _longest(cached, WorkerRole.PREFILL) if candidates.allows_prefill(p)]
+        workers = dict.fromkeys((*holders, *candidates.draw_prefill(_NUM_DRAWN)))
+        return {p: num_known - cached.get(p, 0) + self._queue_cost(p) for p in workers}
+
+    def _queue_cost(self, prefill: WorkerClient) -> float:
+        num_waiting = self._sent.get(prefill)
+        if (stats := prefill.stats) is not None:
+            num_waiting += stats.num_waiting_tokens
+            # Half of a step is still to come.
+            num_waiting += stats.step_num_tokens / 2 if stats.num_running_reqs else 0
+        return num_waiting * self._weights.routing_queue_weight
+
+    def _decode_cost(self, decode: WorkerClient, num_known: int, cached: Cached) -> float:
+        weights = self._weights
+        num_missing = num_known - cached.get(decode, 0)
+        num_requests = self._sent.get(decode)
+        num_lacking = 0
+        if (stats := decode.stats) is not None:
+            num_requests += stats.num_running_reqs + stats.num_waiting_reqs
+            block_size = decode.info.block_size if decode.info is not None else 0
+            num_lacking = max(0, num_missing - stats.num_free_blocks * block_size)
+        return (
+            max(num_requests, decode.num_in_flight) * weights.routing_decode_weight
+            + num_lacking * weights.routing_room_weight
+            + num_missing * weights.routing_transfer_weight
+        )
+
+    def _distance(self, prefill: WorkerClient, decode: WorkerClient) -> float:
+        is_same = _host(prefill.address) == _host(decode.address)
+        return 0.0 if is_same else self._weights.routing_topology_weight
+
+
+def _longest(cached: Cached, role: WorkerRole) -> list[WorkerClient]:
+    """Return those of a role that have most; of equal ones any."""
+    if not cached:
+        return []
+    every = [(num, random.random(), w) for w, num in cached.items() if w.role is role]
+    return [worker for *_, worker in heapq.nlargest(_NUM_CACHED, every)]
+
+
+def _one_of_best(costs: Sequence[tuple[float, T]]) -> T:
+    best = heapq.nsmallest(2, costs, key=itemgetter(0))
+    is_tie = best[-1][0] - best[0][0] < _TIE
+    return random.choice(best)[1] if is_tie else best[0][1]
+
+
+@lru_cache(maxsize=4096)
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
