@@ -20,12 +20,8 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import NoWorkerError
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import LinkLostError, LinkTimings
-from pdserve_router.workers.worker_client import (
-    TokenCallback,
-    WorkerClient,
-    WorkerState,
-    no_token,
-)
+from pdserve_router.workers.listeners import TokenCallback, no_token
+from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.fake_worker import MODEL, FakeWorker, hang
 from support.router_stack import TIMINGS
 from support.waiting import until

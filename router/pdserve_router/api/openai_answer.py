@@ -54,6 +54,8 @@ class Answer:
                 self._endings[index] = output
                 if len(self._endings) == len(self._forms):
                     data += form.end_events(self._usage(), _metrics(output))
+                    await _send_body(data, send, guard, is_end=True)
+                    return
             await _send_body(data, send, guard)
         await guard.write(send(_END_MESSAGE))
 
@@ -110,10 +112,15 @@ async def _chain(first: tuple[int, RequestOutput], rest: MergedOutputs) -> Merge
         yield item
 
 
-async def _send_body(data: bytes | memoryview, send: Send, guard: StallGuard) -> None:
+async def _send_body(
+    data: bytes | memoryview, send: Send, guard: StallGuard, *, is_end: bool = False
+) -> None:
+    """With `is_end` nothing follows: a message of its own for that took another write."""
     view = memoryview(data)
     for start in range(0, len(view), _SLICE_BYTES):
-        await guard.write(send(_body_message(view[start : start + _SLICE_BYTES])))
+        end = start + _SLICE_BYTES
+        is_last = is_end and end >= len(view)
+        await guard.write(send(_body_message(view[start:end], more=not is_last)))
 
 
 def _metrics(output: RequestOutput) -> RequestMetrics:
@@ -135,5 +142,5 @@ def _start_message(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, object]:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def _body_message(data: memoryview) -> dict[str, object]:
-    return {"type": "http.response.body", "body": data, "more_body": True}
+def _body_message(data: memoryview, *, more: bool) -> dict[str, object]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -12,13 +12,9 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import EngineDeadError, NoWorkerError
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.workers.legs import has_failed, make_legs
+from pdserve_router.workers.listeners import OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.route_chooser import Route
-from pdserve_router.workers.worker_client import (
-    OutputCallback,
-    TokenCallback,
-    WorkerClient,
-    no_token,
-)
+from pdserve_router.workers.worker_client import WorkerClient
 
 # How a handoff ends; values of a metric's label.
 HandoffOutcome = Literal[

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,8 +59,13 @@ class Usage:
     @classmethod
     def total(cls, usages: Iterable["Usage"]) -> "Usage":
         """Return the sum of those of several requests."""
-        rows = zip(*map(dataclasses.astuple, usages), strict=True)
-        return cls(**dict(zip(cls.__slots__, map(sum, rows), strict=True)))
+        first, *others = usages
+        return functools.reduce(_add, others, first)
+
+
+def _add(one: Usage, other: Usage) -> Usage:
+    names = Usage.__slots__
+    return Usage(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
 """Where a request's time went: stages that exclude each other and sum exactly."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+from prometheus_client import Histogram
 
 from pdserve_common.engine_types import KVTransferStats, PrefillStats
 from pdserve_common.metrics import RouterMetrics
@@ -170,21 +173,21 @@ def measure(
 
 def observe_first_token(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
     """Export what a request took to its first token, once it has one."""
-    ttft = metrics.time_to_first_token.labels(model=model, path=timing.path)
+    ttft = _series(metrics.time_to_first_token, model, timing.path)
     ttft.observe(timing.ttft_ns / 1e9)
     _observe_stages(metrics, timing, TTFT_STAGES)
 
 
 def observe_end(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -> None:
     """Export what a finished request took as a whole, and behind its first token."""
-    metrics.request_duration.labels(model=model).observe(timing.e2e_ns / 1e9)
+    _series(metrics.request_duration, model).observe(timing.e2e_ns / 1e9)
     if timing.first_itl_ns:
-        metrics.first_itl.labels(model=model).observe(timing.first_itl_ns / 1e9)
+        _series(metrics.first_itl, model).observe(timing.first_itl_ns / 1e9)
         # Zeros of requests without a handoff would hide what a handoff takes.
         has_handoff = timing.first_decode_step_ns > 0
         _observe_stages(metrics, timing, FIRST_ITL_STAGES if has_handoff else ("decode_return",))
     if timing.mean_itl_ns:
-        metrics.time_per_output_token.labels(model=model).observe(timing.mean_itl_ns / 1e9)
+        _series(metrics.time_per_output_token, model).observe(timing.mean_itl_ns / 1e9)
     if timing.kv_transfer_ns:
         _observe_stages(metrics, timing, ("kv_transfer",))
 
@@ -192,7 +195,13 @@ def observe_end(metrics: RouterMetrics, timing: RequestMetrics, *, model: str) -
 def _observe_stages(metrics: RouterMetrics, timing: RequestMetrics, stages: Sequence[str]) -> None:
     for stage in stages:
         seconds = getattr(timing, f"{stage}_ns") / 1e9
-        metrics.stage.labels(stage=stage).observe(seconds)
+        _series(metrics.stage, stage).observe(seconds)
+
+
+@functools.lru_cache(64)
+def _series(metric: Histogram, *labels: str) -> Histogram:
+    """Return what `labels` does, which takes 3 us and is asked for 13 times a request."""
+    return metric.labels(*labels)
 
 
 def _since(start_ns: int, end_ns: int) -> int:

@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import grpc
 
@@ -46,19 +45,11 @@ from pdserve_router.workers.attach_client import (
 )
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower
+from pdserve_router.workers.listeners import Listeners, OutputCallback, TokenCallback, no_token
 from pdserve_router.workers.origin import UNKNOWN, Origin
 from pdserve_router.workers.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
-
-OutputCallback = Callable[[EngineCoreOutput], None]
-# Takes a token, its index in the answer and the time (ns), or returns False.
-TokenCallback = Callable[[int, int, int], bool]
-
-
-def no_token(token_id: int, index: int, now_ns: int) -> bool:
-    """Take none: each comes as an output."""
-    return False
 
 
 class WorkerState(enum.Enum):
@@ -76,15 +67,6 @@ class WorkerState(enum.Enum):
 
 # In these it has a stream and runs requests.
 _ATTACHED = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
-
-
-class _Listener(NamedTuple):
-    request_id: str
-    attempt: int
-    handle: int
-    on_output: OutputCallback
-    on_defect: Callable[[], None]
-    take_token: TokenCallback
 
 
 class WorkerClient:
@@ -131,12 +113,7 @@ class WorkerClient:
         self._count_tokens = count_tokens
         self._timings = timings or LinkTimings()
         self._tls = tls
-        self._listeners: dict[str, _Listener] = {}
-        # The same ones by what the worker calls them in columns of tokens.
-        self._by_handle: dict[int, _Listener] = {}
-        self._last_handle = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._listeners = Listeners()
         self._stream: AttachStream | None = None
         # The first frame that has not come; 0 before the first one.
         self._next_frame_seq = 0
@@ -181,7 +158,7 @@ class WorkerClient:
 
     async def wait_until_idle(self) -> None:
         """Return when no request is in flight. As bounded as the requests' deadlines are."""
-        await self._is_idle.wait()
+        await self._listeners.wait_until_none()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"attach {self.address}")
@@ -214,38 +191,18 @@ class WorkerClient:
         if self.state not in (WorkerState.READY, WorkerState.PAUSED):
             raise NoWorkerError(f"worker {self.address} is {self.state.value}")
         message = wire.to_proto(request)
-        if (replaced := self._listeners.get(request.request_id)) is not None:
-            del self._by_handle[replaced.handle]
-        self._last_handle += 1
-        listener = _Listener(
-            request.request_id,
-            request.attempt,
-            self._last_handle,
-            on_output,
-            on_defect,
-            take_token,
-        )
-        self._listeners[request.request_id] = listener
-        self._by_handle[listener.handle] = listener
-        self._is_idle.clear()
-        self._send(service_pb2.AttachRequest(add_request=message, handle=listener.handle))
+        handle = self._listeners.add(request, on_output, on_defect, take_token)
+        self._send(service_pb2.AttachRequest(add_request=message, handle=handle))
 
     def abort(self, request_id: str) -> None:
         """End a request; its callback is not called any more. Workers ignore ids they do not know,
         so it may also be called after the last output.
         """
-        self._forget(request_id)
+        self._listeners.forget(request_id)
         # A lost stream has aborted its requests already; the successor of a broken one does not ask
         # for this request, or finds it adopted and aborts it then.
         if self.state in _ATTACHED:
             self._abort_there(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        listener = self._listeners.pop(request_id, None)
-        if listener is not None:
-            del self._by_handle[listener.handle]
-        if not self._listeners:
-            self._is_idle.set()
 
     def _abort_there(self, *request_ids: str) -> None:
         abort = service_pb2.AbortRequests(request_ids=request_ids)
@@ -315,8 +272,8 @@ class WorkerClient:
                 worker_epoch=self.epoch,
                 next_frame_seq=max(self._next_frame_seq, 1),
                 requests=[
-                    service_pb2.RequestAttempt(request_id=request_id, attempt=listener.attempt)
-                    for request_id, listener in self._listeners.items()
+                    service_pb2.RequestAttempt(request_id=request_id, attempt=attempt)
+                    for request_id, attempt in self._listeners.attempts().items()
                 ],
             )
             hello.resume.CopyFrom(resume)
@@ -387,8 +344,9 @@ class WorkerClient:
 
     def _adopt(self, adopted: set[tuple[str, int]]) -> None:
         """Keep what the worker still has of ours, end the rest on this side and on the other."""
-        kept = {name for name, attempt in adopted if self._attempt_of(name) == attempt}
-        for request_id in self._listeners.keys() - kept:
+        ours = self._listeners.attempts()
+        kept = {name for name, attempt in adopted if ours.get(name) == attempt}
+        for request_id in ours.keys() - kept:
             self._end_as_lost(request_id, "it no longer has the request")
         if unwanted := {name for name, _ in adopted} - kept:
             self._abort_there(*unwanted)
@@ -396,42 +354,13 @@ class WorkerClient:
             # The worker may have forgotten us and count anew; old frames are nobody's.
             self._next_frame_seq = 0
 
-    def _attempt_of(self, request_id: str) -> int | None:
-        listener = self._listeners.get(request_id)
-        return listener.attempt if listener is not None else None
-
     def _on_tokens(self, tokens: core_pb2.TokenColumns) -> None:
-        """The way of most tokens: what is done here is done for each of them."""
         if not len(tokens.handles) == len(tokens.token_ids) == len(tokens.token_indexes):
             raise LinkLostError("its columns of tokens differ in length")
-        now_ns = time.monotonic_ns()
-        num_taken = 0
         rows = zip(tokens.handles, tokens.token_ids, tokens.token_indexes, strict=True)
-        for handle, token_id, index in rows:
-            # Unknown ones were under way when the request was aborted or sent again.
-            listener = self._by_handle.get(handle)
-            if listener is None:
-                continue
-            try:
-                is_taken = listener.take_token(token_id, index, now_ns)
-            except Exception:
-                self._on_defect(listener)
-                continue
-            num_taken += is_taken
-            if not is_taken:
-                self._dispatch_token(listener, token_id, index)
-        if num_taken:
+        if num_taken := self._listeners.dispatch_tokens(rows, time.monotonic_ns()):
+            # Once a frame: a counter takes 1 us.
             self._count_tokens(num_taken)
-
-    def _dispatch_token(self, listener: _Listener, token_id: int, index: int) -> None:
-        self._dispatch(
-            EngineCoreOutput(
-                request_id=listener.request_id,
-                attempt=listener.attempt,
-                new_token_ids=(token_id,),
-                first_token_index=index,
-            )
-        )
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
         if outputs.scheduler_stats is not None:
@@ -439,7 +368,7 @@ class WorkerClient:
         for output in outputs.outputs:
             if output.error is not None and output.error.code is ErrorCode.DRAINING:
                 self._on_draining()
-            self._dispatch(output)
+            self._listeners.dispatch(output)
         for request_id in outputs.finished_requests:
             self._end_with(
                 request_id,
@@ -449,24 +378,6 @@ class WorkerClient:
             )
         if outputs.engine_dead is not None:
             raise LinkLostError(f"its engine died: {outputs.engine_dead.message}")
-
-    def _dispatch(self, output: EngineCoreOutput) -> None:
-        # Unknown ids and other attempts were under way when the request was aborted or sent again.
-        listener = self._listeners.get(output.request_id)
-        if listener is None or listener.attempt != output.attempt:
-            return
-        if output.finished:
-            self._forget(output.request_id)
-        try:
-            listener.on_output(output)
-        except Exception:
-            self._on_defect(listener)
-
-    def _on_defect(self, listener: _Listener) -> None:
-        """A defect while taking one request's output must not end the others' stream."""
-        logger.exception("request %s: cannot take an output", listener.request_id)
-        self._forget(listener.request_id)
-        listener.on_defect()
 
     def _on_heartbeat(self, heartbeat: service_pb2.Heartbeat) -> None:
         self.num_routers = max(1, heartbeat.num_routers)
@@ -539,7 +450,7 @@ class WorkerClient:
         self._fail_all(reason, error_type)
 
     def _fail_all(self, reason: str, error_type: type[PdserveError] = EngineDeadError) -> None:
-        for request_id in list(self._listeners):
+        for request_id in self._listeners.attempts():
             self._end_as_lost(request_id, reason, error_type)
 
     def _end_as_lost(
@@ -549,12 +460,12 @@ class WorkerClient:
         self._end_with(request_id, error.to_engine_error())
 
     def _end_with(self, request_id: str, error: EngineError) -> None:
-        listener = self._listeners.get(request_id)
-        if listener is not None:
-            self._dispatch(
+        attempt = self._listeners.attempt_of(request_id)
+        if attempt is not None:
+            self._listeners.dispatch(
                 EngineCoreOutput(
                     request_id=request_id,
-                    attempt=listener.attempt,
+                    attempt=attempt,
                     finish_reason=FinishReason.ERROR,
                     error=error,
                 )
