@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+import tokenizers
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdserve_common.block_hash import extend_block_hashes, truncated_hashes
@@ -25,6 +26,7 @@ from pdserve_common.engine_types import (
     FinishReason,
     PauseMode,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from pdserve_common.errors import (
     DrainingError,
@@ -40,6 +42,7 @@ from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.runner.rank import Rank
+from support.grammars import EOS, MODEL
 from support.metrics import samples_of
 from support.scripted_engine import apply_events
 from support.waiting import until
@@ -60,10 +63,10 @@ def start(make_model: Callable[..., Path]) -> Callable[..., Any]:
 
     @contextlib.asynccontextmanager
     async def start(
-        kind: str, registry: CollectorRegistry | None = None
+        kind: str, registry: CollectorRegistry | None = None, model: Path | None = None
     ) -> AsyncIterator[WorkerEngine]:
         config = EngineConfig(
-            model=str(make_model(max_position_embeddings=MAX_MODEL_LEN)),
+            model=str(model or make_model(max_position_embeddings=MAX_MODEL_LEN)),
             dtype="float32",
             num_threads=1,
             kv_connector="none",
@@ -114,7 +117,7 @@ class Client:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=fields.pop("prompt", PROMPT),
-            sampling_params=params,
+            sampling_params=fields.pop("params", params),
             client_index=self.index,
             **fields,
         )
@@ -208,6 +211,29 @@ async def test_a_request_gets_the_tokens_of_transformers_and_one_end(
     lengths = [len(output.new_token_ids) for output in client.outputs("a")]
     assert indexes == [sum(lengths[:i]) for i in range(len(lengths))]
     await until_idle(engine)
+
+
+async def test_grammars_are_followed_or_refused(kind: str, start: Callable[..., Any]) -> None:
+    wanted = {
+        "choice": StructuredOutputsParams(choice=("two cats",)),
+        "regex": StructuredOutputsParams(regex="(ab){3}"),
+    }
+    asked = {**wanted, "refused": StructuredOutputsParams(grammar="root ::= nowhere")}
+    async with start(kind, model=MODEL) as engine:
+        assert "structured_outputs" in engine.info.served_fields
+        client = Client(engine)
+        for name, constraint in asked.items():
+            params = SamplingParams(max_tokens=32, structured_outputs=constraint)
+            client.add(name, params=params, eos_token_id=EOS)
+        for name in wanted:
+            assert await client.finish_reason(name) is FinishReason.STOP
+        refusal = (await client.end_of("refused")).error
+        assert refusal is not None
+        assert refusal.code is ErrorCode.INVALID_ARGUMENT
+        assert "nowhere" in refusal.message
+    tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    answers = [tokenizer.decode(client.tokens(name)) for name in wanted]
+    assert answers == ["two cats", "ababab"]
 
 
 async def test_requests_of_a_front_end_are_served_in_order(client: Client) -> None:

@@ -14,6 +14,10 @@ TOOLS = [
 ]
 
 
+# Nothing enforces its schema.
+UNENFORCED = '{"type": "object", "allOf": [{"type": "object"}, {"type": "object"}]}'
+
+
 @pytest.fixture
 async def stack(start_stack):
     async with start_stack(answer=CALLING) as stack:
@@ -108,6 +112,18 @@ async def test_the_template_gets_calls_and_their_results(stack, tokenizer) -> No
         '<|im_start|>assistant\n<think>hm</think><tool_call>{"name": "now", "arguments": '
         '{"at": [1]}}</tool_call><|im_end|>\n<|im_start|>tool\nnoon<|im_end|>'
     ) in tokenizer.decode(stack.decode.requests[-1].prompt_token_ids)
+
+
+async def test_a_strict_tool_is_enforced_or_refused(start_stack) -> None:
+    info = {"served_fields": ("structured_outputs",)}
+    async with start_stack(answer=CALLING, info=info) as stack:
+        for strict in (None, False, True):
+            tool = pb2.Tool(name="now", parameters=UNENFORCED, strict=strict)
+            prompt = chat(tools=[tool], tool_choice=pb2.TOOL_CHOICE_REQUIRED)
+            if strict:
+                assert "tools.now.parameters: " in await refusal_of(stack, prompt)
+            else:
+                assert await outputs_of(stack, prompt)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,13 @@ from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
 SERVED = {"served_fields": ("structured_outputs",)}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "b"}}
+STRUCTURES = {
+    "structures": [
+        {"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"},
+        {"begin": "<f=b>", "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
 PATHS = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 64},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -41,6 +48,10 @@ NOW = {"type": "function", "function": {"name": "now"}}
 def response_format(schema: object = SCHEMA, **more: object) -> dict:
     named = {"name": "n", "schema": schema, **more}
     return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def tagged(**fields: object) -> dict:
+    return {"response_format": {"type": "structural_tag", **fields}}
 
 
 def both_names(kind: str, value: object) -> list[dict]:
@@ -70,7 +81,10 @@ ASKED = {
     "choice": (both_names("choice", ["red", "blue"]), ("blue", "re")),
     "grammar": (both_names("grammar", 'root ::= "a" | "b"'), ("b", "c")),
     "structural_tag": (
-        [{"structured_outputs": {"structural_tag": each}} for each in (TAG, json.dumps(TAG))],
+        [
+            *({"structured_outputs": {"structural_tag": each}} for each in (TAG, json.dumps(TAG))),
+            {"response_format": TAG},
+        ],
         ("b", "c"),
     ),
 }
@@ -118,6 +132,17 @@ async def test_a_worker_gets_one_constraint(http, stack, path, body, kind, texts
         assert is_accepted(grammar, before + fitting)
         assert not is_accepted(grammar, before + other)
     assert not is_accepted(grammar, "<think>so</think>")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_older_form_of_structural_tags(http, stack, path) -> None:
+    await post(http, path, tagged(**STRUCTURES))
+    params = constraint_of(stack)
+    grammar = Grammar.from_structural_tag(to_structural_tag(params).text)
+    for fitting in ("so", 'so <f=a>{"x": 1}</f> or <f=b>[2]</f>'):
+        assert is_accepted(grammar, fitting)
+    for other in ("so <f=c>", '<f=a>{"x": "1"}</f>', "<f=b>2"):
+        assert not is_accepted(grammar, other)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -185,6 +210,12 @@ async def test_two_constraints_are_refused_and_both_are_named(http, stack, path)
             "structured_outputs.disable_any_whitespace",
             "",
         ),
+        (tagged(), "response_format.format", "is missing"),
+        (tagged(triggers=["<f="]), "response_format.format", "is missing"),
+        (tagged(structures=STRUCTURES["structures"]), "response_format.triggers", "is missing"),
+        (tagged(**{**STRUCTURES, "triggers": ["<g="]}), "response_format", "0 of its triggers"),
+        (tagged(structures=[{"begin": "<f="}]), "response_format.structures[0].end", "missing"),
+        (tagged(format={"type": "const"}), "response_format", "type at /format is"),
         ({"response_format": {}}, "response_format.type", "is missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),

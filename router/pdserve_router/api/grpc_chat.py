@@ -92,6 +92,7 @@ def chat_tools(chat: pb2.ChatPrompt) -> ToolUse | None:
         tools=tuple(tools[name] for name in names),
         mode=mode,
         is_parallel=not chat.single_tool_call,
+        strict=frozenset(tool.name for tool in chat.tools if tool.strict and tool.name in names),
     )
 
 

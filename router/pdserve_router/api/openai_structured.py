@@ -31,15 +31,34 @@ class JsonSchemaBody(BaseModel):
     """Without effect: schemas are enforced, whatever it is."""
 
 
-class ResponseFormatBody(BaseModel):
-    """What an answer has to be, as OpenAI has it."""
+class StructureBody(BaseModel):
+    """A part of an answer that a schema describes."""
 
     model_config = CONFIG
 
-    type: Literal["text", "json_object", "json_schema"]
-    """text (anything), json_object (any JSON object) or json_schema."""
+    begin: str
+    """The text before it, which starts with a trigger."""
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The JSON schema of what follows; any JSON without one."""
+    end: str
+    """The text behind it."""
+
+
+class ResponseFormatBody(BaseModel):
+    """What an answer has to be, as OpenAI and vLLM have it."""
+
+    model_config = CONFIG
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """text (anything), json_object (any JSON object), json_schema or structural_tag."""
     json_schema: JsonSchemaBody | None = None
     """For the type json_schema."""
+    format: dict[str, Any] | None = None
+    """For the type structural_tag: text with tags."""
+    structures: Items[StructureBody] | None = None
+    """For the type structural_tag, its older form: what may stand in free text."""
+    triggers: Items[str] | None = None
+    """For structures: texts behind which one of them has to follow."""
 
 
 class StructuredOutputsBody(BaseModel):
@@ -117,9 +136,36 @@ def _of_response_format(body: ResponseFormatBody | None) -> list[Constraint]:
     if body.type == "json_object":
         params = StructuredOutputsParams(json_object=True)
         return [Constraint(field=field, params=params)]
+    if body.type == "structural_tag":
+        tag = {"type": "structural_tag", "format": _tag_format(body)}
+        params = StructuredOutputsParams(structural_tag=_json_text(field, tag))
+        return [Constraint(field=field, params=params)]
     if body.json_schema is None:
-        raise InvalidRequestError(f"{field}.json_schema is missing", field=f"{field}.json_schema")
+        raise _missing(f"{field}.json_schema")
     return _of_values(f"{field}.json_schema.", {"schema": body.json_schema.schema_})
+
+
+def _tag_format(body: ResponseFormatBody) -> dict[str, Any]:
+    if body.format is not None:
+        return body.format
+    for name in ("structures", "triggers"):
+        if getattr(body, name) is None:
+            raise _missing(f"response_format.{name if body.structures else 'format'}")
+    return {
+        "type": "triggered_tags",
+        "triggers": body.triggers,
+        "tags": [_tag_of(each) for each in body.structures or ()],
+    }
+
+
+def _tag_of(body: StructureBody) -> dict[str, Any]:
+    schema = True if body.schema_ is None else body.schema_
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": body.begin, "content": content, "end": body.end}
+
+
+def _missing(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} is missing", field=field)
 
 
 def _values_of(body: StructuredOutputsBody | None) -> Mapping[str, Any]:

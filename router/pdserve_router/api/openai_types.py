@@ -152,7 +152,7 @@ class GenerationBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     """A stop string that came is part of the answer."""
     response_format: ResponseFormatBody | None = None
-    """What an answer has to be: text, json_object or json_schema."""
+    """What an answer has to be: text, json_object, json_schema or structural_tag."""
     structured_outputs: StructuredOutputsBody | None = None
     """What an answer has to be, in vLLM's words: json, regex, choice, grammar, structural_tag."""
     guided_json: JsonSchema = None
