@@ -15,9 +15,13 @@ from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import (
     MAX_TEXT_BYTES,
-    check_json_schema,
     schema,
     to_structural_tag,
+)
+from pdserve_common.structured.accepted import (
+    DIGEST_BYTES,
+    AcceptedConstraints,
+    StructuralTags,
 )
 from pdserve_common.structured.formats import PATTERNS
 from support.schema_cases import CASES, REFUSALS
@@ -422,15 +426,6 @@ def test_definitions_within_each_other_do_not_multiply() -> None:
         to_structural_tag(_schema({"anyOf": refs, "$defs": {"a": schema}}))
 
 
-def test_a_schema_alone_is_checked_under_its_own_name() -> None:
-    field = "tools[0].function.parameters"
-    check_json_schema({"type": "object", "properties": {"a": STRING}}, field=field)
-    with pytest.raises(InvalidRequestError) as error:
-        check_json_schema({"type": "object", "properties": {"a": {"not": {}}}}, field=field)
-    assert error.value.message == f"{field}: not at /properties/a is not enforced"
-    assert error.value.field == "tools"
-
-
 def test_the_docs_list_what_is_enforced() -> None:
     text = DOCS.read_text()
     for word in (*schema.ENFORCED, *schema.ANNOTATIONS, *PATTERNS):
@@ -549,3 +544,29 @@ def _refusal(params: StructuredOutputsParams) -> InvalidRequestError | None:
         return error
     assert len(tag.text) <= MAX_TEXT_BYTES
     return None
+
+
+def test_what_was_accepted_is_known_until_it_is_the_oldest_of_many() -> None:
+    accepted = AcceptedConstraints(max_entries=2)
+    first, second, third = (_params(regex=each) for each in "abc")
+    for each in (first, second):
+        assert each not in accepted
+        accepted.check(each, field=None)
+    assert first in accepted
+    accepted.check(third, field=None)
+    assert (first in accepted, second in accepted, len(accepted)) == (True, False, 2)
+    with pytest.raises(InvalidRequestError):
+        accepted.check(_params(regex="("), field=None)
+    assert _params(regex="(") not in accepted
+    assert _params(json_schema="a") not in accepted  # the same text as another kind
+
+
+def test_tags_that_are_kept_have_a_bound() -> None:
+    made = [_params(regex="a" * length) for length in range(1, 40)]
+    size = len(to_structural_tag(made[-1]).text) + DIGEST_BYTES
+    tags = StructuralTags(max_bytes=4 * size)
+    for params in (*made, *made):
+        tag = tags.get(params)
+        assert tag == to_structural_tag(params)
+        assert tags.get(params) is tag
+        assert tags.num_bytes <= 4 * size

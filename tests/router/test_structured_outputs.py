@@ -17,8 +17,9 @@ from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.structured import accepted as accepted_module
 from pdserve_common.structured import to_structural_tag
-from pdserve_router.requests import constraint as checks
+from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_router.requests.constraint import check_constraint
 from pdserve_router.requests.request_limits import (
     INLINE_PATTERN_CHARS,
@@ -301,7 +302,7 @@ async def test_several_prompts_have_one_constraint(http, stack) -> None:
 async def test_a_large_schema_is_checked_in_another_process(
     http, stack, monkeypatch, path, is_enforced
 ) -> None:
-    monkeypatch.setattr(checks, "to_structural_tag", None)
+    monkeypatch.setattr(accepted_module, "to_structural_tag", None)
     last = {"type": "string"} if is_enforced else {"type": "string", "not": {}}
     names = [f"name{i}" for i in range(INLINE_SCHEMA_CHARS // 20)]
     schema = {"type": "object", "properties": {**{n: {"type": "null"} for n in names}, "z": last}}
@@ -312,6 +313,10 @@ async def test_a_large_schema_is_checked_in_another_process(
         field, message = await refusal_of(http, path, response_format(schema))
         assert (field, "not at /properties/z" in message) == ("response_format", True)
     assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
+    if is_enforced:  # it is known now, which no process has to say again
+        await post(http, path, response_format(schema))
+        assert names[-1] in str(constraint_of(stack))
+        assert stack.metric("pdserve_large_requests_total", outcome="done") == 1
 
 
 def padded_to(params: StructuredOutputsParams, num_chars: int) -> StructuredOutputsParams:
@@ -344,7 +349,8 @@ def test_how_much_is_checked_inline_depends_on_what_it_costs(schema, most) -> No
 
     def check(num_chars: int, *, is_inline: bool = True) -> None:
         padded = padded_to(params, num_chars)
-        check_constraint(padded, None, capabilities, field=None, is_inline=is_inline)
+        accepted = AcceptedConstraints()
+        check_constraint(padded, None, capabilities, accepted, field=None, is_inline=is_inline)
 
     check(most)
     check(most + 1, is_inline=False)
@@ -356,7 +362,9 @@ def test_a_long_pattern_is_not_checked_inline() -> None:
     params = StructuredOutputsParams(regex="a" * (INLINE_PATTERN_CHARS + 1))
     capabilities = Capabilities(fields=frozenset(("structured_outputs",)))
     with pytest.raises(NotSmallError):
-        check_constraint(params, None, capabilities, field=None, is_inline=True)
+        check_constraint(
+            params, None, capabilities, AcceptedConstraints(), field=None, is_inline=True
+        )
 
 
 @pytest.mark.parametrize(

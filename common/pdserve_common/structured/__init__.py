@@ -12,7 +12,6 @@ from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.structured import tags
 from pdserve_common.structured.json_text import check_size, field_name, parse_json
-from pdserve_common.structured.node import Json
 
 MAX_CHOICES = 1000
 # A structural tag may have the schemas of many tools.
@@ -95,13 +94,6 @@ def _tag_format(text: str, field: str) -> tags.Format:
     if value.get("type", "structural_tag") != "structural_tag":
         raise InvalidRequestError(f"{field}: type must be structural_tag", field=field_name(field))
     return tags.read_format(value["format"], field=field)
-
-
-def check_json_schema(schema: Json, *, field: str) -> None:
-    """Raise InvalidRequestError with JSON pointer and keyword if a schema, parsed JSON of bounded
-    size and depth, is not enforced. `field` says where it stands.
-    """
-    tags.schema_format(schema, field=field)
 
 
 def validate_structured_outputs(params: SamplingParams) -> None:

@@ -17,7 +17,8 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
-from pdserve_common.structured import StructuralTag, to_structural_tag
+from pdserve_common.structured import StructuralTag
+from pdserve_common.structured.accepted import StructuralTags
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.messages import Compiled, Killed, Refused, TimedOut
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
@@ -61,6 +62,7 @@ class GrammarCompiler:
     ) -> None:
         """`observe` is called on the compiler's thread or on that of `submit`."""
         self._tokenizer_info = tokenizer_info
+        self._tags = StructuralTags()
         self._observe = observe
         self._max_queued = max_queued
         self._clock = clock
@@ -75,8 +77,8 @@ class GrammarCompiler:
         self._thread.start()
 
     def compile(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
-        """As `submit`, of a constraint. Raises InvalidRequestError."""
-        return self.submit(to_structural_tag(params))
+        """As `submit`, of a constraint; one thread. Raises InvalidRequestError."""
+        return self.submit(self._tags.get(params))
 
     def submit(self, tag: StructuralTag) -> "Future[CompiledGrammar]":
         """Compile a structural tag. Any thread; returns at once.

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -24,7 +24,7 @@ from pdserve_router.api.edge_child import LENGTH, LENGTHS, READY
 from pdserve_router.api.fair_slots import FairSlots
 from pdserve_router.api.held_bytes import RETRY_AFTER_MS, Held, HeldBytes
 from pdserve_router.config import RouterConfig
-from pdserve_router.requests.input_processor import InputProcessor
+from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.request_limits import NotSmallError
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,10 @@ class EdgeProcesses:
             # Its traceback holds this frame, and those above with the request's megabytes.
             del error
         return cast(R, value)
+
+    def remember(self, processed: Iterable[ProcessedInput]) -> None:
+        """Do here what a process has checked without checking it again."""
+        self._processor.remember(processed)
 
     async def _take_slot(self, client: str) -> None:
         try:

@@ -120,7 +120,9 @@ class InferenceService:
         self, raw: bytes, context: grpc.aio.ServicerContext, call: GrpcCall, limits: ModelLimits
     ) -> Sequence[ProcessedInput]:
         most = self._router.max_request_bytes
-        return (await self._run(prepare_generate, raw, most, context, call, limits),)
+        processed = (await self._run(prepare_generate, raw, most, context, call, limits),)
+        self._edge.remember(processed)
+        return processed
 
     async def _stream(
         self, live: LiveRequest, context: grpc.aio.ServicerContext, token_text: TokenText | None

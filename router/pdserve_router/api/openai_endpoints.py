@@ -206,6 +206,7 @@ class _Preparation:
             client=self._client,
             is_small=is_small(self._raw, b"{"),
         )
+        self._edge.remember(processed)
         return processed
 
 

@@ -7,7 +7,7 @@ import re
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.structured import to_structural_tag
+from pdserve_common.structured.accepted import AcceptedConstraints, digest_of
 from pdserve_common.structured.json_text import field_name
 from pdserve_router.chat_formats.base import ChatFormat, ReasoningStart
 from pdserve_router.chat_formats.tags import by_id, constraint_tag, either
@@ -16,7 +16,13 @@ from pdserve_router.requests.request_limits import (
     INLINE_SCHEMA_CHARS,
     NotSmallError,
 )
-from pdserve_router.requests.tool_use import ToolMode, ToolUse, call_rules, calling_params
+from pdserve_router.requests.tool_use import (
+    ToolMode,
+    ToolUse,
+    as_constraint,
+    call_rules,
+    calling_params,
+)
 from pdserve_router.text.tokenizer import Tokenizer
 
 _FIELD = "structured_outputs"
@@ -31,6 +37,7 @@ def check_constraint(
     params: StructuredOutputsParams | None,
     use: ToolUse | None,
     capabilities: Capabilities,
+    accepted: AcceptedConstraints,
     *,
     field: str | None,
     is_inline: bool,
@@ -48,18 +55,21 @@ def check_constraint(
             problem = "is set and tool_choice asks for a call, at most one of them can be"
             raise InvalidRequestError(f"{path} {problem}", field=field_name(path))
     in_grammar = use if is_calling or params is not None else None
-    if is_inline and not _is_small(params, in_grammar):
+    if is_inline and not _is_small(params, in_grammar, accepted):
         raise NotSmallError
     if params is not None:
-        to_structural_tag(params, field=field)
+        accepted.check(params, field=field)
 
 
-def _is_small(params: StructuredOutputsParams | None, use: ToolUse | None) -> bool:
+def _is_small(
+    params: StructuredOutputsParams | None, use: ToolUse | None, accepted: AcceptedConstraints
+) -> bool:
     """Return whether the check takes no longer than the event loop can wait. Choices and grammars
-    cost next to nothing here.
+    cost next to nothing here, and neither does what is known.
     """
-    texts = [] if use is None else [json.dumps(use.parameters, ensure_ascii=False)]
-    if params is not None:
+    schemas = () if use is None else map(as_constraint, use.parameters.values())
+    texts = [each.json_schema or "" for each in schemas if each not in accepted]
+    if params is not None and params not in accepted:
         texts += [params.json_schema or "", params.structural_tag or ""]
         if len(params.regex or "") > INLINE_PATTERN_CHARS:
             return False
@@ -75,6 +85,7 @@ def constrained_params(
     chat_format: ChatFormat,
     reasoning: ReasoningStart,
     tokenizer: Tokenizer,
+    accepted: AcceptedConstraints,
     *,
     field: str | None,
 ) -> SamplingParams:
@@ -83,15 +94,31 @@ def constrained_params(
     """
     ids = chat_format.marker_ids(tokenizer.added_token_ids)
     if use is not None and use.mode is ToolMode.REQUIRED:
-        return calling_params(params, use, chat_format, reasoning, ids)
+        return calling_params(params, use, chat_format, reasoning, ids, accepted)
     if params.structured_outputs is None:
         return params
     if use is None and not chat_format.may_reason(reasoning):
         return params
     content = constraint_tag(params.structured_outputs)
     if use is not None:
-        content = either(content, by_id(chat_format.call_tag(call_rules(use)), ids))
+        content = either(content, by_id(chat_format.call_tag(call_rules(use, accepted)), ids))
     tag = json.dumps(chat_format.answer_tag(content, reasoning, ids))
     constraint = StructuredOutputsParams(structural_tag=tag)
-    to_structural_tag(constraint, field=field)
+    accepted.check(constraint, field=field)
     return dataclasses.replace(params, structured_outputs=constraint)
+
+
+def accepted_digests(
+    asked: StructuredOutputsParams | None,
+    use: ToolUse | None,
+    made: StructuredOutputsParams | None,
+    accepted: AcceptedConstraints,
+) -> tuple[bytes, ...]:
+    """Return the digests of what was found to be enforced: what a request asks for, its tools'
+    schemas, and the constraint that was made of them.
+    """
+    if made is None:
+        return ()
+    schemas = () if use is None else map(as_constraint, use.parameters.values())
+    each = (*schemas, made) if asked is None else (asked, *schemas, made)
+    return tuple(digest_of(params) for params in each if params in accepted)

@@ -4,13 +4,14 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_common.validation import (
     DRAWN_SEED_BITS,
     MAX_BAD_WORD_TOKENS,
@@ -26,7 +27,11 @@ from pdserve_common.validation import (
 )
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.chat_formats.registry import AUTO, choose_format
-from pdserve_router.requests.constraint import check_constraint, constrained_params
+from pdserve_router.requests.constraint import (
+    accepted_digests,
+    check_constraint,
+    constrained_params,
+)
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
@@ -103,6 +108,8 @@ class ProcessedInput:
     # How the text of the answer is read; None: it is no more than text.
     parsing: ParserOptions | None = None
     resume: Sequence[ResumedCompletion] = ()
+    # Digests of constraints that were found to be enforced.
+    accepted_constraints: tuple[bytes, ...] = ()
     arrival_ns: int
     tokenize_start_ns: int
     tokenize_end_ns: int
@@ -127,6 +134,7 @@ class InputProcessor:
         self._is_inline = is_inline
         self._tokenizer = tokenizer
         self._model_name = model_name
+        self._accepted = AcceptedConstraints()
         self._chat_format = choose_format(chat_format, tokenizer.chat_template)
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
@@ -138,6 +146,12 @@ class InputProcessor:
                 f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
             )
 
+    def remember(self, processed: Iterable[ProcessedInput]) -> None:
+        """Do not check again what was checked, perhaps in another process."""
+        for each in processed:
+            for digest in each.accepted_constraints:
+                self._accepted.add(digest)
+
     def check_constraint(self, request: GenerationRequest, limits: ModelLimits) -> None:
         """Check what an answer has to be; of the prompts of one body, it is the same. Raises
         InvalidRequestError naming the field, NotSmallError if it takes too long inline.
@@ -146,6 +160,7 @@ class InputProcessor:
             request.sampling_params.structured_outputs,
             request.tools,
             limits.capabilities,
+            self._accepted,
             field=request.constraint_field,
             is_inline=self._is_inline,
         )
@@ -197,8 +212,15 @@ class InputProcessor:
                 self._chat_format,
                 parsing.reasoning,
                 self._tokenizer,
+                self._accepted,
                 field=request.constraint_field,
             )
+        accepted = accepted_digests(
+            request.sampling_params.structured_outputs,
+            request.tools,
+            params.structured_outputs,
+            self._accepted,
+        )
         validate_resume(request.resume, params, vocab_size=limits.vocab_size)
         _check_message(params, len(token_ids), limit=request.max_logprob_entries)
         params = dataclasses.replace(
@@ -223,6 +245,7 @@ class InputProcessor:
             core_request=engine_request,
             parsing=parsing,
             resume=request.resume,
+            accepted_constraints=accepted,
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,

@@ -13,11 +13,8 @@ from pydantic_core import from_json
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.structured import (
-    check_json_schema,
-    to_structural_tag,
-    validate_structured_outputs,
-)
+from pdserve_common.structured import validate_structured_outputs
+from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.tags import CallRules
 from pdserve_router.text.parts import ToolCall
@@ -123,20 +120,21 @@ def calling_params(
     chat_format: ChatFormat,
     reasoning: ReasoningStart,
     ids: Mapping[str, int],
+    accepted: AcceptedConstraints,
 ) -> SamplingParams:
     """Return the parameters of an answer that has to call. Raises InvalidRequestError for a strict
     tool whose schema cannot be enforced, for tools that are too many for a grammar, and for
     parameters that it cannot hold beside.
     """
-    tag = json.dumps(chat_format.structural_tag(call_rules(use), reasoning, ids))
+    tag = json.dumps(chat_format.structural_tag(call_rules(use, accepted), reasoning, ids))
     constraint = StructuredOutputsParams(structural_tag=tag)
-    to_structural_tag(constraint, field="tools")
+    accepted.check(constraint, field="tools")
     params = dataclasses.replace(params, structured_outputs=constraint)
     validate_structured_outputs(params)
     return params
 
 
-def call_rules(use: ToolUse) -> CallRules:
+def call_rules(use: ToolUse, accepted: AcceptedConstraints) -> CallRules:
     """Return the rules of calls, of which there is at least one. Raises InvalidRequestError for a
     strict tool whose schema cannot be enforced, and for tools that are too many for a grammar.
     """
@@ -147,15 +145,22 @@ def call_rules(use: ToolUse) -> CallRules:
             field="tools",
         )
     return CallRules(
-        tools={name: _enforced(name, schema, use) for name, schema in use.parameters.items()},
+        tools={
+            name: _enforced(name, schema, use, accepted) for name, schema in use.parameters.items()
+        },
         stop_after_first=not use.is_parallel,
     )
 
 
-def _enforced(name: str, schema: Any, use: ToolUse) -> Any:
+def as_constraint(schema: Any) -> StructuredOutputsParams:
+    """Return JSON that is valid by a tool's schema."""
+    return StructuredOutputsParams(json_schema=json.dumps(schema))
+
+
+def _enforced(name: str, schema: Any, use: ToolUse, accepted: AcceptedConstraints) -> Any:
     """Return the schema that the grammar has."""
     try:
-        check_json_schema(schema, field=f"tools.{name}.parameters")
+        accepted.check(as_constraint(schema), field=f"tools.{name}.parameters")
     except InvalidRequestError:
         if name in use.strict:
             raise
