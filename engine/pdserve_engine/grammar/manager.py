@@ -20,6 +20,9 @@ MAX_LATE_S = 5.0
 SLOW_S = 0.002
 # So many tokens take that long.
 SLOW_NUM_TOKENS = 1000
+# CPU time for all tokens of an answer. An ambiguous grammar takes more for each, and keeps what it
+# made of them: some 10 MB a second. Others take 5 s for a million tokens.
+MAX_ACCEPT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 ALL_ALLOWED = -1
 
@@ -49,6 +52,7 @@ class _Row:
     # Where its turns are taken, one behind the other.
     thread: CallThread
     num_tokens: int = 0
+    accept_s: float = 0.0
     is_slow: bool = False
     is_removed: bool = False
     error: PdserveError | None = None
@@ -173,11 +177,21 @@ class StructuredOutputManager:
                 raise RequestFailedError("the request has ended")
             if (late_s := self._clock() - row.asked_at) > MAX_LATE_S:
                 raise _too_slow(late_s)
-            if row.matcher.is_terminated or not row.matcher.accept(token_id):
-                raise RequestFailedError(
-                    f"output token {row.num_tokens} ({token_id}) does not fit structured_outputs"
-                )
-            row.num_tokens += 1
+            self._accept_one(row, token_id)
+
+    def _accept_one(self, row: _Row, token_id: int) -> None:
+        start = self._cpu_clock()
+        if row.matcher.is_terminated or not row.matcher.accept(token_id):
+            raise RequestFailedError(
+                f"output token {row.num_tokens} ({token_id}) does not fit structured_outputs"
+            )
+        row.num_tokens += 1
+        row.accept_s += self._cpu_clock() - start
+        if row.accept_s > MAX_ACCEPT_S:
+            raise RequestFailedError(
+                f"structured_outputs took more than {MAX_ACCEPT_S:g} s of CPU time for "
+                f"{row.num_tokens} tokens: the grammar is ambiguous"
+            )
 
     def _fill(self, row: _Row) -> None:
         if row.matcher.is_terminated:

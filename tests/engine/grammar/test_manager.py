@@ -11,6 +11,7 @@ import pytest
 import regex
 import tokenizers
 
+from pdserve_engine.grammar import manager as manager_module
 from pdserve_engine.grammar.manager import (
     ALL_ALLOWED,
     MAX_LATE_S,
@@ -327,3 +328,27 @@ def test_a_row_that_is_gone_is_not_matched(
     assert row.ready.exception(60) is not None
     assert row.num_tokens == 0
     assert manager.allowed(0)
+
+
+AMBIGUOUS = (
+    'root ::= root root | "a"',
+    'root ::= "a" root | "a" root "a" | "a"',
+    'root ::= s*\ns ::= "a" | "a" s | s s',
+)
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS)
+def test_an_ambiguous_grammar_ends_its_own_request(
+    manager: Manager,
+    compile_format: Compile,
+    vocabulary: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    grammar: str,
+) -> None:
+    monkeypatch.setattr(manager_module, "MAX_ACCEPT_S", 0.05)
+    letter = vocabulary.index(b"a")
+    manager.add(1, compile_format({"type": "grammar", "grammar": 'root ::= "a"*'}), [letter] * 900)
+    manager.add(2, compile_format({"type": "grammar", "grammar": grammar}), [letter] * 900)
+    masks = manager.masks(1, 2)
+    assert {*masks.errors} == {1}
+    assert "ambiguous" in masks.errors[1].message
