@@ -358,7 +358,7 @@ def test_a_preempted_request_goes_on_before_those_that_came_after_it() -> None:
 def test_the_logprobs_of_a_prompt_are_told_once_though_it_is_computed_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(max_num_batched_tokens=4, enable_caching=False)
+    engine = Engine(max_num_batched_tokens=4)
     execute = engine.rank.execute_model
 
     def execute_with_logprobs(step: SchedulerOutput) -> ModelRunnerOutput:
@@ -373,7 +373,8 @@ def test_the_logprobs_of_a_prompt_are_told_once_though_it_is_computed_twice(
         return output
 
     monkeypatch.setattr(engine.rank, "execute_model", execute_with_logprobs)
-    engine.add("a", list(range(12)), max_tokens=1)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    engine.add("a", list(range(12)), sampling_params=params)
     engine.step()
     engine.step()
     engine.scheduler.places.preempt(engine.scheduler.requests["a"])
