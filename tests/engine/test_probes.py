@@ -168,6 +168,24 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
     engine.assert_idle()
 
 
+def test_a_probe_that_has_landed_comes_before_a_prompt_that_fills_the_step(
+    consumer: ScriptedConsumer,
+) -> None:
+    engine = Engine(consumer=consumer)
+    add_probe(engine, "probe", kv_transfer_params=ON_D)
+    consumer.claim("probe")
+    engine.step()
+    engine.add("long", [1] * 60, 2)
+    engine.step()
+    consumer.finish_load("probe")
+    step = engine.step()
+    assert step is not None
+    assert step.num_scheduled_tokens["probe"] == 1
+    assert step.num_scheduled_tokens["long"] == engine.scheduler.config.max_num_batched_tokens - 1
+    engine.run()
+    engine.assert_idle()
+
+
 def test_a_paused_worker_starts_no_probe() -> None:
     engine = Engine()
     engine.scheduler.pause_state = PauseState.PAUSED_NEW

@@ -210,6 +210,21 @@ def test_forks_need_seats_as_well(consumer: ScriptedConsumer) -> None:
     engine.assert_idle()
 
 
+def test_a_pull_is_expected_when_the_one_before_it_took_so_long(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=2)
+    engine.add("x", [1] * 4, max_tokens=40)
+    for name in ("a", "b"):
+        add_ticket(engine, name, max_tokens=2)
+        consumer.claim(name)
+        expected_in = []
+        for _ in range(5):
+            engine.step()
+            expected_in += engine.scheduler.places.seats.look_ahead().arrivals
+        consumer.finish_load(name)
+        engine.step()
+    assert expected_in == [4, 3, 2, 1, 0]
+
+
 def test_a_pull_that_is_lost_gives_its_seat_up(consumer: ScriptedConsumer) -> None:
     engine = Engine(consumer=consumer, num_blocks=64, max_num_seqs=1)
     add_ticket(engine, "a")
