@@ -18,6 +18,7 @@ from pdserve_router.chat_formats.registry import FORMATS
 from support.chat_models import MARKERS, make_chat_model
 from support.cut_proxy import cut_proxies
 from support.grammars import EOS
+from support.metrics import total
 from support.stack import RunningStack
 
 pytestmark = pytest.mark.slow
@@ -303,3 +304,32 @@ async def test_a_stream_goes_on_at_another_router_in_the_middle_of_arguments(
         assert other.count("pdserve_requests_total", model="tiny", outcome="stop") == 2
     assert resumed == whole
     jsonschema.validate(json.loads(whole[3]), STORY)
+
+
+async def test_a_stream_goes_on_when_d_is_killed_in_the_middle_of_arguments(
+    stack: RunningStack, client: openai.AsyncOpenAI
+) -> None:
+    body = {"tools": [TOOLS["tell"]], "tool_choice": "required", "parallel_tool_calls": False}
+
+    async def answers(begun: Sequence[asyncio.Event]) -> list[Answer]:
+        asked = (
+            ask_streamed(client, f"{seed}", event, seed=seed, **body)
+            for seed, event in enumerate(begun)
+        )
+        return list(await asyncio.gather(*asked))
+
+    def num_running(name: str) -> float:
+        return stack.metrics(name)["pdserve_requests_running"]
+
+    expected = await answers([asyncio.Event() for _ in range(NUM_SEEDS)])
+    for answer in expected:
+        check_calls(answer, ("tell",))
+    begun = [asyncio.Event() for _ in range(NUM_SEEDS)]
+    asked = asyncio.create_task(answers(begun))
+    await asyncio.gather(*(event.wait() for event in begun))
+    stack.kill_process(max(("decode-0", "decode-1"), key=num_running))
+    try:
+        assert await asked == expected
+        assert total(stack.metrics("router"), "pdserve_redrives_total") >= 1
+    finally:
+        stack.restore()
