@@ -12,7 +12,7 @@ PACKAGES = {
     "pdserve_common": ("common", {"pdserve"}),
     "pdserve_kernels": ("kernels", set()),
     "pdserve_engine": ("engine", {"pdserve_kernels", "pdserve_common"}),
-    "pdserve_worker": ("worker", {"pdserve_common", "pdserve"}),
+    "pdserve_worker": ("worker", {"pdserve_engine", "pdserve_common", "pdserve"}),
     "pdserve_prefill": (
         "prefill_svc",
         {"pdserve_worker", "pdserve_engine", "pdserve_common", "pdserve"},

@@ -959,11 +959,39 @@ def kv_transfer() -> Dashboard:
             ),
         ],
     )
+    prefixes = Row(
+        title="Prefixes that prefill reads from decode's caches",
+        panels=[
+            Panel(
+                title="Prefix tokens, by outcome",
+                unit="short",
+                queries={
+                    "{{outcome}}": sum_rate("pdserve_kv_prefix_tokens_total", RELEASE, by="outcome")
+                },
+                description=(
+                    "Prompt tokens a second that a decode worker was to have cached: pulled, or "
+                    "computed after all, because it had them no more (not_cached), a worker or a "
+                    "transfer broke (failed), or it took too long (given_up)."
+                ),
+            ),
+            Panel(
+                title="Wait for a prefix, p99",
+                unit="s",
+                queries={
+                    "{{outcome}}": quantile(0.99, "pdserve_kv_prefix_wait_seconds", by="outcome")
+                },
+                description=(
+                    "Before prefill asks for a grant. It ends with --prefix-pull-timeout-s at the "
+                    "latest, and the time of the bytes."
+                ),
+            ),
+        ],
+    )
     return Dashboard(
         name="kv-transfer",
         title="pdserve / KV transfer",
         description="The handoff, by pair of prefill and decode worker.",
-        rows=[moved, wrong],
+        rows=[moved, prefixes, wrong],
     )
 
 

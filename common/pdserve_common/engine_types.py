@@ -205,6 +205,16 @@ class MultiModalFeatureSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVPrefixSource:
+    """A worker that has the KV of the prompt's start in its prefix cache, and how much of it."""
+
+    engine_id: str
+    host: str
+    port: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferParams:
     """The handoff part of a request: who computes the KV and who pulls it.
 
@@ -217,6 +227,8 @@ class KVTransferParams:
     remote_engine_id: str = ""
     remote_host: str = ""
     remote_port: int = 0
+    # On P's leg: P reads this prefix before it computes the rest, unless that takes too long.
+    prefix_source: KVPrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -532,3 +544,5 @@ class EngineInfo:
     started_at_ms: int = 0
     # Optional fields of requests and sampling parameters that are served (`Capabilities.fields`).
     served_fields: tuple[str, ...] = ()
+    # Prefill workers: it reads a `prefix_source`; decode workers: it may be one.
+    has_prefix_pulls: bool = False

@@ -1,7 +1,7 @@
 """The KvLink's messages as frozen dataclasses, and what a KV block's bytes mean.
 
-P is the prefill worker that owns the blocks, D the decode worker that reads them. The rules K1 to
-K8 are in docs/architecture.md.
+P is the prefill worker that owns the blocks, D the decode worker that reads them; for a cached
+prefix it is the other way round. The rules K1 to K8 are in docs/architecture.md.
 """
 
 import secrets
@@ -179,6 +179,17 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRequest:
+    """D wants cached blocks of a prompt's start: those with these hashes, without a gap."""
+
+    request_id: str
+    attempt: int
+    # Logical index of the first of them.
+    first_block: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVLinkHeartbeat:
     """The sender's process is alive, not just its socket."""
 
@@ -196,6 +207,17 @@ class BlocksReady:
     block_ids: tuple[tuple[int, ...], ...]
     # Parallel to block_ids, CRC-32 of each block's bytes; empty unless switched on.
     checksums: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixReady:
+    """P has these blocks of a prefix cached and keeps them until released or fenced. Opens the
+    session; no other blocks follow.
+    """
+
+    request_id: str
+    attempt: int
+    blocks: BlocksReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +257,8 @@ class SessionEndReason(IntEnum):
     CANCELLED = 9
     LINK_LOST = 10
     RELEASED = 11
+    # To D this is no loss: it computes the prefix.
+    NOT_CACHED = 12
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -253,12 +277,20 @@ class SessionEnded:
 
 
 KVLinkRequestMessage = (
-    KVLinkHello | Granted | Later | Revoke | Release | CancelRequest | KVLinkHeartbeat
+    KVLinkHello
+    | Granted
+    | Later
+    | Revoke
+    | Release
+    | CancelRequest
+    | PrefixRequest
+    | KVLinkHeartbeat
 )
 KVLinkResponseMessage = (
     KVLinkWelcome
     | GrantRequest
     | BlocksReady
+    | PrefixReady
     | PrefillDone
     | ReleaseAck
     | SessionEnded

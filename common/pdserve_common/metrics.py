@@ -460,6 +460,19 @@ class KVTransferMetrics:
             "Messages for sessions that are over or unknown",
             registry=registry,
         )
+        self.prefix_tokens = Counter(
+            "pdserve_kv_prefix_tokens_total",
+            "On P, prompt tokens whose KV was asked of another worker's prefix cache, by outcome",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prefix_duration = Histogram(
+            "pdserve_kv_prefix_wait_seconds",
+            "On P, how long a request waited for its prefix from another worker",
+            ["outcome"],
+            buckets=STAGE_BUCKETS,
+            registry=registry,
+        )
         self.links = Gauge("pdserve_kv_links", "Open KvLinks", registry=registry)
         self._of_peers = (
             self.transfer_bytes,

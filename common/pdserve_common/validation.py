@@ -455,6 +455,15 @@ def _validate_kv_transfer_params(params: KVTransferParams, info: EngineInfo) -> 
             f"port {params.remote_port}",
             field=field,
         )
+    source = params.prefix_source
+    if source is not None and not (
+        params.do_remote_decode
+        and source.engine_id
+        and source.host
+        and 0 < source.port < 65536
+        and source.num_tokens > 0
+    ):
+        raise InvalidRequestError(f"{field}.prefix_source makes no sense: {source}", field=field)
 
 
 def _check_count(field: str, count: int, noun: str, limit: int) -> None:

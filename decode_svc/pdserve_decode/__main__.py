@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
 from pdserve_decode.config import DecodeConfig
-from pdserve_decode.kv_link_client import KVLinkPool
 from pdserve_engine.clients.launch import launch_engine
-from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint
+from pdserve_worker.kv_links import carry_links
 from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 
@@ -29,8 +28,7 @@ async def _build(config: DecodeConfig, context: WorkerContext) -> Worker:
         log_level=config.log_level,
     )
     worker = Worker(engine=engine)
-    if isinstance(engine.connector, KVConsumerEndpoint):
-        worker.close = KVLinkPool(engine.connector, context.tls).close
+    carry_links(worker, (engine.connector, engine.prefix_connector), context.tls)
     return worker
 
 

@@ -119,6 +119,14 @@ class EngineConfig:
     )
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
+    prefix_pulls: bool = opt(
+        False,
+        "On P, read the start of a prompt from another worker's prefix cache where the router "
+        "names one; on D, lend what is cached.",
+    )
+    prefix_pull_timeout_s: float = opt(
+        0.25, "P waits so long for such a prefix, and for as long as its bytes take at 1 GB/s."
+    )
     kv_session_timeout_s: float = opt(
         600.0, "P and D give up a KV session of which nothing was heard for this long."
     )

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pdserve_common.grpc_verbosity  # noqa: F401
 from pdserve_common.config import parse_config
 from pdserve_engine.clients.launch import launch_engine
-from pdserve_engine.kv_transfer.endpoint import KVProducerEndpoint
 from pdserve_prefill.config import PrefillConfig
-from pdserve_prefill.kv_link_service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.kv_links import carry_links
 from pdserve_worker.process import Worker, WorkerContext, run_worker
 
 
@@ -29,10 +28,7 @@ async def _build(config: PrefillConfig, context: WorkerContext) -> Worker:
         log_level=config.log_level,
     )
     worker = Worker(engine=engine)
-    if isinstance(engine.connector, KVProducerEndpoint):
-        servicer = KvTransferServicer(engine.connector)
-        worker.services[SERVICE_NAME] = servicer.add_to_server
-        worker.close = servicer.close
+    carry_links(worker, (engine.connector, engine.prefix_connector), context.tls)
     return worker
 
 

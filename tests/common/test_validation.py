@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
     EarlyStopping,
     EngineCoreRequest,
     EngineInfo,
+    KVPrefixSource,
     KVTransferParams,
     LogprobsLists,
     RepetitionDetectionParams,
@@ -255,6 +256,18 @@ def test_prompt_logprobs_are_bounded_by_what_one_message_holds() -> None:
                 )
             },
             "no address to pull from",
+        ),
+        (
+            {
+                "kv_transfer_params": KVTransferParams(
+                    do_remote_prefill=True,
+                    remote_engine_id="p",
+                    remote_host="h",
+                    remote_port=7,
+                    prefix_source=KVPrefixSource(engine_id="d", host="h", port=7, num_tokens=16),
+                )
+            },
+            "prefix_source makes no sense",
         ),
         ({"deadline": time.monotonic() + 1e10}, "s, must be at most 604800 s"),
         ({"eos_token_id": 100}, "eos_token_id has 100"),

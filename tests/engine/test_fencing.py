@@ -29,6 +29,11 @@ HARMLESS = {
     "KVEvents._apply",
     # D's, after BlocksReturned or `reclaim`.
     "RemotePrefills._free",
+    # The request waits for a prefix and has announced nothing; its READs have landed.
+    "PrefixPulls._apply",
+    "PrefixPulls._stop_waiting",
+    # Holds on cached blocks whose sessions are over, or never began.
+    "PrefixLoans._give_back",
 }
 
 

@@ -22,7 +22,7 @@ from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
-from pdserve_prefill.kv_link_service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
 from support.handoff import BLOCK_SIZE, Blocks, fill, make_identity, make_pool
 
 CHUNK = 4 * BLOCK_SIZE

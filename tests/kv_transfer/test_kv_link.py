@@ -20,8 +20,6 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_decode import kv_link_client
-from pdserve_decode.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
@@ -32,6 +30,8 @@ from pdserve_engine.kv_transfer.ports import (
     PullLost,
 )
 from pdserve_engine.request.request import Request
+from pdserve_worker import kv_link_client
+from pdserve_worker.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
 from support.handoff import FaultTransport, make_identity, make_pool
 from support.metrics import value
 

@@ -8,10 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pdserve_decode import kv_link_client
 from pdserve_engine.kv_transfer.links import LinkTable
 from pdserve_engine.kv_transfer.ports import PullLost
-from pdserve_prefill import kv_link_service
+from pdserve_worker import kv_link_client, kv_link_service
 from support.handoff import Pair
 from support.metrics import value
 from support.waiting import until

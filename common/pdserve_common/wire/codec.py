@@ -38,6 +38,7 @@ _NOT_HERE = (
     engine_types.EngineCoreOutput,
     engine_types.EngineCoreOutputs,
     kv_types.BlocksReady,
+    kv_types.PrefixReady,
     kv_types.KVEndpoint,
     kv_types.KVRankEndpoint,
 )

@@ -15,9 +15,11 @@ _TYPES: dict[str, Any] = {
     "granted": kv_types.Granted,
     "later": kv_types.Later,
     "revoke": kv_types.Revoke,
+    "prefix_request": kv_types.PrefixRequest,
     "heartbeat": kv_types.KVLinkHeartbeat,
     "welcome": kv_types.KVLinkWelcome,
     "blocks_ready": kv_types.BlocksReady,
+    "prefix_ready": kv_types.PrefixReady,
     "grant_request": kv_types.GrantRequest,
     "prefill_done": kv_types.PrefillDone,
     "release_ack": kv_types.ReleaseAck,
@@ -44,6 +46,8 @@ def kv_link_response_to_proto(message: kv_types.KVLinkResponseMessage) -> kv_pb2
     """P to D."""
     if isinstance(message, kv_types.BlocksReady):
         return kv_pb2.KvLinkResponse(blocks_ready=_blocks_ready_to_proto(message))
+    if isinstance(message, kv_types.PrefixReady):
+        return kv_pb2.KvLinkResponse(prefix_ready=_prefix_ready_to_proto(message))
     return kv_pb2.KvLinkResponse(**{_NAMES[type(message)]: to_proto(message)})
 
 
@@ -54,6 +58,8 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> kv_types.KVLi
         raise InvalidRequestError("KvLinkResponse has no message", field="message")
     if kind == "blocks_ready":
         return _blocks_ready_from_proto(message.blocks_ready)
+    if kind == "prefix_ready":
+        return _prefix_ready_from_proto(message.prefix_ready)
     response: kv_types.KVLinkResponseMessage = from_proto(_TYPES[kind], getattr(message, kind))
     return response
 
@@ -77,4 +83,20 @@ def _blocks_ready_from_proto(message: kv_pb2.BlocksReady) -> kv_types.BlocksRead
         first_block=message.first_block,
         block_ids=tuple(tuple(group.block_ids) for group in message.groups),
         checksums=checksums if any(checksums) else (),
+    )
+
+
+def _prefix_ready_to_proto(ready: kv_types.PrefixReady) -> kv_pb2.PrefixReady:
+    return kv_pb2.PrefixReady(
+        request_id=ready.request_id,
+        attempt=ready.attempt,
+        blocks=_blocks_ready_to_proto(ready.blocks),
+    )
+
+
+def _prefix_ready_from_proto(message: kv_pb2.PrefixReady) -> kv_types.PrefixReady:
+    return kv_types.PrefixReady(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        blocks=_blocks_ready_from_proto(message.blocks),
     )

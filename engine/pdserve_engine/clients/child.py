@@ -27,10 +27,9 @@ from pdserve_common.verbs import Call
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.inproc import InprocEngineClient
-from pdserve_engine.clients.link_proxies import LinkHost
+from pdserve_engine.clients.link_proxies import LinkHost, host_links
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
-from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ class _EngineProcess:
     """Used on the event loop's thread."""
 
     _engine: EngineClient | None = None
-    _links: LinkHost | None = None
 
     def __init__(self) -> None:
         self.channel = Channel(self._on_message, self._on_lost)
@@ -70,6 +68,7 @@ class _EngineProcess:
         self._close_asked = asyncio.Event()
         self._is_closing = False
         self._lost = asyncio.Event()
+        self._links: dict[int, LinkHost] = {}
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -109,13 +108,11 @@ class _EngineProcess:
         self._engine = engine
         # One client that hears of the engine's death even if there is no other.
         engine.register_client(lambda outputs: self._send_status())
-        connector = engine.connector
-        identity = None
-        if isinstance(connector, KVProducerEndpoint | KVConsumerEndpoint):
-            self._links = LinkHost(connector, self.channel.send)
-            identity = connector.identity
+        connectors = (engine.connector, engine.prefix_connector)
+        self._links = host_links(connectors, self.channel.send)
+        identities = {number: host.identity for number, host in self._links.items()}
         self._send_status()
-        self.channel.send(messages.EngineReady(info=engine.info, kv_identity=identity))
+        self.channel.send(messages.EngineReady(info=engine.info, kv_identities=identities))
         return engine
 
     def _fail_to_start(self, kind: Literal["value", "os", "pdserve"], error: EngineError) -> None:
@@ -172,8 +169,8 @@ class _EngineProcess:
     def _on_request(self, engine: EngineClient, message: messages.Message, ref: int) -> None:
         if isinstance(message, EngineCoreRequest):
             self._add(engine, message)
-        elif isinstance(message, messages.LinkMessage) and self._links is not None:
-            self._links.handle(message, ref)
+        elif isinstance(message, messages.LinkMessage) and ref % 2 in self._links:
+            self._links[ref % 2].handle(message, ref)
         elif isinstance(message, messages.AbortRequests):
             engine.abort_requests(self._client_indexes.get(ref, NO_CLIENT), message.request_ids)
         elif isinstance(message, messages.RegisterClient):

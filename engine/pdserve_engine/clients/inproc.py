@@ -123,6 +123,16 @@ class InprocEngineClient:
         """What the service has to carry the KvLink's messages to."""
         return self._loaded.connector
 
+    @property
+    def prefix_connector(self) -> KVConnector | None:
+        """The same for links over which prefixes are read."""
+        return self._loaded.prefix_connector
+
+    @property
+    def _connectors(self) -> list[KVConnector]:
+        both = (self._loaded.connector, self._loaded.prefix_connector)
+        return [connector for connector in both if connector is not None]
+
     # ---- before serving
 
     def wake(self) -> None:
@@ -184,8 +194,8 @@ class InprocEngineClient:
         if self._is_draining:
             raise DrainingError("the worker is shutting down")
         self._owners.claim(request)
-        if self._loaded.connector is not None:
-            self._loaded.connector.on_dispatched(request)
+        for connector in self._connectors:
+            connector.on_dispatched(request)
         self._inputs.put(_Add(request, self._clock()))
 
     def abort_requests(self, client_index: int, request_ids: Sequence[str]) -> None:
@@ -212,9 +222,8 @@ class InprocEngineClient:
         bound_s = self._loaded.step_watch.overrun(self._core.running_step)
         if bound_s is not None:
             return f"a step has taken more than {bound_s:g} s"
-        connector = self._loaded.connector
-        failure = self._core.executor.failure()
-        return failure or (connector.failure() if connector is not None else None)
+        failures = (connector.failure() for connector in self._connectors)
+        return self._core.executor.failure() or next(filter(None, failures), None)
 
     # ---- control
 

@@ -1,7 +1,7 @@
 """KvLinks when the connector is in the engine process: the services' side, and the connector's."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -31,14 +31,20 @@ Send = Callable[[LinkMessage, int], None]
 
 
 class _Proxy:
-    """The services' side: gives links their numbers. Used on the event loop's thread only."""
+    """The services' side: gives links their numbers. Used on the event loop's thread only.
+
+    A worker may have one of each kind: numbers of a producer's links are even, those of a
+    consumer's odd. 0 and 1 are for all of them.
+    """
+
+    whole: int
 
     def __init__(self, identity: KVIdentity, connector: str, send: Send) -> None:
         self.identity = identity
         self._connector = connector
         self._send = send
         self._links: dict[int, KVLink] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(self.whole + 2, 2)
 
     def on_message(
         self, link: KVLink, message: KVLinkRequestMessage | KVLinkResponseMessage
@@ -50,7 +56,7 @@ class _Proxy:
             self._send(LinkLost(reason), link.number)
 
     def on_tick(self) -> None:
-        self._send(LinkTick(), 0)
+        self._send(LinkTick(), self.whole)
 
     def deliver(self, message: LinkMessage, number: int) -> None:
         """Take a message of the connector; those for links that are gone are ignored."""
@@ -81,6 +87,8 @@ class _Proxy:
 class ProducerProxy(_Proxy):
     """A KVProducerEndpoint."""
 
+    whole = 0
+
     def accept_link(
         self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
     ) -> KVLink:
@@ -96,6 +104,7 @@ class ProducerProxy(_Proxy):
 class ConsumerProxy(_Proxy):
     """A KVConsumerEndpoint."""
 
+    whole = 1
     _request_link: RequestLink | None = None
 
     def bind_link_pool(self, request_link: RequestLink) -> None:
@@ -113,7 +122,7 @@ class ConsumerProxy(_Proxy):
         return link
 
     def link_failed(self, engine_id: str, reason: str) -> None:
-        self._send(LinkFailed(engine_id, reason), 0)
+        self._send(LinkFailed(engine_id, reason), self.whole)
 
     def deliver(self, message: LinkMessage, number: int) -> None:
         if not isinstance(message, DialLink):
@@ -148,7 +157,11 @@ class LinkHost:
         self._send = send
         self._links: dict[int, KVLink] = {}
         if isinstance(connector, KVConsumerEndpoint):
-            connector.bind_link_pool(lambda *address: send(DialLink(*address), 0))
+            connector.bind_link_pool(lambda *address: send(DialLink(*address), ConsumerProxy.whole))
+
+    @property
+    def identity(self) -> KVIdentity:
+        return self._connector.identity
 
     def handle(self, message: LinkMessage, number: int) -> None:
         """Raises ProtocolError for a message that this role does not get."""
@@ -177,3 +190,14 @@ class LinkHost:
             handle.close(error.message)
             if isinstance(message, LinkUp) and isinstance(connector, KVConsumerEndpoint):
                 connector.link_failed(message.engine_id, error.message)
+
+
+def host_links(connectors: Iterable[object], send: Send) -> dict[int, LinkHost]:
+    """Return the hosts of those that have links, by what remains of their links' numbers."""
+    hosts = {}
+    for connector in connectors:
+        if isinstance(connector, KVProducerEndpoint):
+            hosts[ProducerProxy.whole] = LinkHost(connector, send)
+        elif isinstance(connector, KVConsumerEndpoint):
+            hosts[ConsumerProxy.whole] = LinkHost(connector, send)
+    return hosts

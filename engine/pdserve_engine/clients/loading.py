@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pdserve_common.engine_types import EngineInfo, WorkerRole
 from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
@@ -21,11 +22,14 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
-from pdserve_engine.kv_transfer.base import KVIdentity
+from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import KVConnector
+from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
+from pdserve_engine.kv_transfer.prefix_producer import PrefixProducer
 from pdserve_engine.kv_transfer.producer import ProducerConnector
+from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
@@ -43,6 +47,8 @@ class LoadedEngine:
     core: EngineCore
     info: EngineInfo
     connector: KVConnector | None
+    # Of prefixes: the other role, over the same transport.
+    prefix_connector: KVConnector | None
     control: EngineControl
     step_watch: StepWatch
     logs_iterations: bool
@@ -57,6 +63,8 @@ class LoadedEngine:
         if not self.core.close():
             return False
         gc.unfreeze()  # what the pool and the weights held can be collected again
+        if self.prefix_connector is not None:
+            self.prefix_connector.disconnect()
         if self.connector is not None:
             self.connector.shutdown()
         self.core.executor.close()
@@ -109,14 +117,27 @@ def load_engine(
     if config.poison_freed_blocks:
         manager.block_pool.on_dead = executor.poison
     step_seq = _StepCounter()
-    connector = _make_connector(config, role, identity, executor, metrics, wakeup, step_seq)
+    transport = _make_transport(config, identity, executor)
+    build = _ConnectorBuilder(
+        config=config,
+        transport=transport,
+        identity=identity,
+        metrics=metrics,
+        wakeup=wakeup,
+        step_seq=step_seq,
+        checksum=executor.block_checksums if config.kv_checksums else None,
+    )
+    connector = build.connector(role)
+    prefix_connector = build.prefix_connector(role, model, manager)
     compiler = _make_compiler(source, grammar_metrics)
     core = step_seq.core = EngineCore(
         scheduler=Scheduler(
             config.scheduler,
             manager,
-            producer=connector if isinstance(connector, ProducerConnector) else None,
-            consumer=connector if isinstance(connector, ConsumerConnector) else None,
+            producer=_if_is(connector, ProducerConnector),
+            consumer=_if_is(connector, ConsumerConnector),
+            prefix_producer=_if_is(prefix_connector, PrefixProducer),
+            prefix_consumer=_if_is(prefix_connector, PrefixConsumer),
             compile_grammar=compiler.compile if compiler is not None else None,
             wakeup=wakeup,
         ),
@@ -127,6 +148,7 @@ def load_engine(
     # What is loaded now lives as long as the process: the collector need not look at it again.
     release_unused(source.device)
     info = _describe(config, role, identity, model, manager, max_model_len, source)
+    info = dataclasses.replace(info, has_prefix_pulls=prefix_connector is not None)
     if compiler is not None:
         info = dataclasses.replace(info, served_fields=("structured_outputs",))
     _log_loaded(info, source, manager, time.monotonic() - started)
@@ -134,6 +156,7 @@ def load_engine(
         core=core,
         info=info,
         connector=connector,
+        prefix_connector=prefix_connector,
         control=EngineControl(core),
         step_watch=_make_watch(config),
         logs_iterations=config.log_iterations,
@@ -175,40 +198,80 @@ def _make_compiler(source: ModelSource, metrics: GrammarMetrics | None) -> Gramm
     return GrammarCompiler(info, observe=metrics.observe)
 
 
-def _make_connector(
-    config: EngineConfig,
-    role: str,
-    identity: KVIdentity,
-    executor: Executor,
-    metrics: KVTransferMetrics,
-    wakeup: Callable[[], None],
-    step_seq: Callable[[], int],
-) -> ProducerConnector | ConsumerConnector | None:
+def _make_transport(
+    config: EngineConfig, identity: KVIdentity, executor: Executor
+) -> KVTransport | None:
     if config.kv_connector == "none":
         return None
     transport = make_transport(identity, require_transport=config.require_transport)
     executor.register_kv_cache(transport)
-    checksum = executor.block_checksums if config.kv_checksums else None
-    if role == "prefill":
-        return ProducerConnector(
-            transport,
-            identity=identity,
-            metrics=metrics,
-            wakeup=wakeup,
-            step_seq=step_seq,
+    return transport
+
+
+T = TypeVar("T")
+
+
+def _if_is(connector: object, cls: type[T]) -> T | None:
+    return connector if isinstance(connector, cls) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ConnectorBuilder:
+    """What a worker's connectors have in common."""
+
+    config: EngineConfig
+    transport: KVTransport | None
+    identity: KVIdentity
+    metrics: KVTransferMetrics
+    wakeup: Callable[[], None]
+    step_seq: Callable[[], int]
+    checksum: Checksum | None
+
+    def connector(self, role: Role) -> ProducerConnector | ConsumerConnector | None:
+        config = self.config
+        if self.transport is None:
+            return None
+        if role == "prefill":
+            return ProducerConnector(
+                self.transport, session_timeout_s=config.kv_session_timeout_s, **self._common()
+            )
+        return ConsumerConnector(
+            self.transport,
             session_timeout_s=config.kv_session_timeout_s,
-            checksum=checksum,
+            read_timeout_s=config.kv_transfer_timeout_s,
+            **self._common(),
         )
-    return ConsumerConnector(
-        transport,
-        identity=identity,
-        metrics=metrics,
-        wakeup=wakeup,
-        step_seq=step_seq,
-        session_timeout_s=config.kv_session_timeout_s,
-        read_timeout_s=config.kv_transfer_timeout_s,
-        checksum=checksum,
-    )
+
+    def prefix_connector(
+        self, role: Role, model: LoadedModel, manager: KVCacheManager
+    ) -> PrefixProducer | PrefixConsumer | None:
+        """Blocks come into an exact worker's cache only from one whose tokens are the same."""
+        config = self.config
+        if self.transport is None or not (config.prefix_pulls and config.enable_prefix_caching):
+            return None
+        numerics = model.numerics_id if model.is_row_independent else ""
+        common = self._common()
+        common["identity"] = dataclasses.replace(
+            self.identity, compatibility_hash=f"{self.identity.compatibility_hash} {numerics}"
+        )
+        if role == "decode":
+            num_blocks = manager.block_pool.num_blocks
+            return PrefixProducer(self.transport, num_blocks=num_blocks, **common)
+        return PrefixConsumer(
+            self.transport,
+            timeout_s=config.prefix_pull_timeout_s,
+            read_timeout_s=config.kv_transfer_timeout_s,
+            **common,
+        )
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "identity": self.identity,
+            "metrics": self.metrics,
+            "wakeup": self.wakeup,
+            "step_seq": self.step_seq,
+            "checksum": self.checksum,
+        }
 
 
 class _StepCounter:

@@ -31,6 +31,8 @@ from pdserve_common.kv_types import (
     KVLinkWelcome,
     Later,
     PrefillDone,
+    PrefixReady,
+    PrefixRequest,
     Release,
     ReleaseAck,
     Revoke,
@@ -114,10 +116,12 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """The engine is loaded. `kv_identity` is None without a connector."""
+    """The engine is loaded. `kv_identities` has an entry for each connector, by its links' numbers
+    modulo 2.
+    """
 
     info: EngineInfo
-    kv_identity: KVIdentity | None
+    kv_identities: dict[int, KVIdentity]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +244,7 @@ CallAnswer = Answer | Refusal
 LinkMessage = (
     KVLinkHello | Granted | Later | Revoke | CancelRequest | Release | KVLinkHeartbeat
     | KVLinkWelcome | GrantRequest | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
+    | PrefixRequest | PrefixReady
     | LinkUp | LinkFailed | LinkLost | LinkTick | DialLink | LinkClosed
 )  # fmt: skip
 _OneWay = (

@@ -55,6 +55,8 @@ class SubprocessEngineClient:
     info: EngineInfo
     # What the service has to carry the KvLink's messages to.
     connector: ProducerProxy | ConsumerProxy | None = None
+    # The same for links over which prefixes are read.
+    prefix_connector: ProducerProxy | ConsumerProxy | None = None
     _process: "subprocess.Popen[bytes]"
     _channel: Channel
     _status: messages.EngineStatus
@@ -68,6 +70,8 @@ class SubprocessEngineClient:
         self._owners = RequestOwners()
         self._client_indexes = itertools.count(1)
         self._on_kv_cache_events: KVCacheEventsCallback = lambda events: None
+        # By their links' numbers modulo 2.
+        self._proxies: dict[int, ProducerProxy | ConsumerProxy] = {}
         self._calls: dict[int, asyncio.Future[messages.CallAnswer]] = {}
         self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,10 +127,14 @@ class SubprocessEngineClient:
     async def _become_ready(self, role: Role) -> None:
         ready = await self._ready
         self.info = ready.info
-        if ready.kv_identity is not None:
-            proxy = ProducerProxy if role == "prefill" else ConsumerProxy
-            name = ready.info.kv_transport
-            self.connector = proxy(ready.kv_identity, name, self._channel.send)
+        name = ready.info.kv_transport
+        for proxy in (ProducerProxy, ConsumerProxy):
+            identity = ready.kv_identities.get(proxy.whole)
+            if identity is not None:
+                self._proxies[proxy.whole] = proxy(identity, name, self._channel.send)
+        own = ProducerProxy.whole if role == "prefill" else ConsumerProxy.whole
+        self.connector = self._proxies.get(own)
+        self.prefix_connector = self._proxies.get(1 - own)
 
     # ---- EngineClient
 
@@ -253,8 +261,8 @@ class SubprocessEngineClient:
             self._on_outputs(message, ref)
         elif isinstance(message, KVCacheEvents):
             self._on_kv_cache_events(message)
-        elif isinstance(message, messages.LinkMessage) and self.connector is not None:
-            self.connector.deliver(message, ref)
+        elif isinstance(message, messages.LinkMessage) and ref % 2 in self._proxies:
+            self._proxies[ref % 2].deliver(message, ref)
         elif isinstance(message, messages.CallAnswer):
             future = self._calls.get(ref)
             if future is not None and not future.done():
@@ -315,8 +323,8 @@ class SubprocessEngineClient:
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(error))
         self._fail_calls(error)
-        if self.connector is not None:
-            self.connector.close(error)
+        for proxy in self._proxies.values():
+            proxy.close(error)
         engine_dead = EngineDeadError(error).to_engine_error()
         for callback in list(self._clients.values()):
             callback(EngineCoreOutputs(engine_dead=engine_dead))

@@ -50,7 +50,7 @@ class Admission:
         # A block for the prompt's end and one for what comes then.
         num_needed = self.num_missing_blocks(source) + 2 * self._kv.num_groups
         num_left = self._kv.block_pool.num_free_blocks - num_needed
-        return num_left >= self._num_spare_blocks()
+        return num_left >= self.num_spare_blocks()
 
     def room_for_pulls(self) -> Room:
         """Return what limits grants to pulls."""
@@ -59,7 +59,7 @@ class Admission:
         pulls = itertools.chain(places.remote_prefills.with_blocks(), landed)
         return Room(
             num_held=sum(self._kv.num_blocks_of(pull.request_id) for pull in pulls),
-            num_spare=self._num_spare_blocks(),
+            num_spare=self.num_spare_blocks(),
             outlook=places.seats.look_ahead(places.num_ahead),
         )
 
@@ -67,6 +67,10 @@ class Admission:
         """Blocks the request still needs for its known tokens, and one more."""
         num_needed = self._kv.num_blocks_needed(request.num_tokens + self._kv.block_size)
         return max(0, num_needed - self._kv.num_blocks_of(request.request_id))
+
+    def num_spare_blocks(self) -> int:
+        """Blocks that whoever is admitted now has to leave free."""
+        return self._with_watermark(self._num_reserved_blocks())
 
     def _without_seat(self) -> Iterator[Request]:
         """Requests that own all their blocks and find no seat in the batch."""
@@ -83,10 +87,6 @@ class Admission:
 
     def _num_reserved_blocks(self) -> int:
         return sum(map(self.num_missing_blocks, self._admitted()))
-
-    def _num_spare_blocks(self) -> int:
-        """Blocks that whoever is admitted now has to leave free."""
-        return self._with_watermark(self._num_reserved_blocks())
 
     def _with_watermark(self, num_reserved: int) -> int:
         if not num_reserved:  # nobody could be preempted

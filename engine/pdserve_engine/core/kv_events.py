@@ -20,6 +20,7 @@ from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
     BlocksReturned,
     KVEvent,
+    PrefixWanted,
     PullFinished,
     PullLost,
     RequestFailed,
@@ -74,6 +75,7 @@ class KVEvents:
         if isinstance(event, BlocksFreed):
             self._kv.free_block_ids(event.block_ids)
             return
+        assert not isinstance(event, PrefixWanted), "PrefixLoans takes it"
         request, places = event.request, self._places
         if places.requests.get(request.request_id) is not request:
             return  # it has ended meanwhile

@@ -8,6 +8,7 @@ forks            WAITING: its source's prompt is not computed yet
 remote_decodes   WAITING, PREEMPTED: on P, before D has reserved its blocks
 remote_prefills  WAITING_FOR_REMOTE_KVS: on D, a ticket, or blocks that are being filled, or that
                  are while its grammar is being compiled
+prefix_pulls     WAITING_FOR_REMOTE_KVS: on P, the start of its prompt is read from another worker
 waiting_for_fsm  WAITING_FOR_FSM: its grammar is being compiled, and it waits for nothing else
 """
 
@@ -19,6 +20,7 @@ from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.forks import Forks
 from pdserve_engine.core.in_flight import InFlight
+from pdserve_engine.core.prefixes import PrefixPulls
 from pdserve_engine.core.remote_decode import RemoteDecodes
 from pdserve_engine.core.remote_prefill import RemotePrefills
 from pdserve_engine.core.running import KVReady, Running
@@ -26,7 +28,7 @@ from pdserve_engine.core.seats import Seats
 from pdserve_engine.core.suspects import Suspects
 from pdserve_engine.core.waiting_for_fsm import WaitingForFSM
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv_transfer.ports import ConsumerPort, ProducerPort
+from pdserve_engine.kv_transfer.ports import ConsumerPort, PrefixConsumerPort, ProducerPort
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.request_queue import make_request_queue
 
@@ -42,6 +44,7 @@ class Places:
         *,
         producer: ProducerPort | None,
         consumer: ConsumerPort | None,
+        prefix_consumer: PrefixConsumerPort | None,
         waiting_for_fsm: WaitingForFSM,
         clock: Callable[[], float],
     ) -> None:
@@ -63,6 +66,7 @@ class Places:
         )
         self.seats = Seats(config, self.running, self.kv_ready, self.forks)
         self.remote_prefills = RemotePrefills(consumer, kv_cache_manager, self.seats, clock)
+        self.prefix_pulls = PrefixPulls(prefix_consumer, kv_cache_manager, clock)
         self.ports = (self.remote_decodes.port, self.remote_prefills.port)
         self.suspects = Suspects(self.remote_decodes)
         self.num_preemptions = 0
@@ -103,6 +107,7 @@ class Places:
         """A request ends. Fence first, then free (rule K3): the ports end its sessions before any
         block changes hands.
         """
+        kept = self.prefix_pulls.request_finished(request)
         self._remove(request)
         request.status = status
         del self.requests[request.request_id]
@@ -110,7 +115,7 @@ class Places:
         for fork in self.forks.take(request):  # they are computed like any other request
             self.waiting.add_request(fork)
         self.suspects.remove(request)
-        kept = self.remote_decodes.request_finished(request)
+        kept |= self.remote_decodes.request_finished(request)
         kept |= self.remote_prefills.request_finished(request)
         taken = [block.block_id for block in self._kv.take(request)]
         self._in_flight.free(request, [block_id for block_id in taken if block_id not in kept])

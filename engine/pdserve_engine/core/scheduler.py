@@ -26,11 +26,18 @@ from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.kv_events import KVEvents
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.planner import Planner
+from pdserve_engine.core.prefixes import PrefixLoans
 from pdserve_engine.core.results import Results
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM, grammar_error
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv_transfer.ports import ConsumerPort, ProducerPort
+from pdserve_engine.kv_transfer.ports import (
+    ConsumerPort,
+    KVPort,
+    PrefixConsumerPort,
+    PrefixProducerPort,
+    ProducerPort,
+)
 from pdserve_engine.request.deadlines import Deadlines
 from pdserve_engine.request.outputs import ClientOutputs, Outputs
 from pdserve_engine.request.request import HeldResult, Request, RequestStatus
@@ -57,6 +64,8 @@ class Scheduler:
         *,
         producer: ProducerPort | None = None,
         consumer: ConsumerPort | None = None,
+        prefix_producer: PrefixProducerPort | None = None,
+        prefix_consumer: PrefixConsumerPort | None = None,
         compile_grammar: CompileGrammar | None = None,
         wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,12 +88,14 @@ class Scheduler:
             self.in_flight,
             producer=producer,
             consumer=consumer,
+            prefix_consumer=prefix_consumer,
             waiting_for_fsm=WaitingForFSM(compile_grammar, wakeup),
             clock=clock,
         )
         self.requests = self.places.requests
         self.waiting = self.places.waiting
         self.running = self.places.running
+        self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
         self._planner = Planner(
             config, self.kv, self.places, self._admission, self.in_flight, clock
@@ -125,14 +136,19 @@ class Scheduler:
         return self._outputs.take()
 
     def expire_deadlines(self, now: float) -> None:
-        """End requests whose deadline has passed."""
+        """End requests whose deadline has passed. Those whose prefix is overdue are queued by the
+        next `update_from_kv_transfer`.
+        """
         error = DeadlineExceededError("the request's deadline passed").to_engine_error()
         for request in self._deadlines.take_passed(now):
             self.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR, error)
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline (by the clock) of a request that is not over."""
-        return self._deadlines.next()
+        """Return the earliest deadline (by the clock) of a request that is not over, or of the wait
+        for its prefix.
+        """
+        deadlines = (self._deadlines.next(), self.places.prefix_pulls.next_deadline)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def has_requests(self) -> bool:
         """Is any request here, running or not?"""
@@ -142,7 +158,8 @@ class Scheduler:
         """Is any request computed, half computed, or does it hold or pull blocks?"""
         places = self.places
         is_running = places.running or places.kv_ready or places.num_preempted or self.in_flight
-        return bool(is_running) or any(places.remote_prefills.with_blocks())
+        is_pulling = places.prefix_pulls or any(places.remote_prefills.with_blocks())
+        return bool(is_running or is_pulling)
 
     def has_schedulable_requests(self) -> bool:
         """Could the next step compute something? Requests that wait for remote KV do not count."""
@@ -164,7 +181,12 @@ class Scheduler:
     @property
     def num_open_sessions(self) -> int:
         """KV sessions (on D: tickets, pulls and zombie READs) that are not over."""
-        return sum(port.num_open_sessions() for port in self.places.ports)
+        return sum(port.num_open_sessions() for port in self._ports)
+
+    @property
+    def _ports(self) -> tuple[KVPort, ...]:
+        places = self.places
+        return (*places.ports, places.prefix_pulls.port, self._prefix_loans.port)
 
     def abort_sessions(self, request_ids: Iterable[str]) -> None:
         """End the sessions of requests that were handed off. Unknown ids are ignored."""
@@ -172,7 +194,7 @@ class Scheduler:
 
     def fence_all(self, reason: str) -> None:
         """End every KV session before blocks change hands (rule K3)."""
-        for port in self.places.ports:
+        for port in self._ports:
             port.fence_all(reason)
 
     def has_finished_requests(self) -> bool:
@@ -199,6 +221,9 @@ class Scheduler:
             self._apply_grammar(request)
         self._kv_events.apply()
         places = self.places
+        for request in places.prefix_pulls.take_ready():
+            self._queue_with_prefix(request)
+        self._prefix_loans.apply(self._admission.num_spare_blocks)
         if self.pause_state is PauseState.UNPAUSED:
             places.remote_prefills.grant_probes(self._admission.num_free_probe_seats)
             # Preempted requests come first, or a stream of small claims would keep them out for
@@ -263,8 +288,9 @@ class Scheduler:
         decodes = places.remote_decodes
         num_waiting = len(self.requests) - len(self.running)
         num_here = num_waiting - len(places.remote_prefills) - len(decodes)
-        num_here -= len(places.waiting_for_fsm)
+        num_here -= len(places.waiting_for_fsm) + len(places.prefix_pulls)
         num_tokens = self.waiting.num_tokens + decodes.num_tokens
+        num_tokens += sum(request.num_tokens for request in places.prefix_pulls)
         held_up = decodes.held_up
         return SchedulerStats(
             num_slots=self.config.max_num_seqs,
@@ -321,7 +347,15 @@ class Scheduler:
             self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        """Put a new request where it waits for its turn."""
+        """Put a new request where it waits for the start of its prompt, or for its turn."""
+        # Asleep it has no pool to read into.
+        is_unpaused = self.pause_state is PauseState.UNPAUSED
+        pulls, find_num_spare = self.places.prefix_pulls, self._admission.num_spare_blocks
+        if not (is_unpaused and pulls.add(request, find_num_spare)):
+            self._queue_with_prefix(request)
+
+    def _queue_with_prefix(self, request: Request) -> None:
+        """Put a request whose prefix is here, or will not come, where it waits for its turn."""
         if self.places.remote_decodes.add(request):
             return
         source = find_source(request, self.requests)

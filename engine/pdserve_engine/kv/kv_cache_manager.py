@@ -264,6 +264,41 @@ class KVCacheManager:
         tables = self._tables.pop(request.request_id, None)
         return tables.held() if tables is not None else []
 
+    def hold_cached(
+        self,
+        block_hashes: Sequence[bytes],
+        first_block: int,
+        *,
+        max_num: int,
+        num_spare: int,
+    ) -> tuple[list[int], ...]:
+        """Hold the cached blocks of these hashes, the first of which is logical block `first_block`
+        of a prefix, once more; return their ids per KV group in logical order, NULL_BLOCK_ID before
+        `first_block` and where the token after the prefix does not look.
+
+        Those from the first on that is not cached are left out. Empty lists, and nothing held: none
+        is cached, or a sliding group lacks what it needs, or more than `max_num` would be held, or
+        fewer than `num_spare` be left free.
+        """
+        leading = min(
+            (self._leading_blocks(group, block_hashes) for group in self._full),
+            key=len,
+            default=[],
+        )
+        length = len(leading) if self._full else len(block_hashes)
+        if self._sliding and length < len(block_hashes):
+            length = 0
+        found = [
+            self._cached_after(group, block_hashes[:length], first_block) for group in self._groups
+        ]
+        held = [block for blocks in found for block in blocks if block is not NULL_BLOCK]
+        is_whole = all(len(blocks) == first_block + length for blocks in found)
+        num_left = self.block_pool.num_free_blocks - _num_revived(held)
+        if not (length and is_whole and len(held) <= max_num and num_left >= num_spare):
+            return tuple([] for _ in self._groups)
+        self.block_pool.touch(held)
+        return tuple([block.block_id for block in blocks] for blocks in found)
+
     def free_block_ids(self, block_ids: Sequence[int]) -> None:
         """Give up one hold on each block that `take` left with another owner."""
         assert NULL_BLOCK_ID not in block_ids, "null blocks are nobody's to free"
@@ -301,6 +336,15 @@ class KVCacheManager:
         # What the first token in flight sees before it, and all of them, anywhere in their blocks.
         num_positions = group.window - 1 + self._max_tokens_in_flight
         return min(length, self.blocks_for(num_positions - 1) + 1)
+
+    def _cached_after(
+        self, group: _Group, block_hashes: Sequence[bytes], first_block: int
+    ) -> list[KVCacheBlock]:
+        """Return the cached blocks of a prefix, null where it is not asked for or not seen."""
+        end = first_block + len(block_hashes)
+        first = max(first_block, self._num_skipped(group, end * self.block_size))
+        cached = self._leading_blocks(group, block_hashes[first - first_block :])
+        return [NULL_BLOCK] * first + cached
 
     def _leading_blocks(self, group: _Group, hashes: Sequence[bytes]) -> list[KVCacheBlock]:
         """Return the cached blocks up to the first that lacks."""

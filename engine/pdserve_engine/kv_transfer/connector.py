@@ -53,11 +53,15 @@ class Connector(ABC, Generic[MessageT]):
     def failure(self) -> str | None:
         return self._defect or self._transport.failure
 
-    def shutdown(self) -> None:
+    def disconnect(self) -> None:
+        """End every session and every link, and leave the transport to another connector."""
         self.fence_all("shutdown")
         with self._lock:
             for link in self._links.all():
                 self._drop_link(link, "shutdown")
+
+    def shutdown(self) -> None:
+        self.disconnect()
         self._transport.close()
 
     # ---- the KvLink: the event loop's thread
@@ -117,7 +121,7 @@ class Connector(ABC, Generic[MessageT]):
 
     def _add_link(self, link: KVLink) -> None:
         self._links.add(link)
-        self._metrics.links.set(len(self._links))
+        self._metrics.links.inc()
         self._metrics.peer_came(link.engine_id)
 
     def _drop_link(self, link: KVLink, reason: str) -> None:
@@ -125,6 +129,6 @@ class Connector(ABC, Generic[MessageT]):
             return
         self._on_link_lost(link, reason)
         link.handle.close(reason)
-        self._metrics.links.set(len(self._links))
+        self._metrics.links.dec()
         self._metrics.peer_went(link.engine_id)
         logger.info("link %d to %s ended: %s", link.number, link.engine_id, reason)

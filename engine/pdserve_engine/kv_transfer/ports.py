@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from pdserve_common.engine_types import EngineCoreRequest, EngineError, KVLost, KVTransferStats
 
 if TYPE_CHECKING:
+    from pdserve_engine.kv_transfer.session import SessionKey
     from pdserve_engine.request.request import Request
 
 
@@ -111,6 +112,17 @@ class RequestFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixWanted:
+    """Another worker asks for cached blocks: those with these hashes, the first of which is the
+    `first_block` of its request. Answered by `lend`.
+    """
+
+    key: "SessionKey"
+    first_block: int
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksFreed:
     """Blocks that the connector kept and that nothing reads or writes any more."""
 
@@ -128,6 +140,7 @@ KVEvent = (
     | PullFinished
     | PullLost
     | RequestFailed
+    | PrefixWanted
     | BlocksFreed
 )
 
@@ -144,23 +157,15 @@ class KVConnector(Protocol):
     def failure(self) -> str | None:
         """Why this worker cannot hand KV over any more and has to be restarted, or None."""
 
+    def disconnect(self) -> None:
+        """Fence everything; the transport goes on."""
+
     def shutdown(self) -> None:
         """Fence everything, wait (bounded) for posted READs to land, release the transport."""
 
 
 class KVPort(Protocol):
-    """What the scheduler asks of either role."""
-
-    def request_finished(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> frozenset[int]:
-        """A request of this role has ended on this worker. Return which of its blocks the connector
-        keeps; they come back in BlocksFreed.
-
-        On P a request that is_handed_off keeps what D has not released (rule K2: the step is
-        over). Any other end is told to D and fences. On D open work is cancelled; blocks are kept
-        only while a READ may still land in them (rule K5).
-        """
+    """What the scheduler asks of every role."""
 
     def fence_all(self, reason: str) -> None:
         """End every session or pull before blocks change hands (cache reset, sleep, weight change,
@@ -174,7 +179,22 @@ class KVPort(Protocol):
         """P: sessions that are not over. D: pulls, and READs of pulls that are over."""
 
 
-class ProducerPort(KVPort, Protocol):
+class RequestPort(KVPort, Protocol):
+    """What it asks of roles that requests have here."""
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> frozenset[int]:
+        """A request of this role has ended on this worker. Return which of its blocks the connector
+        keeps; they come back in BlocksFreed.
+
+        On P a request that is_handed_off keeps what D has not released (rule K2: the step is
+        over). Any other end is told to D and fences. On D open work is cancelled; blocks are kept
+        only while a READ may still land in them (rule K5).
+        """
+
+
+class ProducerPort(RequestPort, Protocol):
     """What the scheduler asks of P's connector."""
 
     def ask(self, request: "Request") -> None:
@@ -204,7 +224,7 @@ class ProducerPort(KVPort, Protocol):
         """End the session of a request that was handed off. Unknown ids are ignored."""
 
 
-class ConsumerPort(KVPort, Protocol):
+class ConsumerPort(RequestPort, Protocol):
     """What the scheduler asks of D's connector."""
 
     def on_new_request(self, request: "Request") -> None:
@@ -226,6 +246,36 @@ class ConsumerPort(KVPort, Protocol):
     def reclaim(self) -> "Request | None":
         """Take the youngest grant back of which P has announced nothing. Its request's blocks
         are the scheduler's again, its claim stands. None: there is no such grant.
+        """
+
+
+class PrefixProducerPort(KVPort, Protocol):
+    """What the scheduler asks of the connector that lends cached blocks."""
+
+    def lend(self, wanted: PrefixWanted, block_ids: tuple[list[int], ...]) -> bool:
+        """Answer PrefixWanted: these blocks are cached, per KV group in logical order from the
+        request's start, NULL_BLOCK_ID where none is wanted or needed; all others are held once
+        more, and come back in BlocksFreed. Empty lists: there are none.
+
+        False: nobody waits for them any more; the hold stays the scheduler's.
+        """
+
+
+class PrefixConsumerPort(RequestPort, Protocol):
+    """What the scheduler asks of the connector that reads cached blocks of others."""
+
+    def fetch(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        num_tokens: int,
+        num_cached_tokens: int,
+    ) -> float:
+        """Read the KV of the first `num_tokens` tokens, whole blocks, from the request's
+        `prefix_source` into these reserved blocks; those of the first `num_cached_tokens` hold
+        theirs already. Answered by PullFinished, PullLost or RequestFailed: in any case the
+        request is computed from what BlocksConfirmed has told. The scheduler ends it with
+        `request_finished`, whenever it likes, and after the seconds that this returns.
         """
 
 
@@ -257,3 +307,4 @@ class NoConnector:
 
     ask = on_started = on_blocks_computed = on_preempted = _no_request
     on_new_request = grant = defer = _no_request
+    lend = fetch = _no_request

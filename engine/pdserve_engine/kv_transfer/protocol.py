@@ -5,6 +5,10 @@ model in tests/kv_transfer/model explores the same tables exhaustively: with the
 block reaches a token, nothing leaks and nothing waits for ever. The rules K1 to K8 are in
 docs/architecture.md.
 
+For a cached prefix the roles are turned round: a decode worker is P of these tables, and a prefill
+worker D. Such a session begins in LOOKING_UP and such a pull in REQUESTED; from the announcement on
+they go by the same rules as any other.
+
 An event that a state has no entry for comes too late, or makes no sense: it is counted and ignored
 (K8). Actions are carried out in the order given, all under the connector's lock.
 """
@@ -27,6 +31,9 @@ class ProducerState(enum.Enum):
     SENDING = enum.auto()
     # The prefill is over; the session keeps the blocks.
     HANDED_OFF = enum.auto()
+    # Of a prefix: D has asked for it, and the scheduler looks for its blocks. Of those that it
+    # finds the session keeps one hold each: it is HANDED_OFF then.
+    LOOKING_UP = enum.auto()
     # Fenced.
     ENDED = enum.auto()
 
@@ -54,6 +61,9 @@ class ProducerEvent(enum.Enum):
     PREEMPTED = enum.auto()
     # The request ended on P: at its first token, by an abort, by an error.
     FINISHED = enum.auto()
+    # Blocks of the prefix are cached, and held.
+    FOUND = enum.auto()
+    NOT_FOUND = enum.auto()
     # Of the worker.
     EXPIRED = enum.auto()
     FENCED = enum.auto()
@@ -68,6 +78,8 @@ class ProducerAction(enum.Enum):
     # BlocksReady for what is new.
     ANNOUNCE = enum.auto()
     SEND_PREFILL_DONE = enum.auto()
+    # PrefixReady for all that was found.
+    ANNOUNCE_PREFIX = enum.auto()
     SEND_VALID_ACK = enum.auto()
     SEND_INVALID_ACK = enum.auto()
     # From here on no release is valid (K3).
@@ -94,6 +106,7 @@ _GIVEN_UP = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FAIL_REQUEST))
 _WITHDRAWN = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED, _PA.FAIL_REQUEST))
 _OVER = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED))
 _OVER_FREE = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.SEND_SESSION_ENDED, _PA.FREE))
+_DROPPED = ProducerStep(_P.ENDED, (_PA.FENCE,))
 _DROPPED_FREE = ProducerStep(_P.ENDED, (_PA.FENCE, _PA.FREE))
 
 _BEFORE_HANDOFF: Mapping[ProducerEvent, ProducerStep] = {
@@ -140,6 +153,15 @@ PRODUCER: Mapping[ProducerState, Mapping[ProducerEvent, ProducerStep]] = {
         _PE.CANCELLED: _DROPPED_FREE,
         _PE.LINK_LOST: _DROPPED_FREE,
     },
+    _P.LOOKING_UP: {
+        _PE.FOUND: ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE_PREFIX,)),
+        _PE.NOT_FOUND: _OVER,
+        _PE.FINISHED: _OVER,
+        _PE.EXPIRED: _OVER,
+        _PE.FENCED: _OVER,
+        _PE.CANCELLED: _DROPPED,
+        _PE.LINK_LOST: _DROPPED,
+    },
     _P.ENDED: {
         _PE.RELEASED: ProducerStep(_P.ENDED, (_PA.SEND_INVALID_ACK,)),
     },
@@ -164,6 +186,11 @@ class ConsumerState(enum.Enum):
     # All is here, P's tokens too, but the last release is not acknowledged: the first step may run,
     # and nothing of it gets out.
     LANDED = enum.auto()
+    # Of a prefix: blocks are reserved for it, and P is asked, or will be once its link is up.
+    REQUESTED = enum.auto()
+    # Of a prefix: its blocks are announced and read. No step runs before all is confirmed: what it
+    # computes would go to others at once.
+    FETCHING = enum.auto()
     # All is confirmed as well: the request goes on.
     ACCEPTED = enum.auto()
     # The rest will not come. What is confirmed stays until the router has decided (K6).
@@ -180,6 +207,8 @@ class ConsumerEvent(enum.Enum):
     ASKED = enum.auto()
     ANNOUNCED = enum.auto()
     CONFIRMED = enum.auto()
+    # Of a prefix: P has cached blocks of it, and keeps them. No others follow.
+    PREFIX_READY = enum.auto()
     # All blocks are announced and P's tokens are known.
     PREFILL_DONE = enum.auto()
     # P preempted the request and will ask again.
@@ -188,6 +217,8 @@ class ConsumerEvent(enum.Enum):
     SESSION_VOID = enum.auto()
     # P fenced it, said that a release is not valid, or its link is gone.
     SESSION_LOST = enum.auto()
+    # Of the link: it is up.
+    LINKED = enum.auto()
     # Of the scheduler.
     RESERVED = enum.auto()
     NO_ROOM = enum.auto()
@@ -214,6 +245,7 @@ class ConsumerAction(enum.Enum):
 
     # Has the scheduler reserve blocks.
     CLAIM = enum.auto()
+    SEND_PREFIX_REQUEST = enum.auto()
     SEND_GRANTED = enum.auto()
     SEND_LATER = enum.auto()
     SEND_REVOKE = enum.auto()
@@ -297,6 +329,18 @@ CONSUMER: Mapping[ConsumerState, Mapping[ConsumerEvent, ConsumerStep]] = {
     _D.LANDED: {
         **_WAITING,
         _DE.CONFIRMED: ConsumerStep(_D.LANDED, (_DA.CONFIRM,)),
+        _DE.COMPLETED: ConsumerStep(_D.ACCEPTED, (_DA.ACCEPT,)),
+    },
+    _D.REQUESTED: {
+        **_WAITING,
+        _DE.LINKED: ConsumerStep(_D.REQUESTED, (_DA.SEND_PREFIX_REQUEST,)),
+        _DE.PREFIX_READY: ConsumerStep(_D.FETCHING, (_DA.POST_READ,)),
+    },
+    _D.FETCHING: {
+        **_WAITING,
+        _DE.READ_LANDED: ConsumerStep(_D.FETCHING, (_DA.SEND_RELEASE,)),
+        _DE.READ_FAILED: _LOST_CANCEL,
+        _DE.CONFIRMED: ConsumerStep(_D.FETCHING, (_DA.CONFIRM,)),
         _DE.COMPLETED: ConsumerStep(_D.ACCEPTED, (_DA.ACCEPT,)),
     },
     _D.ACCEPTED: {

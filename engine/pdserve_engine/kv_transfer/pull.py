@@ -33,6 +33,10 @@ LossReason = Literal[
 FAILURE_REASONS = tuple(reason for reason in get_args(LossReason) if reason != "aborted")
 
 
+# P may owe an answer to a release.
+READING_STATES = (ConsumerState.PULLING, ConsumerState.LANDED, ConsumerState.FETCHING)
+
+
 @dataclass(slots=True, eq=False)
 class Read:
     """The READ of one announced chunk: what D lacks of it, of all KV groups."""
@@ -148,8 +152,12 @@ class Pull:
     session: KVSessionId | None = None
     link: KVLink | None = None
     asked_time: float = 0.0
-    # While GRANTED, PULLING, LANDED, or LOST after that.
+    # While GRANTED, REQUESTED, PULLING, FETCHING, LANDED, or LOST after that.
     reservation: Reservation | None = None
+    # Of a prefix: the blocks that are asked for.
+    block_hashes: tuple[bytes, ...] = ()
+    # P has ended it, and nothing has gone wrong.
+    is_void: bool = False
     # Blocks of the reservation that was given back last, under READs that had not landed by then.
     kept: frozenset[int] = frozenset()
     # D's own blocks are about to change hands. P's fences say nothing about what D has confirmed.
@@ -185,7 +193,7 @@ class Pull:
     @property
     def due(self) -> float:
         """When something that it waits for is overdue (K8)."""
-        if self.state not in (ConsumerState.PULLING, ConsumerState.LANDED):
+        if self.state not in READING_STATES:
             return self.deadline
         return min(self.deadline, self.granted.ack_deadline)
 
@@ -266,6 +274,17 @@ def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str |
         len(ids) for ids in message.block_ids
     ]:
         return "sent checksums of other blocks than it announced"
+    return None
+
+
+def find_bad_prefix(pull: Pull, message: BlocksReady, layout: KVLayout) -> str | None:
+    """Say what is wrong with the announcement of a prefix, or return None."""
+    bad = find_bad_blocks(pull, message, layout)
+    if bad is not None:
+        return bad
+    end = message.first_block + len(message.block_ids[0])
+    if end != num_blocks_of(pull.num_tokens, layout) and any(g.window for g in layout.groups):
+        return f"announced {end} blocks of a prefix, of which windows need the end"
     return None
 
 

@@ -19,6 +19,7 @@ from pdserve_common.kv_types import (
     KVLinkRequestMessage,
     KVSessionId,
     Later,
+    PrefixRequest,
     Release,
     Revoke,
 )
@@ -59,10 +60,11 @@ _SESSION_STATES = frozenset(
         ConsumerState.GRANTED,
         ConsumerState.PULLING,
         ConsumerState.LANDED,
+        ConsumerState.FETCHING,
     }
 )
 # It waits for P or for the scheduler.
-_WAITING_STATES = _SESSION_STATES | {ConsumerState.TICKET}
+_WAITING_STATES = _SESSION_STATES | {ConsumerState.TICKET, ConsumerState.REQUESTED}
 _OVER_STATES = frozenset({ConsumerState.ACCEPTED, ConsumerState.ENDED})
 # P has not kept the blocks for as long as it took, or D's pool changes hands.
 _EXPIRY_REASONS = frozenset({"expired", "fenced", "not_valid"})
@@ -101,6 +103,7 @@ class PullMachine:
         self._unheard: list[Pull] = []
         self._actions: dict[ConsumerAction, Callable[[Pull], None]] = {
             ConsumerAction.CLAIM: self._claim,
+            ConsumerAction.SEND_PREFIX_REQUEST: self._send_prefix_request,
             ConsumerAction.SEND_GRANTED: self._send_granted,
             ConsumerAction.SEND_LATER: lambda pull: _send(pull, Later(session=_session_of(pull))),
             ConsumerAction.SEND_REVOKE: lambda pull: _send(pull, Revoke(session=_session_of(pull))),
@@ -192,6 +195,15 @@ class PullMachine:
 
     def _claim(self, pull: Pull) -> None:
         self.tell(BlocksClaimed(pull.ticket, pull.asked_time))
+
+    def _send_prefix_request(self, pull: Pull) -> None:
+        message = PrefixRequest(
+            request_id=pull.request_id,
+            attempt=pull.attempt,
+            first_block=pull.granted.first_block,
+            block_hashes=pull.block_hashes,
+        )
+        _send(pull, message)
 
     def _send_granted(self, pull: Pull) -> None:
         _send(pull, Granted(session=_session_of(pull), first_block=pull.granted.first_block))
@@ -294,9 +306,7 @@ class PullMachine:
             pull.state.name,
             self._clock() - pull.since,
             f"{pull.reason}: {pull.message}",
-            "the router has not sent the request yet"
-            if pull.state is ConsumerState.EARLY
-            else f"the router decides how it goes on, {num_tokens} tokens are held until then",
+            _consequence(pull, num_tokens),
         )
 
     def _forget(self, pull: Pull) -> None:
@@ -318,6 +328,15 @@ class PullMachine:
         self.num_in[state] += change
         if state not in _OVER_STATES:
             self._metrics.sessions.labels(state.name.lower()).set(self.num_in[state])
+
+
+def _consequence(pull: Pull, num_tokens: int) -> str:
+    """Of a pull that is about to be lost."""
+    if pull.state is ConsumerState.EARLY:
+        return "the router has not sent the request yet"
+    if pull.state in (ConsumerState.REQUESTED, ConsumerState.FETCHING):
+        return "the prefix is computed here"
+    return f"the router decides how it goes on, {num_tokens} tokens are held until then"
 
 
 def make_cancel(key: PullKey, reason: str) -> CancelRequest:

@@ -1,6 +1,7 @@
 """One session as P sees it: which blocks D reads, what is announced, released and kept of them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pdserve_common.kv_types import KVLayout, KVSessionId, Release, SessionEndReason
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
@@ -8,6 +9,14 @@ from pdserve_engine.kv_transfer.base import first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.protocol import ProducerState
 from pdserve_engine.request.request import Request
+
+
+class SessionKey(NamedTuple):
+    """Names a request to its D."""
+
+    engine_id: str  # of D
+    request_id: str
+    attempt: int
 
 
 class Session:
@@ -19,12 +28,13 @@ class Session:
 
     __slots__ = (
         "_first_reads",
+        "_request",
         "asked_at",
         "block_ids",
         "deadline",
-        "engine_id",
         "first_block",
         "id",
+        "key",
         "link",
         "message",
         "num_announced",
@@ -34,16 +44,24 @@ class Session:
         "num_tokens",
         "reason",
         "release",
-        "request",
         "state",
     )
 
-    def __init__(self, request: Request, layout: KVLayout, *, now: float, deadline: float) -> None:
-        params = request.kv_transfer_params
-        assert params is not None, "only requests that will be decoded elsewhere have sessions"
-        self.request = request
-        self.engine_id = params.remote_engine_id  # of D
-        self.state = ProducerState.ASKING
+    def __init__(
+        self,
+        key: SessionKey,
+        state: ProducerState,
+        num_tokens: int,
+        layout: KVLayout,
+        *,
+        request: Request | None = None,
+        now: float,
+        deadline: float,
+    ) -> None:
+        """`num_tokens`: whose KV D pulls. Without a request for a prefix."""
+        self.key = key
+        self._request = request
+        self.state = state
         self.asked_at = now
         self.deadline = deadline
         # Why it is over, and the same for people.
@@ -52,10 +70,7 @@ class Session:
         # Both are set when D's link is up.
         self.link: KVLink | None = None
         self.id: KVSessionId | None = None
-        # The tokens whose KV D pulls.
-        self.num_tokens = request.num_prompt_tokens + len(
-            request.core_request.resume_output_token_ids
-        )
+        self.num_tokens = num_tokens
         self.num_blocks = -(-self.num_tokens // layout.block_size)
         self._first_reads = first_read_blocks(layout, self.num_tokens)
         # D has those before it.
@@ -70,9 +85,17 @@ class Session:
         self.num_freed = 0
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Names the request to its D."""
-        return self.engine_id, self.request.request_id, self.request.core_request.attempt
+    def request(self) -> Request:
+        """Of a session that is no prefix's."""
+        assert self._request is not None, "only a prefix has no request"
+        return self._request
+
+    def is_of(self, request: Request) -> bool:
+        return self._request is request
+
+    @property
+    def engine_id(self) -> str:
+        return self.key.engine_id
 
     @property
     def open_id(self) -> KVSessionId:
@@ -87,6 +110,11 @@ class Session:
     def start_at(self, first_block: int) -> None:
         """D has the blocks before `first_block`."""
         self.first_block = self.num_announced = first_block
+
+    def limit_to(self, num_blocks: int, block_size: int) -> None:
+        """P has no more than the first `num_blocks` of the prefix."""
+        self.num_blocks = num_blocks
+        self.num_tokens = num_blocks * block_size
 
     def add_blocks(self, block_ids: Sequence[Sequence[int]], num_blocks: int) -> None:
         """The first `num_blocks` blocks of the request's tables are written."""

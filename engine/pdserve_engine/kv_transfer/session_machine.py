@@ -16,6 +16,8 @@ from pdserve_common.kv_types import (
     KVLinkResponseMessage,
     KVSessionId,
     PrefillDone,
+    PrefixReady,
+    PrefixRequest,
     Release,
     ReleaseAck,
     SessionEnded,
@@ -41,7 +43,7 @@ from pdserve_engine.kv_transfer.protocol import (
     ProducerEvent,
     ProducerState,
 )
-from pdserve_engine.kv_transfer.session import Session
+from pdserve_engine.kv_transfer.session import Session, SessionKey
 from pdserve_engine.request.request import Request
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ _REASONS: Mapping[ProducerEvent, SessionEndReason] = {
     ProducerEvent.LINK_LOST: SessionEndReason.LINK_LOST,
     ProducerEvent.RELEASED_ALL: SessionEndReason.RELEASED,
     ProducerEvent.PREFILLED_ALL_CACHED: SessionEndReason.RELEASED,
+    ProducerEvent.NOT_FOUND: SessionEndReason.NOT_CACHED,
 }
 
 # Ends that nobody has asked for: an operator reads of them.
@@ -108,6 +111,7 @@ class SessionMachine:
             ProducerAction.DEFER_START: self._defer_start,
             ProducerAction.ANNOUNCE: self._announce,
             ProducerAction.SEND_PREFILL_DONE: self._send_prefill_done,
+            ProducerAction.ANNOUNCE_PREFIX: self._announce_prefix,
             ProducerAction.SEND_VALID_ACK: self._send_valid_ack,
             ProducerAction.FENCE: self._fence,
             ProducerAction.FREE: self._free,
@@ -130,7 +134,8 @@ class SessionMachine:
     def find(self, request: Request) -> Session | None:
         """Return the request's session, not another attempt's."""
         session = self._sessions.get(request.request_id)
-        return session if session is not None and session.request is request else None
+        is_its = session is not None and session.is_of(request)
+        return session if is_its else None
 
     def find_open(self, session_id: KVSessionId, link: KVLink) -> Session | None:
         """Return the session of that id, if it is one of that link."""
@@ -155,7 +160,7 @@ class SessionMachine:
         actions = take_step(PRODUCER, session, event)
         if actions is None:
             return False
-        logger.debug("request %s: %s", session.request.request_id, event.name)
+        logger.debug("request %s: %s", session.key.request_id, event.name)
         session.reason = _REASONS.get(event, reason)
         session.message = f"{session.reason}: {detail}" if detail else str(session.reason)
         if event in _LOSSES:
@@ -169,15 +174,56 @@ class SessionMachine:
 
     def add(self, request: Request) -> Session:
         """Begin a session, to be opened when D's link is up."""
+        num_tokens = request.num_prompt_tokens + len(request.core_request.resume_output_token_ids)
+        key = _key_of(request)
+        return self._add(key, ProducerState.ASKING, num_tokens, LINK_WAIT_S, request)
+
+    def add_prefix(self, link: KVLink, wanted: PrefixRequest) -> Session:
+        """D asks for a prefix: begin a session, to be opened when its blocks are found."""
+        key = SessionKey(link.engine_id, wanted.request_id, wanted.attempt)
+        num_blocks = wanted.first_block + len(wanted.block_hashes)
+        num_tokens = num_blocks * self._identity.layout.block_size
+        session = self._add(key, ProducerState.LOOKING_UP, num_tokens, self._session_timeout_s)
+        session.link = link
+        session.start_at(wanted.first_block)
+        return session
+
+    def _add(
+        self,
+        key: SessionKey,
+        state: ProducerState,
+        num_tokens: int,
+        timeout_s: float,
+        request: Request | None = None,
+    ) -> Session:
         now = self._clock()
-        deadline = now + min(LINK_WAIT_S, self._session_timeout_s)
-        session = Session(request, self._identity.layout, now=now, deadline=deadline)
-        self._sessions[request.request_id] = session
+        session = Session(
+            key,
+            state,
+            num_tokens,
+            self._identity.layout,
+            request=request,
+            now=now,
+            deadline=now + min(timeout_s, self._session_timeout_s),
+        )
+        self._sessions[key.request_id] = session
         self._count(session.state, +1)
         return session
 
     def open(self, session: Session, link: KVLink) -> None:
         """D's link is up: ask it for blocks."""
+        self.give_id(session, link)
+        session.deadline = self._clock() + self._session_timeout_s
+        message = GrantRequest(
+            session=session.open_id,
+            request_id=session.key.request_id,
+            attempt=session.key.attempt,
+            num_tokens=session.num_tokens,
+        )
+        link.handle.send(message)
+
+    def give_id(self, session: Session, link: KVLink) -> None:
+        """D is about to hear of the session (rule K1)."""
         session.link = link
         session.id = KVSessionId(
             p_epoch=self._identity.epoch,
@@ -187,14 +233,6 @@ class SessionMachine:
         )
         self._next_seq += 1
         self._open[session.id] = session
-        session.deadline = self._clock() + self._session_timeout_s
-        message = GrantRequest(
-            session=session.id,
-            request_id=session.request.request_id,
-            attempt=session.request.core_request.attempt,
-            num_tokens=session.num_tokens,
-        )
-        link.handle.send(message)
 
     def open_waiting(self, link: KVLink) -> None:
         """A D has dialed: tell it what it has missed and ask it for what waits."""
@@ -215,13 +253,11 @@ class SessionMachine:
 
     def tell_end(self, request: Request, reason: SessionEndReason) -> None:
         """The request ends on P without a session: D's ticket is void, unless D knows."""
-        params = request.kv_transfer_params
-        assert params is not None
         if request in self._failed:
             self._failed.discard(request)
         else:
-            ended = _make_ended(None, request, reason, str(reason))
-            self._send_ended(params.remote_engine_id, ended)
+            key = _key_of(request)
+            self._send_ended(key.engine_id, _make_ended(None, key, reason, str(reason)))
 
     def refuse(self, link: KVLink, release: Release) -> None:
         """What the table says of ENDED sessions: the release is not valid."""
@@ -232,31 +268,44 @@ class SessionMachine:
     def _allow_start(self, session: Session) -> None:
         waited_s = self._clock() - session.asked_at
         self._metrics.grant_wait.labels(session.engine_id).observe(waited_s)
-        self._tell(StartAllowed(session.request, self._clock()))
+        self.tell(StartAllowed(session.request, self._clock()))
 
     def _forbid_start(self, session: Session) -> None:
-        self._tell(StartForbidden(session.request))
+        self.tell(StartForbidden(session.request))
 
     def _defer_start(self, session: Session) -> None:
-        self._tell(StartDeferred(session.request))
+        self.tell(StartDeferred(session.request))
 
     def _announce(self, session: Session) -> None:
+        message = self._make_ready(session)
+        if message is not None:
+            self._send(session, message)
+            self._transport.poke()
+
+    def _announce_prefix(self, session: Session) -> None:
+        blocks = self._make_ready(session)
+        assert blocks is not None, "blocks were found"
+        _, request_id, attempt = session.key
+        message = PrefixReady(request_id=request_id, attempt=attempt, blocks=blocks)
+        self._send(session, message)
+        self._transport.poke()
+
+    def _make_ready(self, session: Session) -> BlocksReady | None:
+        """Return the announcement of what is new; None if nothing is."""
         first_block = session.num_announced
         was_exported = session.is_exported
         groups = session.take_unannounced()
         if session.num_announced == first_block:
-            return
+            return None
         if not was_exported:
             self._export(1)
         # The message has no null blocks: D does not read those entries.
-        message = BlocksReady(
+        return BlocksReady(
             session=session.open_id,
             first_block=first_block,
             block_ids=tuple(tuple(max(block_id, 0) for block_id in ids) for ids in groups),
             checksums=tuple(map(self._checksums, groups)) if self._checksum is not None else (),
         )
-        self._send(session, message)
-        self._transport.poke()
 
     def _send_prefill_done(self, session: Session) -> None:
         request = session.request
@@ -275,7 +324,7 @@ class SessionMachine:
 
     def _fence(self, session: Session) -> None:
         """Nothing of the session is valid from here on (K3)."""
-        del self._sessions[session.request.request_id]
+        del self._sessions[session.key.request_id]
         if session.id is not None:
             del self._open[session.id]
         if session.is_exported:
@@ -289,13 +338,13 @@ class SessionMachine:
         self._free_through(session, session.num_released)
 
     def _send_session_ended(self, session: Session) -> None:
-        ended = _make_ended(session.id, session.request, session.reason, session.message)
+        ended = _make_ended(session.id, session.key, session.reason, session.message)
         self._send_ended(session.engine_id, ended)
 
     def _fail_request(self, session: Session) -> None:
         self._failed.add(session.request)
         error = KVTransferError(f"handing KV over to {session.engine_id} failed: {session.message}")
-        self._tell(RequestFailed(session.request, error.to_engine_error()))
+        self.tell(RequestFailed(session.request, error.to_engine_error()))
 
     # ---- helpers
 
@@ -306,8 +355,8 @@ class SessionMachine:
         log_request(
             logger,
             logging.WARNING,
-            session.request.request_id,
-            session.request.core_request.attempt,
+            session.key.request_id,
+            session.key.attempt,
             SESSION_LOST,
             session.id or "(none yet)",
             session.engine_id,
@@ -321,7 +370,7 @@ class SessionMachine:
         if state is not ProducerState.ENDED:
             self._metrics.sessions.labels(state.name.lower()).inc(change)
 
-    def _tell(self, event: KVEvent) -> None:
+    def tell(self, event: KVEvent) -> None:
         self._kv_events.append(event)
         self._wakeup()
 
@@ -349,7 +398,7 @@ class SessionMachine:
     def _free_through(self, session: Session, through_block: int) -> None:
         block_ids = session.take_kept(through_block)
         if block_ids:
-            self._tell(BlocksFreed(block_ids))
+            self.tell(BlocksFreed(block_ids))
 
     def _export(self, change: int) -> None:
         """One session more, or less, of which D may be reading."""
@@ -366,12 +415,19 @@ class SessionMachine:
 
 
 def _make_ended(
-    session_id: KVSessionId | None, request: Request, reason: SessionEndReason, message: str
+    session_id: KVSessionId | None, key: SessionKey, reason: SessionEndReason, message: str
 ) -> SessionEnded:
     return SessionEnded(
         session=session_id,
-        request_id=request.request_id,
-        attempt=request.core_request.attempt,
+        request_id=key.request_id,
+        attempt=key.attempt,
         reason=reason,
         message=message,
     )
+
+
+def _key_of(request: Request) -> SessionKey:
+    params = request.kv_transfer_params
+    assert params is not None, "only requests that will be decoded elsewhere have sessions"
+    attempt = request.core_request.attempt
+    return SessionKey(params.remote_engine_id, request.request_id, attempt)

@@ -254,19 +254,33 @@ class MultiModalFeatureSpec(_message.Message):
     data: TensorRef
     def __init__(self, modality: _Optional[str] = ..., identifier: _Optional[str] = ..., position: _Optional[int] = ..., length: _Optional[int] = ..., data: _Optional[_Union[TensorRef, _Mapping]] = ...) -> None: ...
 
+class KvPrefixSource(_message.Message):
+    __slots__ = ("engine_id", "host", "port", "num_tokens")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    host: str
+    port: int
+    num_tokens: int
+    def __init__(self, engine_id: _Optional[str] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class KvTransferParams(_message.Message):
-    __slots__ = ("do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")
+    __slots__ = ("do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_host", "remote_port", "prefix_source")
     DO_REMOTE_DECODE_FIELD_NUMBER: _ClassVar[int]
     DO_REMOTE_PREFILL_FIELD_NUMBER: _ClassVar[int]
     REMOTE_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REMOTE_HOST_FIELD_NUMBER: _ClassVar[int]
     REMOTE_PORT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     do_remote_decode: bool
     do_remote_prefill: bool
     remote_engine_id: str
     remote_host: str
     remote_port: int
-    def __init__(self, do_remote_decode: bool = ..., do_remote_prefill: bool = ..., remote_engine_id: _Optional[str] = ..., remote_host: _Optional[str] = ..., remote_port: _Optional[int] = ...) -> None: ...
+    prefix_source: KvPrefixSource
+    def __init__(self, do_remote_decode: bool = ..., do_remote_prefill: bool = ..., remote_engine_id: _Optional[str] = ..., remote_host: _Optional[str] = ..., remote_port: _Optional[int] = ..., prefix_source: _Optional[_Union[KvPrefixSource, _Mapping]] = ...) -> None: ...
 
 class EngineCoreRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of")

@@ -21,6 +21,7 @@ class SessionEndReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SESSION_END_REASON_CANCELLED: _ClassVar[SessionEndReason]
     SESSION_END_REASON_LINK_LOST: _ClassVar[SessionEndReason]
     SESSION_END_REASON_RELEASED: _ClassVar[SessionEndReason]
+    SESSION_END_REASON_NOT_CACHED: _ClassVar[SessionEndReason]
 SESSION_END_REASON_UNSPECIFIED: SessionEndReason
 SESSION_END_REASON_PREEMPTED: SessionEndReason
 SESSION_END_REASON_FINISHED: SessionEndReason
@@ -33,6 +34,7 @@ SESSION_END_REASON_REVOKED: SessionEndReason
 SESSION_END_REASON_CANCELLED: SessionEndReason
 SESSION_END_REASON_LINK_LOST: SessionEndReason
 SESSION_END_REASON_RELEASED: SessionEndReason
+SESSION_END_REASON_NOT_CACHED: SessionEndReason
 
 class KvGroup(_message.Message):
     __slots__ = ("id", "layers", "kind", "window")
@@ -172,6 +174,18 @@ class Release(_message.Message):
     through_block: int
     def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., through_block: _Optional[int] = ...) -> None: ...
 
+class PrefixRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "first_block", "block_hashes")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    first_block: int
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_block: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class KvLinkHeartbeat(_message.Message):
     __slots__ = ("step_seq",)
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -179,7 +193,7 @@ class KvLinkHeartbeat(_message.Message):
     def __init__(self, step_seq: _Optional[int] = ...) -> None: ...
 
 class KvLinkRequest(_message.Message):
-    __slots__ = ("hello", "cancel", "release", "heartbeat", "granted", "later", "revoke")
+    __slots__ = ("hello", "cancel", "release", "heartbeat", "granted", "later", "revoke", "prefix_request")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +201,7 @@ class KvLinkRequest(_message.Message):
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     LATER_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_REQUEST_FIELD_NUMBER: _ClassVar[int]
     hello: KvLinkHello
     cancel: CancelRequest
     release: Release
@@ -194,7 +209,8 @@ class KvLinkRequest(_message.Message):
     granted: Granted
     later: Later
     revoke: Revoke
-    def __init__(self, hello: _Optional[_Union[KvLinkHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., later: _Optional[_Union[Later, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ...) -> None: ...
+    prefix_request: PrefixRequest
+    def __init__(self, hello: _Optional[_Union[KvLinkHello, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., later: _Optional[_Union[Later, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., prefix_request: _Optional[_Union[PrefixRequest, _Mapping]] = ...) -> None: ...
 
 class GrantRequest(_message.Message):
     __slots__ = ("session", "request_id", "attempt", "num_tokens")
@@ -225,6 +241,16 @@ class BlocksReady(_message.Message):
     first_block: int
     groups: _containers.RepeatedCompositeFieldContainer[BlockIds]
     def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., first_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BlockIds, _Mapping]]] = ...) -> None: ...
+
+class PrefixReady(_message.Message):
+    __slots__ = ("request_id", "attempt", "blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    blocks: BlocksReady
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., blocks: _Optional[_Union[BlocksReady, _Mapping]] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
     __slots__ = ("session", "num_tokens", "output_token_ids", "timeout_ns")
@@ -263,7 +289,7 @@ class SessionEnded(_message.Message):
     def __init__(self, session: _Optional[_Union[KvSessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[_Union[SessionEndReason, str]] = ...) -> None: ...
 
 class KvLinkResponse(_message.Message):
-    __slots__ = ("welcome", "blocks_ready", "prefill_done", "release_ack", "session_ended", "heartbeat", "grant_request")
+    __slots__ = ("welcome", "blocks_ready", "prefill_done", "release_ack", "session_ended", "heartbeat", "grant_request", "prefix_ready")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_READY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +297,7 @@ class KvLinkResponse(_message.Message):
     SESSION_ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     GRANT_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_READY_FIELD_NUMBER: _ClassVar[int]
     welcome: KvLinkWelcome
     blocks_ready: BlocksReady
     prefill_done: PrefillDone
@@ -278,4 +305,5 @@ class KvLinkResponse(_message.Message):
     session_ended: SessionEnded
     heartbeat: KvLinkHeartbeat
     grant_request: GrantRequest
-    def __init__(self, welcome: _Optional[_Union[KvLinkWelcome, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., release_ack: _Optional[_Union[ReleaseAck, _Mapping]] = ..., session_ended: _Optional[_Union[SessionEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., grant_request: _Optional[_Union[GrantRequest, _Mapping]] = ...) -> None: ...
+    prefix_ready: PrefixReady
+    def __init__(self, welcome: _Optional[_Union[KvLinkWelcome, _Mapping]] = ..., blocks_ready: _Optional[_Union[BlocksReady, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., release_ack: _Optional[_Union[ReleaseAck, _Mapping]] = ..., session_ended: _Optional[_Union[SessionEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[KvLinkHeartbeat, _Mapping]] = ..., grant_request: _Optional[_Union[GrantRequest, _Mapping]] = ..., prefix_ready: _Optional[_Union[PrefixReady, _Mapping]] = ...) -> None: ...

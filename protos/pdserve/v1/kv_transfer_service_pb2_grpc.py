@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class KvTransferServiceStub(object):
-    """Served by prefill workers, called by decode workers.
+    """Served by prefill workers, called by decode workers; for cached prefixes it
+    is the other way round.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class KvTransferServiceStub(object):
 
 
 class KvTransferServiceServicer(object):
-    """Served by prefill workers, called by decode workers.
+    """Served by prefill workers, called by decode workers; for cached prefixes it
+    is the other way round.
     """
 
     def KvLink(self, request_iterator, context):
@@ -73,7 +75,8 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransferService(object):
-    """Served by prefill workers, called by decode workers.
+    """Served by prefill workers, called by decode workers; for cached prefixes it
+    is the other way round.
     """
 
     @staticmethod

@@ -67,7 +67,9 @@ class Attempt:
         if prefill is None:
             self._send(decode, self.request, self._on_decode_output, self._owner.state.take_token)
             return
-        prefill_leg, decode_leg = make_legs(self.request, prefill=prefill, decode=decode)
+        prefill_leg, decode_leg = make_legs(
+            self.request, prefill=prefill, decode=decode, prefix_source=self.route.prefix_source
+        )
         if self._send(prefill, prefill_leg, self._on_prefill_output):
             self._send(decode, decode_leg, self._on_decode_output, self._owner.state.take_token)
         else:

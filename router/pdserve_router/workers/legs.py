@@ -2,15 +2,28 @@
 
 import dataclasses
 
-from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    KVPrefixSource,
+)
 from pdserve_router.workers.worker_client import WorkerClient
 
 
 def make_legs(
-    request: EngineCoreRequest, *, prefill: WorkerClient, decode: WorkerClient
+    request: EngineCoreRequest,
+    *,
+    prefill: WorkerClient,
+    decode: WorkerClient,
+    prefix_source: KVPrefixSource | None = None,
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
-    """Return what P gets and what D gets; each says where the other is."""
-    to_decode = dataclasses.replace(decode.kv_transfer_params, do_remote_decode=True)
+    """Return what P gets and what D gets; each says where the other is, and P's where the start of
+    the prompt is cached.
+    """
+    to_decode = dataclasses.replace(
+        decode.kv_transfer_params, do_remote_decode=True, prefix_source=prefix_source
+    )
     to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
     return (
         dataclasses.replace(request, kv_transfer_params=to_decode),

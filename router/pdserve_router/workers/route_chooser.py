@@ -4,11 +4,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_router.workers.candidates import Candidates
 from pdserve_router.workers.prefix_index import PrefixIndex, num_known_tokens
 from pdserve_router.workers.prefix_policy import RoutingWeights
+from pdserve_router.workers.prefix_source import find_prefix_source, may_lend
 from pdserve_router.workers.route_table import RouteTable
 from pdserve_router.workers.routing_policy import ROUTING_POLICIES, load
 from pdserve_router.workers.worker_client import WorkerClient
@@ -44,6 +45,8 @@ class Route:
     prefill: WorkerClient | None = None
     # Forks follow their source, what is sent again may go to whoever holds its blocks.
     reason: LocalReason | Literal["", "fork", "recovery"] = ""
+    # Where P reads the start of the prompt.
+    prefix_source: KVPrefixSource | None = None
 
     @property
     def path(self) -> RoutePath:
@@ -99,8 +102,29 @@ class RouteChooser:
             return Route(decode=min(cached, key=load), reason="cached_prompt")
         pair = self._policy.pick_pair(request, candidates, session=session)
         if pair is not None:
-            return Route(prefill=pair[0], decode=pair[1])
+            source = self._prefix_source(request, candidates, *pair, exclude)
+            return Route(prefill=pair[0], decode=pair[1], prefix_source=source)
         return self._downgrade(request, candidates, session)
+
+    def _prefix_source(
+        self,
+        request: EngineCoreRequest,
+        candidates: Candidates,
+        prefill: WorkerClient,
+        decode: WorkerClient,
+        exclude: AbstractSet[WorkerClient],
+    ) -> KVPrefixSource | None:
+        """Return where P reads what it has not cached itself, if it reads at all."""
+        if prefill.info is None or not prefill.info.has_prefix_pulls:
+            return None
+        cached = candidates.num_cached(request)
+        own = cached.get(prefill, 0)
+        lenders = {
+            worker: num
+            for worker, num in cached.items()
+            if num > own and worker not in exclude and may_lend(worker, prefill)
+        }
+        return find_prefix_source(decode, lenders)
 
     def _reason_to_stay(self, request: EngineCoreRequest) -> LocalReason | None:
         """Return why the request needs no prefill worker; None if it does."""

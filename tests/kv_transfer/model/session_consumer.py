@@ -1,6 +1,7 @@
 """D in `session_model`: scheduler and router at random, connector and READs by the tables."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +17,8 @@ from session_world import (
     GrantRequest,
     Later,
     PrefillDone,
+    PrefixReady,
+    PrefixRequest,
     Read,
     Release,
     ReleaseAck,
@@ -47,7 +50,7 @@ ReadTable: TypeAlias = Mapping[ReadState, Mapping[ReadEvent, ReadStep]]
 _D, _DE, _DA = ConsumerState, ConsumerEvent, ConsumerAction
 _R, _RE = ReadState, ReadEvent
 
-_SESSION_STATES = (_D.EARLY, _D.CLAIMED, _D.GRANTED, _D.PULLING, _D.LANDED)
+_SESSION_STATES = (_D.EARLY, _D.CLAIMED, _D.GRANTED, _D.PULLING, _D.LANDED, _D.FETCHING)
 
 MAX_DEFERRED = 1
 MAX_RECLAIMED = 1
@@ -69,7 +72,7 @@ class ConsumerSide:
         event: ConsumerEvent,
         *,
         through: int = 0,
-        announced: BlocksReady | None = None,
+        announced: Sequence[BlocksReady] = (),
     ) -> World:
         """Carry out a transition of the table, if there is one. `through`: chunks it is about, from
         the start.
@@ -83,7 +86,7 @@ class ConsumerSide:
         return world if step.next in _SESSION_STATES else _forget_session(world)
 
     def _do(
-        self, world: World, action: ConsumerAction, through: int, announced: BlocksReady | None
+        self, world: World, action: ConsumerAction, through: int, announced: Sequence[BlocksReady]
     ) -> World:
         match action:
             case _DA.SEND_RELEASE:
@@ -91,8 +94,7 @@ class ConsumerSide:
             case _DA.CONFIRM:
                 return self._confirm(world, through)
             case _DA.POST_READ:
-                assert announced is not None
-                return _post_read(world, announced)
+                return functools.reduce(_post_read, announced, world)
             case _DA.GIVE_BACK:
                 return self._give_back(world)
             case _DA.ACCEPT:
@@ -112,6 +114,10 @@ class ConsumerSide:
         if d.state is _D.TICKET and world.p.is_over:
             # P's answer may have come before the ticket; the router has heard it from P as well.
             yield "the router ends D's request", self._end_request(world)
+        if self.scope.prefix and d.has_request and d.state is None:
+            yield "D asks for the prefix", self._request_prefix(world)
+        if d.state is _D.FETCHING and d.num_confirmed == d.num_announced:
+            yield "D has every ReleaseAck", self.on(world, _DE.COMPLETED)
         if d.state is _D.CLAIMED:
             yield from self._answer_claim(world)
         if self.scope.scarcity and d.state is _D.GRANTED and d.num_reclaimed < MAX_RECLAIMED:
@@ -134,6 +140,10 @@ class ConsumerSide:
         if d.state is _D.EARLY:
             return self.on(world._replace(d=d), _DE.TICKETED)
         return world._replace(d=d._replace(state=_D.TICKET))
+
+    def _request_prefix(self, world: World) -> World:
+        world = _reserve(world, self.scope.num_cached)
+        return self.on(world._replace(d=world.d._replace(state=_D.REQUESTED)), _DE.LINKED)
 
     def _end_request(self, world: World) -> World:
         """Whoever has the blocks of an accepted request, it is not the connector any more."""
@@ -189,6 +199,8 @@ class ConsumerSide:
     def _on_message(self, world: World, message: ToD) -> World:
         if isinstance(message, GrantRequest):
             return self._on_grant_request(world, message)
+        if isinstance(message, PrefixReady):
+            return self._on_prefix_ready(world, message)
         if not self._is_known(world.d, message.session):
             return world
         match message:
@@ -217,13 +229,21 @@ class ConsumerSide:
             world = world._replace(d=world.d._replace(session=message.session))
         return self.on(world, _DE.ASKED)
 
+    def _on_prefix_ready(self, world: World, message: PrefixReady) -> World:
+        if world.d.state is not _D.REQUESTED:
+            return world
+        num_chunks = len(message.blocks)
+        d = world.d._replace(session=message.session, num_announced=num_chunks)
+        chunks = [BlocksReady(message.session, *chunk) for chunk in enumerate(message.blocks)]
+        return self.on(world._replace(d=d), _DE.PREFIX_READY, through=num_chunks, announced=chunks)
+
     def _on_blocks_ready(self, world: World, message: BlocksReady) -> World:
         if world.d.state not in (_D.GRANTED, _D.PULLING):
             return world
         if message.chunk != world.d.num_announced:
             return self.on(world, _DE.GIVEN_UP)  # P broke the protocol
         world = world._replace(d=world.d._replace(num_announced=message.chunk + 1))
-        return self.on(world, _DE.ANNOUNCED, through=message.chunk + 1, announced=message)
+        return self.on(world, _DE.ANNOUNCED, through=message.chunk + 1, announced=[message])
 
     def _on_prefill_done(self, world: World) -> World:
         if world.d.state not in (_D.GRANTED, _D.PULLING):
@@ -353,6 +373,7 @@ def _nothing(world: World) -> World:
 
 
 _SENDS: Mapping[ConsumerAction, Callable[[World], World]] = {
+    _DA.SEND_PREFIX_REQUEST: lambda world: world.send_to_p(PrefixRequest()),
     _DA.SEND_GRANTED: _send_granted,
     _DA.SEND_LATER: _send_later,
     _DA.SEND_REVOKE: _send_revoke,

@@ -14,6 +14,9 @@ A pull that nothing interferes with (`Scope.is_harmless`) has to end in an accep
 Deadlines and fences of P and of D are scopes of their own, so that one side's end is seen to
 reach the other one without them.
 
+With `Scope.prefix` D asks for what P has cached, and P may need the blocks for others at any time
+that no session holds them. Nothing is owed to D then: P may have nothing, and D computes.
+
 What is left out: D's restart (to P it is a lost link, and the new D does not know the request);
 further links between the two (sessions are not resumed); the time between a connector's event and
 its scheduler, as schedulers ask the connector again before they act on an event.
@@ -114,7 +117,10 @@ class SessionModel:
         return moves
 
     def initial(self) -> World:
-        return World()
+        if not self.scope.prefix:
+            return World()
+        p = Producer(is_queued=False, memory=tuple(PROMPT))
+        return World(p, Consumer(is_ticket_due=False, has_request=True))
 
     def steps(self, world: World) -> Steps:
         p, d, reads, copies, to_d, to_p, *is_cut = world
@@ -148,7 +154,7 @@ class SessionModel:
         """Nobody holds anything for the request; where nothing can go wrong, it was also served."""
         p, d = world.p, world.d
         is_over_on_d = d.state in (None, ConsumerState.ENDED) and not (d.has_request or d.blocks)
-        is_served = d.was_accepted or not self.scope.is_harmless
+        is_served = d.was_accepted or self.scope.prefix or not self.scope.is_harmless
         return p.is_over and is_over_on_d and not world.reads and is_served
 
     def show(self, world: World) -> str:

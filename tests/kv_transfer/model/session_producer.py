@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from session_world import (
+    FOREIGN,
     HALF,
     NUM_CHUNKS,
     BlocksReady,
@@ -13,6 +14,8 @@ from session_world import (
     GrantRequest,
     Later,
     PrefillDone,
+    PrefixReady,
+    PrefixRequest,
     Producer,
     Release,
     ReleaseAck,
@@ -42,6 +45,7 @@ _P, _PE, _PA = ProducerState, ProducerEvent, ProducerAction
 _REASONS = {
     _PE.PREEMPTED: ConsumerEvent.SESSION_PREEMPTED,
     _PE.FINISHED: ConsumerEvent.SESSION_VOID,
+    _PE.NOT_FOUND: ConsumerEvent.SESSION_VOID,
 }
 
 
@@ -56,12 +60,16 @@ class ProducerSide:
 
     def on(self, world: World, event: ProducerEvent) -> World:
         """Carry out a transition of the table, if there is one."""
-        step = None if world.p.state is None else self.table[world.p.state].get(event)
-        if step is None:
+        before = world.p.state
+        step = None if before is None else self.table[before].get(event)
+        if before is None or step is None:
             return world
         world = world._replace(p=world.p._replace(state=step.next))
         for action in step.actions:
-            world = _ACTIONS[action](world, event)
+            if action is _PA.SEND_SESSION_ENDED:
+                world = _send_session_ended(world, event, before)
+            else:
+                world = _ACTIONS[action](world)
         return _forget_ended(world)
 
     # ---- the scheduler
@@ -76,6 +84,10 @@ class ProducerSide:
             yield "P starts the request", self._start(world)
         if p.is_running:
             yield from self._compute(world)
+        if p.state is _P.LOOKING_UP:
+            yield from self._look_up(world)
+        if self.scope.prefix and p.state in (None, _P.LOOKING_UP, _P.ENDED):
+            yield "P needs the cached blocks", world._replace(p=p.give_back(0, NUM_CHUNKS))
         if p.epoch:
             yield "P ends the other request", self.on(world, _PE.FINISHED)
         elif self.scope.p_gives_up:
@@ -95,6 +107,15 @@ class ProducerSide:
     def _start(self, world: World) -> World:
         p = world.p._replace(is_queued=False, is_running=True)
         return self.on(world._replace(p=p), _PE.STARTED)
+
+    def _look_up(self, world: World) -> Steps:
+        p = world.p
+        if p.memory == (FOREIGN,) * NUM_CHUNKS:
+            yield "P has none of the prefix", self.on(world, _PE.NOT_FOUND)
+            return
+        for num_found in range(1, NUM_CHUNKS + 1):
+            found = world._replace(p=p._replace(num_announced=num_found))
+            yield f"P finds {num_found} chunks", self.on(found, _PE.FOUND)
 
     def _compute(self, world: World) -> Steps:
         p = world.p
@@ -162,6 +183,8 @@ class ProducerSide:
                 return self._on_cancel(world)
             case Release():
                 return self._on_release(world, message)
+            case PrefixRequest():
+                return self._on_prefix_request(world)
             case _ if not self._is_known(world.p, message.session):
                 return world
             case Granted():
@@ -179,6 +202,12 @@ class ProducerSide:
             return world._replace(p=world.p._replace(is_cancelled=True))
         return self.on(world, _PE.CANCELLED)
 
+    def _on_prefix_request(self, world: World) -> World:
+        """A P that was started anew has nothing cached yet."""
+        if world.p.epoch:
+            return world.send_to_d(SessionEnded(None, ConsumerEvent.SESSION_VOID))
+        return world._replace(p=world.p._replace(state=_P.LOOKING_UP))
+
     def _on_granted(self, world: World, message: Granted) -> World:
         if world.p.state is _P.ASKING:
             p = world.p._replace(first_chunk=message.first_chunk, num_announced=message.first_chunk)
@@ -193,7 +222,7 @@ class ProducerSide:
         if message.through > world.p.num_announced:
             return world
         world = world._replace(p=world.p._replace(num_released=message.through))
-        is_last = message.through == NUM_CHUNKS and world.p.state is _P.HANDED_OFF
+        is_last = message.through == world.p.num_announced and world.p.state is _P.HANDED_OFF
         return self.on(world, _PE.RELEASED_ALL if is_last else _PE.RELEASED)
 
     def _is_known(self, p: Producer, session: SessionId) -> bool:
@@ -248,24 +277,30 @@ def _free(world: World, first_chunk: int, through: int) -> World:
     return world._replace(p=world.p.give_back(first_chunk, through))
 
 
-def _send_session_ended(world: World, event: ProducerEvent) -> World:
+def _send_session_ended(world: World, event: ProducerEvent, before: ProducerState) -> World:
     reason = _REASONS.get(event, ConsumerEvent.SESSION_LOST)
-    return world.send_to_d(SessionEnded(world.p.session, reason))
+    session = None if before is _P.LOOKING_UP else world.p.session
+    return world.send_to_d(SessionEnded(session, reason))
 
 
-_ACTIONS: Mapping[ProducerAction, Callable[[World, ProducerEvent], World]] = {
+def _announce_prefix(world: World) -> World:
+    blocks = tuple(map(world.p.block_of, range(world.p.num_announced)))
+    return world.send_to_d(PrefixReady(world.p.session, blocks))
+
+
+_ACTIONS: Mapping[ProducerAction, Callable[[World], World]] = {
     # Said to a scheduler that asks before it starts the request anyway.
-    _PA.ALLOW_START: lambda world, _: world,
-    _PA.FORBID_START: lambda world, _: world,
-    _PA.DEFER_START: lambda world, _: world,
-    _PA.ANNOUNCE: lambda world, _: _announce(world),
-    _PA.SEND_PREFILL_DONE: lambda world, _: world.send_to_d(PrefillDone(world.p.session)),
-    _PA.SEND_VALID_ACK: lambda world, _: _send_ack(world, is_valid=True),
-    _PA.SEND_INVALID_ACK: lambda world, _: _send_ack(world, is_valid=False),
+    _PA.ALLOW_START: lambda world: world,
+    _PA.FORBID_START: lambda world: world,
+    _PA.DEFER_START: lambda world: world,
+    _PA.ANNOUNCE: _announce,
+    _PA.ANNOUNCE_PREFIX: _announce_prefix,
+    _PA.SEND_PREFILL_DONE: lambda world: world.send_to_d(PrefillDone(world.p.session)),
+    _PA.SEND_VALID_ACK: lambda world: _send_ack(world, is_valid=True),
+    _PA.SEND_INVALID_ACK: lambda world: _send_ack(world, is_valid=False),
     # The new state is the fence: nothing but ENDED is known to anybody who looks a session up.
-    _PA.FENCE: lambda world, _: world,
-    _PA.FREE: lambda world, _: _free(world, world.p.num_released, NUM_CHUNKS),
-    _PA.FREE_RELEASED: lambda world, _: _free(world, 0, world.p.num_released),
-    _PA.SEND_SESSION_ENDED: _send_session_ended,
-    _PA.FAIL_REQUEST: lambda world, _: _over(world),
+    _PA.FENCE: lambda world: world,
+    _PA.FREE: lambda world: _free(world, world.p.num_released, NUM_CHUNKS),
+    _PA.FREE_RELEASED: lambda world: _free(world, 0, world.p.num_released),
+    _PA.FAIL_REQUEST: _over,
 }

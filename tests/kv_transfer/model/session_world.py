@@ -48,6 +48,14 @@ class BlocksReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixReady:
+    """Opens the session."""
+
+    session: SessionId
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillDone:
     session: SessionId
 
@@ -93,8 +101,13 @@ class CancelRequest:
     """Names the request, not a session: D may give up before it knows of one."""
 
 
-ToD: TypeAlias = GrantRequest | BlocksReady | PrefillDone | ReleaseAck | SessionEnded
-ToP: TypeAlias = Granted | Later | Revoke | Release | CancelRequest
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """Names the request as well: it is P that opens the session."""
+
+
+ToD: TypeAlias = GrantRequest | BlocksReady | PrefixReady | PrefillDone | ReleaseAck | SessionEnded
+ToP: TypeAlias = Granted | Later | Revoke | Release | CancelRequest | PrefixRequest
 
 
 # ---- the state
@@ -221,6 +234,8 @@ Steps: TypeAlias = Iterator[tuple[str, World]]
 class Scope:
     """What may happen in an exploration."""
 
+    # D wants what P has cached: a decode worker is P, and a prefill worker D.
+    prefix: bool = False
     # Leading chunks that D has in its prefix cache.
     num_cached: int = 0
     # P's scheduler preempts the request, once.

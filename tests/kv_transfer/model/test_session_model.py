@@ -46,6 +46,14 @@ P_GIVES_UP = [
 ]
 
 
+# The same of a prefix: all that P does there is to keep it.
+P_GIVES_PREFIX_UP = [
+    (_P.HANDED_OFF, _PE.FINISHED),
+    (_P.HANDED_OFF, _PE.EXPIRED),
+    (_P.HANDED_OFF, _PE.FENCED),
+]
+
+
 def with_step(
     table: Mapping[StateT, Mapping[EventT, StepT]], state: StateT, event: EventT, step: StepT
 ) -> dict[StateT, Mapping[EventT, StepT]]:
@@ -146,3 +154,66 @@ def test_without_k5_a_read_lands_in_another_requests_block() -> None:
     found = fails(SessionModel(Scope(d_gives_up=True), read=table))
     assert "which is another request's" in found.what
     assert found.happens("D takes BlocksReady", "D's request ends")
+
+
+# ---- the roles turned round: D reads what P has cached
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [Scope(), Scope(p_gives_up=True), Scope(d_gives_up=True), Scope(cuts=True)],
+)
+def test_a_prefix_is_read_or_given_up_without_a_deadline(scope: Scope) -> None:
+    holds(SessionModel(replace(scope, prefix=True)), more_than=40)
+
+
+def test_a_prefix_can_be_read() -> None:
+    """Which `holds` does not ask for."""
+    found = fails(
+        SessionModel(
+            Scope(prefix=True),
+            consumer=with_step(CONSUMER, _D.FETCHING, _DE.COMPLETED, ConsumerStep(_D.FETCHING)),
+        )
+    )
+    assert found.what == "from here no good end can be reached"
+    assert found.happens("P takes PrefixRequest", "P finds 1 chunks")
+
+
+def test_nothing_goes_wrong_with_a_prefix_whatever_happens() -> None:
+    scope = Scope(prefix=True, restart=True, cuts=True, p_gives_up=True, d_gives_up=True)
+    holds(SessionModel(scope), more_than=1_000)
+
+
+def test_without_k1_another_requests_session_confirms_a_prefix() -> None:
+    found = fails(SessionModel(Scope(prefix=True, restart=True), checks_identity=False))
+    assert "D uses chunk 0, whose block holds 'x'" in found.what
+
+
+@pytest.mark.parametrize(("state", "event"), P_GIVES_PREFIX_UP)
+def test_without_k3_a_prefix_is_used_that_p_had_freed(
+    state: ProducerState, event: ProducerEvent
+) -> None:
+    table = with_step(PRODUCER, state, event, ProducerStep(state, (_PA.FREE,)))
+    found = fails(SessionModel(Scope(prefix=True, p_gives_up=True), producer=table))
+    assert "D uses chunk" in found.what
+
+
+def test_without_a_hold_a_prefix_is_used_that_p_needed_for_others() -> None:
+    """As soon as its blocks are found they are held."""
+    released = ProducerStep(_P.HANDED_OFF, (_PA.ANNOUNCE_PREFIX, _PA.FREE))
+    table = with_step(PRODUCER, _P.LOOKING_UP, _PE.FOUND, released)
+    assert "D uses chunk" in fails(SessionModel(Scope(prefix=True), producer=table)).what
+
+
+def test_without_k4_a_prefix_is_used_before_its_release_is_acknowledged() -> None:
+    landed = ConsumerStep(_D.FETCHING, (_DA.CONFIRM,))
+    table = with_step(CONSUMER, _D.FETCHING, _DE.READ_LANDED, landed)
+    found = fails(SessionModel(Scope(prefix=True, p_gives_up=True), consumer=table))
+    assert "D uses chunk" in found.what
+
+
+def test_without_k5_a_read_of_a_prefix_lands_in_another_requests_block() -> None:
+    dropped = ReadStep(ReadState.OVER, (ReadAction.FREE_BLOCKS,))
+    table = with_step(READ, ReadState.POSTED, ReadEvent.DROPPED, dropped)
+    found = fails(SessionModel(Scope(prefix=True, d_gives_up=True), read=table))
+    assert "which is another request's" in found.what

@@ -1,0 +1,29 @@
+"""Carries the KvLinks of an engine's connectors: those that others dial, and those it dials."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from pdserve_common.tls import Tls
+from pdserve_engine.kv_transfer.endpoint import KVConsumerEndpoint, KVProducerEndpoint
+from pdserve_worker.kv_link_client import KVLinkPool
+from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
+from pdserve_worker.process import Worker
+
+
+def carry_links(worker: Worker, connectors: Iterable[object], tls: Tls | None) -> None:
+    """Serve and dial for all that have links, until the worker closes. Must run inside the event
+    loop.
+    """
+    closers: list[Callable[[], Awaitable[None]]] = []
+    for connector in connectors:
+        if isinstance(connector, KVProducerEndpoint):
+            servicer = KvTransferServicer(connector)
+            worker.services[SERVICE_NAME] = servicer.add_to_server
+            closers.append(servicer.close)
+        elif isinstance(connector, KVConsumerEndpoint):
+            closers.append(KVLinkPool(connector, tls).close)
+
+    async def close() -> None:
+        await asyncio.gather(*(closer() for closer in closers))
+
+    worker.close = close
