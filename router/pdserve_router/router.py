@@ -236,7 +236,9 @@ class Router:
         begun = {
             each.origin for each in processed.resume if each.token_ids and not each.is_finished
         }
-        return self.pool.route(processed.core_request, origins=begun)
+        return self.pool.route(
+            processed.core_request, origins=begun, hashes=processed.prefix_hashes
+        )
 
     def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
         params = processed.core_request.sampling_params

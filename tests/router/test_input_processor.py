@@ -12,11 +12,13 @@ from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_router.requests import input_processor
 from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
 from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content
 from pdserve_router.workers.model_limits import ModelLimits
+from pdserve_router.workers.prefix_index import prefix_hashes
 
 DELTA = RequestOutputKind.DELTA
 LIMITS = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1, 3))
@@ -119,6 +121,18 @@ async def test_a_bad_field_is_named(processor, fields, field) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await process(processor, **fields)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+async def test_a_long_prompt_is_hashed_with_it(processor, block_size, monkeypatch) -> None:
+    monkeypatch.setattr(input_processor, "MAX_UNHASHED_TOKENS", 40)
+    limits = dataclasses.replace(LIMITS, block_size=block_size)
+    short = await processor.process(request(token_ids=range(5, 45)), limits)
+    assert short.prefix_hashes == ()
+    wanted = request(token_ids=range(5, 46), cache_salt="s")
+    processed = await processor.process(wanted, limits)
+    assert processed.prefix_hashes == prefix_hashes(processed.core_request, block_size)
+    assert len(set(processed.prefix_hashes)) == (2 if block_size else 0)
 
 
 async def test_too_many_prompt_logprobs_are_refused(processor) -> None:

@@ -21,7 +21,7 @@ from pdserve_common.engine_types import (
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
-from pdserve_router.workers import circuit_breaker
+from pdserve_router.workers import candidates, circuit_breaker
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -360,6 +360,16 @@ async def test_blocks_of_another_size_are_other_blocks(start) -> None:
         assert stage.route(8 * BLOCK).path == "disaggregated"
         decode.info = replace(decode.info, block_size=BLOCK // 2)
         assert stage.route(8 * BLOCK).reason == "cached_prompt"
+
+
+async def test_a_prompt_that_is_hashed_already_is_not_hashed_again(start, monkeypatch) -> None:
+    async with start(disaggregation_threshold_tokens=BLOCK) as stage:
+        assert stage.pool.limits.block_size == BLOCK
+        stage.serve(8 * BLOCK)
+        hashes = prefix_hashes(request(8 * BLOCK), BLOCK)
+        monkeypatch.setattr(candidates, "prefix_hashes", None)
+        route = stage.pool.route(request(8 * BLOCK), hashes=hashes)
+        assert route.reason == "cached_prompt"
 
 
 async def test_what_a_worker_has_cached_is_forgotten_with_its_process(start) -> None:

@@ -43,9 +43,12 @@ from pdserve_router.requests.tool_use import (
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.model_limits import ModelLimits
+from pdserve_router.workers.prefix_index import prefix_hashes
 
 TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
+# Hashing so many takes 0.3 ms; shorter prompts are hashed when a route is chosen.
+MAX_UNHASHED_TOKENS = 8192
 # How many times as long as the model takes it a prompt may be that is cut.
 MAX_TRUNCATED = 8
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -113,6 +116,8 @@ class ProcessedInput:
     arrival_ns: int
     tokenize_start_ns: int
     tokenize_end_ns: int
+    # Of a long prompt, whose hashing would hold up the event loop; empty for others.
+    prefix_hashes: tuple[int, ...] = ()
 
 
 class InputProcessor:
@@ -249,6 +254,10 @@ class InputProcessor:
             arrival_ns=request.arrival_ns,
             tokenize_start_ns=tokenize_start_ns,
             tokenize_end_ns=tokenize_end_ns,
+            # Here, as long prompts are processed in another process.
+            prefix_hashes=prefix_hashes(engine_request, limits.block_size)
+            if len(token_ids) > MAX_UNHASHED_TOKENS
+            else (),
         )
 
     def _parsing(

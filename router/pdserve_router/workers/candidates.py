@@ -20,6 +20,7 @@ class Candidates:
     __slots__ = (
         "_cached",
         "_exclude",
+        "_hashes",
         "_index",
         "_max_queue_tokens",
         "_name",
@@ -33,6 +34,7 @@ class Candidates:
         name: str,
         *,
         index: PrefixIndex[WorkerClient] | None = None,
+        hashes: Sequence[int] = (),
         exclude: AbstractSet[WorkerClient] = frozenset(),
         only_decode: WorkerClient | None = None,
         max_queue_tokens: int = 0,
@@ -43,6 +45,8 @@ class Candidates:
         self._table = table
         self._name = name
         self._index = index
+        # The request's `prefix_hashes`, if they are known.
+        self._hashes = hashes
         self._cached: Mapping[WorkerClient, int] | None = None
         self._exclude = exclude
         self._only_decode = only_decode
@@ -74,7 +78,8 @@ class Candidates:
             size = self._block_size
             lengths: Mapping[WorkerClient, int] = {}
             if self._index is not None and size:
-                lengths = self._index.num_cached(prefix_hashes(request, size))
+                hashes = self._hashes or prefix_hashes(request, size)
+                lengths = self._index.num_cached(hashes)
             self._cached = {worker: num * size for worker, num in lengths.items()}
         return self._cached
 

@@ -17,6 +17,8 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     # What all of them serve besides.
     capabilities: Capabilities = NO_EXTRAS
+    # Of their caches; 0 if they have none, or differ.
+    block_size: int = 0
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ModelLimits":
@@ -25,6 +27,7 @@ class ModelLimits:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             capabilities=Capabilities.of(info),
+            block_size=info.block_size if info.has_prefix_caching else 0,
         )
 
 
@@ -53,11 +56,13 @@ class SharedLimits:
             return None
         if len(every) == 1:
             return next(iter(every))
+        sizes = {each.block_size for each in every}
         return ModelLimits(
             max_model_len=min(each.max_model_len for each in every),
             vocab_size=min(each.vocab_size for each in every),
             eos_token_ids=next(iter(every)).eos_token_ids,
             capabilities=Capabilities.shared(each.capabilities for each in every),
+            block_size=sizes.pop() if len(sizes) == 1 else 0,
         )
 
     def _remove(self, name: str, limits: ModelLimits) -> None:

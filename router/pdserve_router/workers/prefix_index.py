@@ -175,7 +175,11 @@ def _set(shard: dict[int, int], block: int, mask: int) -> None:
 
 
 def prefix_hashes(request: EngineCoreRequest, block_size: int) -> tuple[int, ...]:
-    """Return the hashes of the full blocks of the request's known tokens, as workers name them."""
+    """Return the hashes of the full blocks of the request's known tokens, as workers name them;
+    none of blocks of size 0.
+    """
+    if not block_size:
+        return ()
     hashes: list[bytes] = []
     extend_block_hashes(hashes, request, known_token_ids(request), block_size)
     return truncated_hashes(hashes)

@@ -1,5 +1,6 @@
 """Who takes a request: a prefill and a decode worker, or a decode worker alone and why."""
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
@@ -86,12 +87,14 @@ class RouteChooser:
         exclude: AbstractSet[WorkerClient] = frozenset(),
         decode: WorkerClient | None = None,
         session: str = "",
+        hashes: Sequence[int] = (),
     ) -> Route:
         """Choose among the workers of the weights `name`; see WorkerPool.route."""
         candidates = Candidates(
             self._table,
             name,
             index=self._index,
+            hashes=hashes,
             exclude=exclude,
             only_decode=decode,
             max_queue_tokens=self._rules.max_prefill_queue_tokens,

@@ -190,9 +190,11 @@ class WorkerPool:
         exclude: AbstractSet[WorkerClient] = frozenset(),
         decode: WorkerClient | None = None,
         session: str = "",
+        hashes: Sequence[int] = (),
     ) -> Route:
         """Choose the workers of a request or of its next attempt, none of those in `exclude`, and
-        no decode worker but `decode` if there is one; `session` is as RoutingPolicy has it. They
+        no decode worker but `decode` if there is one; `session` is as RoutingPolicy has it, and
+        `hashes` are the request's `prefix_hashes` if they are known. They
         are of the weights that serve, or of those of `origins`, which its answer has begun with.
         Raises NoWorkerError if no other decode worker is ready or, where disaggregation is
         required, no other pair; OverloadedError if there it would have to wait too long.
@@ -201,7 +203,7 @@ class WorkerPool:
             self._raise_no_worker(origins)
         name = self._weights.name_for(origins)
         return self._chooser.choose(
-            request, name=name, exclude=exclude, decode=decode, session=session
+            request, name=name, exclude=exclude, decode=decode, session=session, hashes=hashes
         )
 
     def last_served_at(self, origins: Collection[Origin]) -> float:
