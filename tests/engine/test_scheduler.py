@@ -349,6 +349,7 @@ def test_a_preempted_request_goes_on_before_those_that_came_after_it() -> None:
     while not engine.scheduler.num_preemptions:
         engine.step()
     assert [request.request_id for request in engine.scheduler.waiting] == ["b", "c"]
+    assert engine.scheduler.num_preemptions == 1
     engine.run()
     for name in "abc":
         assert engine.tokens(name) == expected([ord(name)] * 8, 12)
