@@ -44,6 +44,8 @@ WORKER_FLAGS: Mapping[str, object] = {
     "max-num-batched-tokens": 64,
     "drain-timeout-s": 5.0,
     "poison-freed-blocks": True,
+    # P reads from D, too.
+    "prefix-pulls": True,
 }
 
 _numbers = itertools.count(1)
