@@ -60,7 +60,7 @@ class RouterConfig(TlsConfig):
     )
     router_id: str = opt("router", "Stable name of this router, shown to workers and in logs.")
     routing_policy: str = opt(
-        "round_robin",
+        "prefix",
         f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}. prefix: P and D together, "
         "by what they have cached of the prompt and what waits there.",
     )

@@ -118,7 +118,7 @@ async def test_workers_join_and_leave_while_a_router_runs(
     write("prefill")
     write("decode", "decode-0")
     sources = {role: f"file://{path}" for role, path in lists.items()}
-    async with start_router(stack, **sources) as routed:
+    async with start_router(stack, routing_policy="round_robin", **sources) as routed:
         alone = await ask(routed, prompt_of(100))
         assert (alone.path, alone.decode_engine_id) == ("local", "decode-0")
 

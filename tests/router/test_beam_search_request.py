@@ -221,7 +221,7 @@ async def test_a_worker_that_fails_searches_again_and_again_gets_none(start_stac
         error = EngineError(code=ErrorCode.INTERNAL, message="broken on purpose")
         running.emit(at=0, finish=FinishReason.ERROR, error=error)
 
-    async with start_stack(decode=2) as stack:
+    async with start_stack(decode=2, routing_policy="round_robin") as stack:
         for is_good in (False, False, True, False, False):
             for worker in stack.decodes:
                 worker.behave = predict if is_good else fail

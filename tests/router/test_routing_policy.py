@@ -188,9 +188,8 @@ def test_power_of_two_avoids_the_most_loaded() -> None:
     picks = (policy.pick_decode, lambda *args: policy.pick_pair(*args)[1])
     for pick in picks:
         picked = Counter(pick(REQUEST, pool.candidates()) for _ in range(200))
-        # Two draws may be of one worker.
-        assert picked[idle] > picked[mine] > picked[busy]
-        assert picked[busy] < 30
+        assert picked[idle] > picked[mine]
+        assert picked[busy] == 0
 
 
 # By cost

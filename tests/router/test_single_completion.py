@@ -332,7 +332,7 @@ async def test_the_default_deadline_ends_with_a_typed_error(start_stack) -> None
 
 
 async def test_requests_spread_over_the_workers(start_stack) -> None:
-    async with start_stack(prefill=2, decode=2) as stack:
+    async with start_stack(prefill=2, decode=2, routing_policy="round_robin") as stack:
         await asyncio.gather(*(generate(stack) for _ in range(8)))
         assert [len(worker.requests) for worker in stack.workers] == [4, 4, 4, 4]
 

@@ -458,7 +458,7 @@ async def stop_early(running: Running) -> None:
 async def test_a_decode_worker_that_keeps_failing_is_left_alone_until_it_is_tried(
     fast_trials, start
 ) -> None:
-    async with start(0, 2) as stage:
+    async with start(0, 2, routing_policy="round_robin") as stage:
         bad, good = stage.pool.decode
         stage.decode[0].behave_probe = fail_probe
         fail(stage, bad)
@@ -529,7 +529,7 @@ async def test_a_worker_that_is_gone_is_not_tried(fast_trials, start) -> None:
 async def test_a_prefill_worker_that_keeps_failing_is_left_alone_until_it_is_tried(
     fast_trials, start
 ) -> None:
-    async with start(2, 1) as stage:
+    async with start(2, 1, routing_policy="round_robin") as stage:
         bad, good = stage.pool.prefill
         stage.prefill[0].behave_probe = fail_probe
         fail(stage, bad)

@@ -155,15 +155,5 @@ class Candidates:
 
 
 def draw(workers: Sequence[WorkerClient], num: int) -> list[WorkerClient]:
-    """Return `num` of them in random order, fewer where one was drawn twice; all if there are no
-    more.
-    """
-    size = len(workers)
-    if size > num:
-        return [
-            workers[i] for i in dict.fromkeys([int(random.random() * size) for _ in range(num)])
-        ]
-    every = list(workers)
-    if size > 1:
-        random.shuffle(every)
-    return every
+    """Return `num` of them in random order; all if there are no more."""
+    return random.sample(workers, min(num, len(workers)))

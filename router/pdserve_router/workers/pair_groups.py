@@ -27,6 +27,11 @@ def other_side(group: Group) -> Group:
     return role, group[1]
 
 
+def group_of(worker: WorkerClient) -> Group:
+    """Return the group of a worker that was attached."""
+    return worker.role, tuple(getattr(worker.info, name) for name in _SAME_FIELDS)
+
+
 class PairGroups:
     """A pool's workers by group; tells of those that cannot work with others."""
 
@@ -35,8 +40,7 @@ class PairGroups:
 
     def add(self, worker: WorkerClient) -> Group:
         """Return the group of a worker that was attached."""
-        assert worker.info is not None
-        group = (worker.role, tuple(getattr(worker.info, name) for name in _SAME_FIELDS))
+        group = group_of(worker)
         self._groups.setdefault(group, {})[worker] = None
         for (role, fields), others in self._groups.items():
             # One of each group: they are all alike.

@@ -14,7 +14,7 @@ from pdserve_common.engine_types import KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
 from pdserve_router.workers.indexed_set import IndexedSet
-from pdserve_router.workers.pair_groups import Group, PairGroups, other_side
+from pdserve_router.workers.pair_groups import Group, PairGroups, group_of, other_side
 from pdserve_router.workers.pair_probe import ProbeFailedError, probe
 from pdserve_router.workers.route_table import RouteTable
 from pdserve_router.workers.worker_client import WorkerClient
@@ -86,6 +86,10 @@ class _Member:
     partners: set[WorkerClient] = field(default_factory=set)
     hopeful: set[WorkerClient] = field(default_factory=set)
 
+    def is_of(self, worker: WorkerClient) -> bool:
+        """True if this is what is known of it as it is now."""
+        return self.epoch == worker.epoch and self.group == group_of(worker)
+
 
 class Pairs:
     """Pairs of a pool's workers. Each worker draws partners until ENOUGH_PARTNERS may work, those
@@ -141,7 +145,8 @@ class Pairs:
         """
         is_known = is_listed and worker.info is not None
         member = self._members.get(worker)
-        if member is not None and not (is_known and member.epoch == worker.epoch):
+        is_same = is_known and member is not None and member.is_of(worker)
+        if member is not None and not is_same:
             self._leave(worker, member)
             member = None
         if is_known:

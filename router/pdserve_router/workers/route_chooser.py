@@ -29,7 +29,7 @@ LocalReason = Literal[
 class RoutingRules(RoutingWeights):
     """What RouterConfig's flags of the same names say."""
 
-    routing_policy: str = "round_robin"
+    routing_policy: str = "prefix"
     disaggregation: bool = True
     require_disaggregation: bool = False
     require_transport: str = "any"
