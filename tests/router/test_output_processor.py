@@ -399,9 +399,10 @@ async def test_text_is_read_at_once_only_while_the_reader_waits(make, tokenizer)
     for at in (1, 2):
         harness.state.take_token(token_id, at, 9)
     assert told == ["text"]
-    assert collector.take_text() is None  # it has not come back for more
+    assert not collector.is_awaited  # the reader has not come back for more
     reader = asyncio.create_task(collector.get())
     await asyncio.sleep(0)
+    assert collector.is_awaited
     assert collector.take_text() == ("bb", [token_id, token_id])
     harness.state.take_token(token_id, 3, 9)
     harness.finish()

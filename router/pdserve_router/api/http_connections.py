@@ -269,6 +269,13 @@ class LimitedProtocol(HttpToolsProtocol):
         """The answer to its request has begun."""
         return self.cycle.response_started
 
+    def write_chunk(self, data: bytes) -> None:
+        """Send a piece of an answer that has begun and has no length; uvicorn's `send` does the
+        same, as a coroutine, behind those of all that stands between it and the application.
+        """
+        if not self.cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     def cut(self) -> None:
         """Close it at once, without what its client does not read."""
         self.transport.abort()

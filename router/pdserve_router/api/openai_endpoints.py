@@ -152,7 +152,7 @@ class GenerationEndpoint:
                 with StallGuard(self._client_stall_timeout_s) as guard:
                     if options.is_stream:
                         if len(lives) == 1:
-                            TextWriter(lives[0], forms[0], scope, send, self._writes).start()
+                            TextWriter(lives[0], forms[0], scope, self._writes).start()
                         await answer.stream(first, outputs, send, guard)
                     else:
                         await answer.send_whole(first, outputs, send, guard)

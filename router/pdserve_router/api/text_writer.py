@@ -3,7 +3,7 @@
 import logging
 from functools import partial
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Scope
 
 from pdserve_router.api.http_connections import connection_of
 from pdserve_router.api.openai_format import AnswerFormat
@@ -25,13 +25,11 @@ class TextWriter:
         live: LiveRequest,
         form: AnswerFormat,
         scope: Scope,
-        send: Send,
         queue: WriteQueue,
     ) -> None:
         self._live = live
         self._form = form
         self._connection = connection_of(scope)
-        self._send = send
         self._queue = queue
 
     def start(self) -> None:
@@ -40,22 +38,14 @@ class TextWriter:
             collector.on_text = partial(self._queue.add, partial(self._write, collector))
 
     def _write(self, collector: RequestOutputCollector) -> None:
-        if self._connection.is_write_paused or (new := collector.take_text()) is None:
+        is_free = collector.is_awaited and not self._connection.is_write_paused
+        if not is_free or (new := collector.take_text()) is None:
             collector.wake()
             return
         try:
             if data := self._form.text_event(*new):
-                self._send_now({"type": "http.response.body", "body": data, "more_body": True})
+                self._connection.write_chunk(data)
         except Exception:
             # A defect, which must not end others' streams: the task ends this one.
             logger.exception("an answer's text cannot be written")
             self._live.on_defect()
-
-    def _send_now(self, message: Message) -> None:
-        """Run `send` without a task: it waits for nothing but a paused connection."""
-        sending = self._send(message)
-        try:
-            sending.send(None)  # type: ignore[attr-defined]
-        except StopIteration:
-            return
-        raise AssertionError("the connection takes what is sent")

@@ -122,7 +122,6 @@ class RequestOutputCollector:
         "_ending",
         "_index",
         "_is_first",
-        "_is_read",
         "_kind",
         "_logprobs",
         "_parts",
@@ -132,6 +131,7 @@ class RequestOutputCollector:
         "_token_ids",
         "_wake",
         "has_output",
+        "is_awaited",
         "on_text",
         "origin",
     )
@@ -158,7 +158,7 @@ class RequestOutputCollector:
         self._is_first = True
         self._wake = wake or asyncio.Event()
         # The reader waits: all that it was given is sent.
-        self._is_read = False
+        self.is_awaited = False
         # Called when there is text which can wait for more: that of a token that is neither the
         # first nor the last.
         self.on_text: Callable[[], None] = self.wake
@@ -221,20 +221,25 @@ class RequestOutputCollector:
 
     async def get(self) -> RequestOutput:
         """Wait for output and return all of it; the last one is `finished`."""
+        await self.wait()
+        return self.take()
+
+    async def wait(self) -> None:
+        """Wait for output, which `take` returns."""
+        self.is_awaited = True
         while True:
-            self._is_read = True
             await self._wake.wait()
-            self._is_read = False
             self._wake.clear()
             if self.has_output or self._ending is not None:
-                return self.take()
+                break
+        self.is_awaited = False
 
     def take_text(self) -> tuple[str, Sequence[int]] | None:
-        """Return the text and the tokens that are new, instead of `get`, while that waits; None if
-        there is something else besides, or the reader is still busy.
+        """Return the text and the tokens that are new; None if there is something else besides,
+        which `take` returns with them.
         """
-        is_all = not self._parts and self._ending is None and self._kind is RequestOutputKind.DELTA
-        if not self._is_read or not is_all:
+        has_more = self._parts or self._logprobs or self._ending is not None
+        if has_more or self._kind is not RequestOutputKind.DELTA:
             return None
         new = "".join(self._text), self._token_ids
         self._text, self._token_ids = [], []
