@@ -195,7 +195,7 @@ class RouterConfig(TlsConfig):
         for name in ("grpc_port", "http_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65535")
-            if self.workers > 1 and not getattr(self, name):
+            if self.workers > 1 and not getattr(self, name) and name != "metrics_port":
                 raise ValueError(f"{name} is 0, which {self.workers} workers cannot share")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ValueError(f"workers is {self.workers}, must be 1 to {MAX_WORKERS}")
