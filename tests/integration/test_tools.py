@@ -262,6 +262,25 @@ async def test_without_reasoning_a_constraint_begins_at_once(
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
+async def test_a_constraint_begins_behind_reasoning(client: openai.AsyncOpenAI) -> None:
+    """The prompt has begun it; where it ends the model says, by chance."""
+    content = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+    end = marker_id("</think>")
+    extra = {**thinking("<think>\n")["extra_body"], "return_token_ids": True}
+    bias = {str(marker_id("<think>")): -100, str(end): 10}
+    lengths = []
+    for seed in (1, 2):
+        fields = {"response_format": content, "logit_bias": bias, "seed": seed, "extra_body": extra}
+        answer = await client.chat.completions.create(**make_body(f"{seed}", fields))
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), WEATHER)
+        lengths.append(choice.token_ids.index(end))
+        assert bool(getattr(choice.message, "reasoning", None)) == (lengths[-1] > 0)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == lengths[-1]
+    assert max(lengths) > 0
+
+
 # ---- streams that go on
 
 

@@ -252,10 +252,12 @@ def test_what_does_not_fit_ends_that_row_alone(
 
 
 def test_a_text_that_no_token_continues_is_an_error(
-    compile_format: Compile, manager: Manager
+    compile_format: Compile, manager: Manager, vocabulary: list[bytes]
 ) -> None:
-    manager.add(0, compile_format({"type": "regex", "pattern": "[^\\x00-\\U0010ffff]"}), ())
-    assert "no token continues the 0 so far" in manager.error(0)
+    """Of those that end at once the compiler tells."""
+    ends_dead = compile_format({"type": "regex", "pattern": "a[^\\x00-\\U0010ffff]"})
+    manager.add(0, ends_dead, [vocabulary.index(b"a")])
+    assert "no token continues the 1 so far" in manager.error(0)
 
 
 def test_a_late_row_is_left_out_and_nobody_waits_for_it(
