@@ -403,6 +403,7 @@ def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.M
 def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> None:
     session = world.session()
     world.say(ask(session), ended(session, reason))
+    assert not world.machine.pulls
     request = world.pair.ticket()
     assert world.told() == []
     world.say(ask(world.session()))
