@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, StructuredOutputsParams
-from pdserve_common.structured import to_structural_tag
+from pdserve_common.structured import StructuralTag, to_structural_tag
+from pdserve_engine.grammar.child import MAX_SMALL_BYTES
+from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
     Matcher,
@@ -39,6 +42,17 @@ PARAMETERS = {
 }
 TOOLS = {"get_weather": PARAMETERS, "now": {"type": "object", "additionalProperties": False}}
 VALUE = {"city": "Paris", "days": 22}
+# As users have them, each with properties of its own.
+TYPES = ("string", "integer", "number", "boolean", "null", "array")
+MANY_TOOLS = {
+    f"tool_{i}": {
+        "type": "object",
+        "properties": {f"{name}_{i}": {"type": name} for name in TYPES},
+        "required": [f"string_{i}", f"integer_{i}"],
+        "additionalProperties": False,
+    }
+    for i in range(31)
+} | {"get_weather": PARAMETERS}
 NUM_WALKS = 8
 # Most walks end within some hundred tokens: what ends something is taken when it may be.
 MAX_TOKENS = 2000
@@ -85,13 +99,22 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory):
     tokenizer.close()
 
 
+@pytest.fixture(scope="module")
+def compiler(model: Model) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(model.info)
+    yield compiler
+    compiler.close()
+
+
 def compiled(model: Model, name: str, start: ReasoningStart, rules: CallRules) -> CompiledGrammar:
+    return compile_structural_tag(checked_tag(model, name, start, rules).text, model.info)
+
+
+def checked_tag(model: Model, name: str, start: ReasoningStart, rules: CallRules) -> StructuralTag:
     chat_format = FORMATS[name]
     ids = chat_format.marker_ids(model.tokenizer.added_token_ids)
     tag = json.dumps(chat_format.structural_tag(rules, start, ids))
-    checked = to_structural_tag(StructuredOutputsParams(structural_tag=tag))
-    text = compile_structural_tag(checked.text, model.info)
-    return CompiledGrammar.deserialize(text, model.info)
+    return to_structural_tag(StructuredOutputsParams(structural_tag=tag))
 
 
 def fits(model: Model, grammar: CompiledGrammar, token_ids: list[int]) -> bool:
@@ -179,6 +202,20 @@ def test_as_many_tools_as_are_enforced_fit_a_grammar(model: Model, name: str) ->
     rules = CallRules(tools={**tools, "get_weather": PARAMETERS}, stop_after_first=False)
     grammar = compiled(model, name, ReasoningStart.CLOSED, rules)
     assert fits(model, grammar, model.encode(WRITTEN[name] % as_arguments(name, VALUE)))
+
+
+@pytest.mark.parametrize("kind", ["special"], indirect=True)
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_tools_with_schemas_of_their_own_are_compiled(
+    model: Model, compiler: GrammarCompiler, name: str
+) -> None:
+    rules = CallRules(tools=MANY_TOOLS, stop_after_first=False)
+    tag = checked_tag(model, name, ReasoningStart.CLOSED, rules)
+    grammar = compiler.submit(tag).result(60)
+    assert grammar.num_bytes > MAX_SMALL_BYTES
+    for value, is_valid in ((VALUE, True), (VALUE | {"days": 3}, False), ({"city": "Oslo"}, False)):
+        written = WRITTEN[name] % as_arguments(name, value)
+        assert fits(model, grammar, model.encode(written)) == is_valid
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])

@@ -19,6 +19,7 @@ from pdserve_engine.grammar.messages import (
     READY,
     Answer,
     Compiled,
+    CompiledLarge,
     Killed,
     Refused,
     TimedOut,
@@ -33,8 +34,11 @@ MAX_CPU_S = 2
 MAX_WALL_S = 10.0
 # Besides what the process has before it forks.
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
-# Of a compiled grammar as text.
-MAX_GRAMMAR_BYTES = 16 * 1024 * 1024
+# Of a compiled grammar in memory.
+MAX_GRAMMAR_BYTES = 64 * 1024 * 1024
+# Of one that is sent: in memory, and as text, which has up to 40 times as many.
+MAX_SMALL_BYTES = 256 * 1024
+MAX_SENT_BYTES = 16 * 1024 * 1024
 MAX_REASON_CHARS = 500
 LOWEST_PRIORITY = 19
 
@@ -118,9 +122,13 @@ def _compile(text: str, tokenizer_info: TokenizerInfo) -> Answer:
         return Refused(f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB to compile")
     except (RuntimeError, ValueError, TypeError) as error:
         return Refused(_reason(error))
-    if len(grammar) > MAX_GRAMMAR_BYTES:
-        return Refused(f"compiled it has {len(grammar)} bytes, at most {MAX_GRAMMAR_BYTES} fit")
-    return Compiled(grammar)
+    if grammar.num_bytes > MAX_GRAMMAR_BYTES:
+        return Refused(
+            f"compiled it has {grammar.num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} fit"
+        )
+    if grammar.num_bytes > MAX_SMALL_BYTES or len(sent := grammar.serialize()) > MAX_SENT_BYTES:
+        return CompiledLarge()
+    return Compiled(sent)
 
 
 def _reason(error: Exception) -> str:

@@ -1,14 +1,17 @@
 """The engine's end of the grammar compiler: a queue, a process, and what it has compiled."""
 
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pdserve_common.call_thread import CallThread
 from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import (
     EngineDeadError,
@@ -20,8 +23,13 @@ from pdserve_common.errors import (
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.accepted import StructuralTags
 from pdserve_engine.grammar.cache import GrammarCache
-from pdserve_engine.grammar.messages import Compiled, Killed, Refused, TimedOut
-from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
+from pdserve_engine.grammar.child import LOWEST_PRIORITY
+from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Killed, Refused, TimedOut
+from pdserve_engine.grammar.native import (
+    CompiledGrammar,
+    TokenizerInfo,
+    compile_structural_tag,
+)
 from pdserve_engine.grammar.process import CompilerProcess
 
 logger = logging.getLogger(__name__)
@@ -33,6 +41,8 @@ MAX_QUEUED = 64
 MAX_QUEUED_S = 10.0
 RETRY_AFTER_MS = 1000
 CACHE_BYTES = 128 * 1024 * 1024
+# For what took the process 2 s of CPU time at most, at the lowest priority here too.
+MAX_AGAIN_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_ATTEMPTS = 2
 
@@ -73,6 +83,7 @@ class GrammarCompiler:
         self._process: CompilerProcess | None = None
         self._is_closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._again = CallThread("grammar-compiler-large")
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
@@ -110,6 +121,7 @@ class GrammarCompiler:
                 self._process.kill()
         self._jobs.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
+        self._again.close(CLOSE_TIMEOUT_S)
 
     def _refusal(self, text: str) -> PdserveError | None:
         if self._is_closed:
@@ -162,12 +174,24 @@ class GrammarCompiler:
             raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
         if isinstance(answer, TimedOut):
             raise _overloaded(f"the grammar was not compiled after {answer.after_s:g} s")
+        if isinstance(answer, CompiledLarge):
+            return self._compile_again(job.tag.text)
         try:
             return CompiledGrammar.deserialize(answer.grammar, self._tokenizer_info)
         except RuntimeError as error:
             raise RequestFailedError(f"the compiled grammar cannot be read: {error}") from error
 
-    def _ask(self, text: str) -> Compiled | Refused | TimedOut:
+    def _compile_again(self, text: str) -> CompiledGrammar:
+        """Compile here what the process has proven to stay within its bounds."""
+        future = self._again.submit(lambda: _compile_slowly(text, self._tokenizer_info))
+        try:
+            return future.result(MAX_AGAIN_S)
+        except TimeoutError:
+            raise _overloaded(f"the grammar was not compiled after {MAX_AGAIN_S:g} s") from None
+        except (RuntimeError, MemoryError) as error:
+            raise RequestFailedError(f"the grammar cannot be compiled again: {error}") from error
+
+    def _ask(self, text: str) -> Compiled | CompiledLarge | Refused | TimedOut:
         """Ask once more if the compiler is killed at work."""
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -196,6 +220,12 @@ class GrammarCompiler:
             if self._process is not None:
                 self._process.close()
             self._process = None
+
+
+def _compile_slowly(text: str, tokenizer_info: TokenizerInfo) -> CompiledGrammar:
+    if sys.platform == "linux":  # whose threads have priorities of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    return compile_structural_tag(text, tokenizer_info)
 
 
 def _closed() -> PdserveError:

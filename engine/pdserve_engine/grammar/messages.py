@@ -10,7 +10,7 @@ import struct
 import msgspec
 
 READY = b"ready"
-# A vocabulary of 256,000 tokens takes 10 MB, a grammar at most MAX_GRAMMAR_BYTES.
+# A vocabulary of 256,000 tokens takes 10 MB, a grammar at most MAX_SENT_BYTES.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("!I")
 
@@ -19,6 +19,10 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
     """A CompiledGrammar, serialized."""
 
     grammar: str
+
+
+class CompiledLarge(msgspec.Struct, frozen=True, tag=True):
+    """The text compiles within its bounds, to what is not worth sending."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +41,7 @@ class Killed(msgspec.Struct, frozen=True, tag=True):
     """Somebody else ended the compilation."""
 
 
-Answer = Compiled | Refused | TimedOut | Killed
+Answer = Compiled | CompiledLarge | Refused | TimedOut | Killed
 
 encode_answer = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Answer)

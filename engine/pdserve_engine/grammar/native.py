@@ -60,14 +60,23 @@ class CompiledGrammar:
     """What matchers of one grammar share; it does not change."""
 
     def __init__(self, handle: Any, num_bytes: int) -> None:
+        """`num_bytes` is what it takes in memory."""
         self.handle = handle
         self.num_bytes = num_bytes
+
+    @classmethod
+    def of(cls, handle: Any) -> "CompiledGrammar":
+        return cls(handle, int(handle.memory_size_bytes()))
 
     @classmethod
     def deserialize(cls, text: str, tokenizer_info: TokenizerInfo) -> "CompiledGrammar":
         """Raises RuntimeError if it is of another tokenizer or another version."""
         handle = _bindings().CompiledGrammar.deserialize_json(text, tokenizer_info.handle)
-        return cls(handle, len(text))
+        return cls.of(handle)
+
+    def serialize(self) -> str:
+        """Its time and length grow with the square of the number of rules: each repeats all."""
+        return str(self.handle.serialize_json())
 
 
 class Matcher:
@@ -99,19 +108,19 @@ class Matcher:
         return bool(self._handle.is_terminated())
 
 
-def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> str:
-    """Return a CompiledGrammar, serialized. Raises RuntimeError with the library's reason for what
-    is no grammar, or one of no text. May take any time and memory, and end the process.
+def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> CompiledGrammar:
+    """Releases the GIL. Raises RuntimeError with the library's reason for what is no grammar, or
+    one of no text. May take any time and memory, and end the process.
     """
     # What it caches are rules that several schemas have: strings, numbers.
     num_threads, caches, cache_bytes = 1, True, -1
     compiler = _bindings().GrammarCompiler(tokenizer_info.handle, num_threads, caches, cache_bytes)
-    handle = compiler.compile_structural_tag(text)
+    grammar = CompiledGrammar.of(compiler.compile_structural_tag(text))
     bitmask = np.zeros(-(-tokenizer_info.vocab_size // 32), np.int32)
-    Matcher(CompiledGrammar(handle, 0)).fill(bitmask)
+    Matcher(grammar).fill(bitmask)
     if not bitmask.any():
         raise RuntimeError("no text of the model's tokens fits it")
-    return str(handle.serialize_json())
+    return grammar
 
 
 def _bindings() -> Any:

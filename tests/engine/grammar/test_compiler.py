@@ -16,14 +16,21 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_common.structured import StructuralTag
+from pdserve_engine.grammar import child as child_module
 from pdserve_engine.grammar import compiler as compiler_module
 from pdserve_engine.grammar import process as process_module
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.compiler import MAX_TEXT_BYTES, GrammarCompiler, Outcome
-from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
+from pdserve_engine.grammar.messages import Refused
+from pdserve_engine.grammar.native import (
+    CompiledGrammar,
+    Matcher,
+    TokenizerInfo,
+    compile_structural_tag,
+)
 from pdserve_engine.grammar.process import CompilerProcess
 from support import hostile_grammars
-from support.grammars import structural_tag, with_digest
+from support.grammars import EOS, structural_tag, with_digest
 
 NUMBER = structural_tag({"type": "regex", "pattern": "[0-9]+"})
 WORD = structural_tag({"type": "regex", "pattern": "[a-z]+"})
@@ -32,6 +39,19 @@ PROPERTIES = {f"key {i}": {"type": "number"} for i in range(20_000)}
 ENDLESS = structural_tag(
     {"type": "json_schema", "json_schema": {"type": "object", "properties": PROPERTIES}}
 )
+# Some hundred KB in memory, a few MB as text.
+LARGE = [
+    structural_tag(
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "type": "object",
+                "properties": {f"key {each} {i}": {"type": "number"} for i in range(120)},
+            },
+        }
+    )
+    for each in "ab"
+]
 TIMEOUT_S = 60.0
 ANSWER_S = 11.0
 # What a process may grow while it compiles for strangers: it keeps the memory of the largest.
@@ -150,8 +170,54 @@ def test_what_is_no_grammar_is_refused(make_compiler, text: str, reason: str) ->
     assert compiler.outcomes == ["refused"]
 
 
-def test_what_takes_too_long_is_given_up(make_compiler) -> None:
-    assert_given_up(make_compiler().error(ENDLESS))
+@pytest.fixture
+def priorities(monkeypatch) -> list[int]:
+    """Of the threads of this process that compile, in turn."""
+    seen: list[int] = []
+
+    def compile_here(text: str, tokenizer_info: TokenizerInfo) -> CompiledGrammar:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return compile_structural_tag(text, tokenizer_info)
+
+    monkeypatch.setattr(compiler_module, "compile_structural_tag", compile_here)
+    return seen
+
+
+def test_large_ones_are_compiled_again_at_the_lowest_priority(make_compiler, priorities) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    compiler = make_compiler()
+    grammar = compiler.submit(LARGE[0]).result(TIMEOUT_S)
+    assert not Matcher(grammar).accept(EOS)
+    assert priorities == [child_module.LOWEST_PRIORITY]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    assert compiler.submit(LARGE[0]).result(0) is grammar
+    compiler.submit(NUMBER).result(TIMEOUT_S)
+    assert len(priorities) == 1
+
+
+def test_what_the_process_refuses_is_not_compiled_again(make_compiler, priorities) -> None:
+    compiler = make_compiler()
+    assert_given_up(compiler.error(ENDLESS))
+    broken = LARGE[0].text.replace('"number"', '"numbers"', 1)
+    assert isinstance(compiler.error(with_digest(broken)), InvalidRequestError)
+    assert not priorities
+
+
+def test_what_takes_too_much_memory_compiled_is_refused(tokenizer_info, monkeypatch) -> None:
+    monkeypatch.setattr(child_module, "MAX_GRAMMAR_BYTES", child_module.MAX_SMALL_BYTES)
+    answer = child_module._compile(LARGE[0].text, tokenizer_info)
+    assert isinstance(answer, Refused)
+    assert f"at most {child_module.MAX_SMALL_BYTES} fit" in answer.reason
+
+
+def test_large_ones_take_turns_in_the_cache(make_compiler, tokenizer_info) -> None:
+    size = compile_structural_tag(LARGE[0].text, tokenizer_info).num_bytes
+    assert size > child_module.MAX_SMALL_BYTES
+    compiler = make_compiler(cache_bytes=size * 3 // 2)
+    for tag in (*LARGE, LARGE[0]):
+        compiler.submit(tag).result(TIMEOUT_S)
+    assert compiler.outcomes == ["compiled"] * 3
+    assert 0 < compiler.compiler._cache.num_bytes <= size * 3 // 2
 
 
 def test_a_full_queue_refuses_and_what_waits_is_compiled(make_compiler) -> None:
