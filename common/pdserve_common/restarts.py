@@ -14,7 +14,7 @@ FIRST_PAUSE_S = 1.0
 class Restarts:
     """The restarts of one service. `clock` gives seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ends: deque[float] = deque()
         self._start_at: float | None = None

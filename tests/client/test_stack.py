@@ -192,7 +192,7 @@ class Clock:
 
 
 def test_pauses_double_until_a_service_is_given_up() -> None:
-    restarts = Restarts(clock := Clock())
+    restarts = Restarts(clock=(clock := Clock()))
     pauses = []
     while (pause_s := restarts.plan()) is not None:
         assert restarts.is_planned
@@ -206,7 +206,7 @@ def test_pauses_double_until_a_service_is_given_up() -> None:
 
 
 def test_ends_before_the_window_do_not_count() -> None:
-    restarts = Restarts(clock := Clock())
+    restarts = Restarts(clock=(clock := Clock()))
     for _ in range(3 * MAX_RESTARTS):
         assert restarts.plan() == FIRST_PAUSE_S
         restarts.started()
@@ -220,7 +220,9 @@ def dying_service(
     """A stack of one service that says something and ends with status 3, and that service."""
     (tmp_path / "dying.py").write_text("import sys; print('so it is'); sys.exit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    service = ServiceProcess("a", "dying", 0, 0, [], tmp_path / "a.log", restarts=Restarts(Clock()))
+    service = ServiceProcess(
+        "a", "dying", 0, 0, [], tmp_path / "a.log", restarts=Restarts(clock=Clock())
+    )
     stack = make_stack()
     stack.processes = [service]
     return stack, service
@@ -249,7 +251,7 @@ def test_a_service_is_started_again_until_it_ends_too_often(
 ) -> None:
     stack, service = dying_service
     clock = Clock()
-    service.restarts = Restarts(clock)
+    service.restarts = Restarts(clock=clock)
     service.start()
     service.was_ready = True
     for i in range(MAX_RESTARTS):
