@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from pdserve_common.structured import patterns
+from pdserve_common.structured import pattern_text, patterns
 from pdserve_common.structured.node import Node, Written, if_set, kind, short
 from pdserve_common.structured.scalars import read_pattern
 
@@ -124,7 +124,7 @@ def _others(node: Node, properties: dict[str, Written]) -> tuple[str | None, Wri
         return names, others
     words = [name for name in properties if _is_plain(name)]
     tree = node.pattern("additionalProperties", patterns.all_but(words))
-    return f"^{patterns.write(tree)}$", others
+    return f"^{pattern_text.write(tree)}$", others
 
 
 def _is_plain(name: str) -> bool:
@@ -145,7 +145,7 @@ def _pattern_properties(
             node.refuse(other, f"is not enforced beside {keyword}")
     ((text, schema),) = value.items()
     tree = node.pattern(keyword, read_pattern(node, keyword, text))
-    return f"^{patterns.write(tree)}$", node.read(schema, keyword, text)
+    return f"^{pattern_text.write(tree)}$", node.read(schema, keyword, text)
 
 
 def _check_no_properties(node: Node, keyword: str, properties: Collection[str]) -> None:
@@ -168,7 +168,7 @@ def _names(node: Node, properties: Collection[str]) -> str | None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         node.refuse("propertyNames", "is enforced with pattern, format, lengths or names only")
     tree = patterns.Alt(tuple(patterns.literal(name) for name in names))
-    return f"^{patterns.write(node.pattern('propertyNames', tree))}$"
+    return f"^{pattern_text.write(node.pattern('propertyNames', tree))}$"
 
 
 def _other_keywords(names: str | None, others: Written | None, *, has_properties: bool) -> Written:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, Decimal
 
-from pdserve_common.structured import patterns
+from pdserve_common.structured import pattern_text, patterns
 from pdserve_common.structured.formats import PATTERNS
 from pdserve_common.structured.node import Json, Node, Written, any_of, if_set, kind, short
 
@@ -107,11 +107,11 @@ def read_string(node: Node) -> Written:
         if keyword in node.schema:
             tree = node.pattern(keyword, _tree(node, keyword))
             _check_lengths(node, tree, low, high)
-            return {"type": "string", "pattern": f"^{patterns.write(tree)}$"}
+            return {"type": "string", "pattern": f"^{pattern_text.write(tree)}$"}
     if low == 0 and high is None:
         return {"type": "string"}
     node.spend("characters of patterns", _BOUND_COST, "maxLength")
-    counted = "" if high == 0 else patterns.repeated(_ANY_CHAR, low, high)
+    counted = "" if high == 0 else pattern_text.repeated(_ANY_CHAR, low, high)
     return {"type": "string", "pattern": f"^{counted}$"}
 
 

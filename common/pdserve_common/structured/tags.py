@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.structured import patterns
+from pdserve_common.structured import pattern_text, patterns
 from pdserve_common.structured.json_text import field_name
 from pdserve_common.structured.node import Json, kind, refuse, short
 from pdserve_common.structured.schema import read_schema
@@ -56,7 +56,7 @@ def regex_format(text: str, *, field: str) -> Format:
         patterns.check_size(tree)
     except patterns.PatternError as error:
         raise InvalidRequestError(f"{field} {error}", field=field_name(field)) from None
-    return {"type": "regex", "pattern": f"^{patterns.write(tree, is_split=False)}$"}
+    return {"type": "regex", "pattern": f"^{pattern_text.write(tree, is_split=False)}$"}
 
 
 def grammar_format(text: str, *, field: str) -> Format:
@@ -64,8 +64,8 @@ def grammar_format(text: str, *, field: str) -> Format:
     the compiler makes wrong masks.
     """
     for low, high in _COUNT.findall(_NO_COUNT.sub(" ", text)):
-        if max(_count(low), _count(high)) > patterns.MAX_WRITTEN_OUT:
-            limit = f"at most {patterns.MAX_WRITTEN_OUT} are enforced"
+        if max(_count(low), _count(high)) > pattern_text.MAX_WRITTEN_OUT:
+            limit = f"at most {pattern_text.MAX_WRITTEN_OUT} are enforced"
             raise InvalidRequestError(
                 f"{field} repeats {(high or low)[:20]} times, {limit}",
                 field=field_name(field),
