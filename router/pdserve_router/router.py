@@ -237,7 +237,10 @@ class Router:
             each.origin for each in processed.resume if each.token_ids and not each.is_finished
         }
         return self.pool.route(
-            processed.core_request, origins=begun, hashes=processed.prefix_hashes
+            processed.core_request,
+            origins=begun,
+            session=processed.session,
+            hashes=processed.prefix_hashes,
         )
 
     def _make(self, processed: ProcessedInput, route: Route, timeline: Timeline) -> LiveRequest:
@@ -254,6 +257,7 @@ class Router:
                 on_tokens=self._on_tokens,
                 on_end=self._on_end,
                 parsing=processed.parsing,
+                session=processed.session,
             )
         kind = SingleCompletion if params.n == 1 and params.best_of is None else ParentRequest
         return kind(
@@ -267,6 +271,7 @@ class Router:
             on_end=self._on_end,
             resume=processed.resume,
             parsing=processed.parsing,
+            session=processed.session,
         )
 
     def _on_tokens(self, live: LiveRequest, num_new: int) -> None:

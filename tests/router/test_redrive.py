@@ -37,7 +37,9 @@ class NobodyPool:
 
     prefill = decode = ()
 
-    def route(self, request: EngineCoreRequest, *, origins: object, exclude: object) -> Route:
+    def route(
+        self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
+    ) -> Route:
         raise NoWorkerError("nobody is here")
 
     def last_served_at(self, origins: object) -> float:
@@ -51,6 +53,7 @@ class LostRequest:
     core_request: EngineCoreRequest
     recovery: Recovery = dataclasses.field(default_factory=Recovery)
     begun_origins: set[Origin] = dataclasses.field(default_factory=set)
+    session: str = ""
     given_up: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
@@ -105,7 +108,9 @@ class OnePairPool:
         self.prefill = (Worker(WorkerRole.PREFILL, step_tokens),)
         self.decode = (Worker(WorkerRole.DECODE, step_tokens),)
 
-    def route(self, request: EngineCoreRequest, *, origins: object, exclude: object) -> Route:
+    def route(
+        self, request: EngineCoreRequest, *, origins: object, exclude: object, session: str
+    ) -> Route:
         return Route(prefill=self.prefill[0], decode=self.decode[0])  # type: ignore[arg-type]
 
 

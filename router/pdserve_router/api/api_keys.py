@@ -16,6 +16,7 @@ from pdserve_common.followed import Followed
 from pdserve_router.api.grpc_service import SERVICE_NAME
 from pdserve_router.api.openai_format import plain_error_object
 from pdserve_router.requests.request_log import note_api_key
+from pdserve_router.requests.tenant import tenant_var
 
 MAX_FILE_BYTES = 1 << 20
 MIN_KEY_CHARS = 16
@@ -54,11 +55,14 @@ class ApiKeys:
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             self._refused.labels(api=api, reason="missing").inc()
             raise UnauthorizedError("no API key: send it as Authorization: Bearer KEY")
-        name = self._names.get().get(self._digest(authorization[len(_SCHEME) :].strip()))
+        key = authorization[len(_SCHEME) :].strip()
+        name = self._names.get().get(self._digest(key))
         if name is None:
             self._refused.labels(api=api, reason="unknown").inc()
             raise UnauthorizedError("the API key is not known here")
         note_api_key(name)
+        # Keys without a name are a tenant each, the same one on every router.
+        tenant_var.set(name or hashlib.sha256(key.encode()).hexdigest())
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._salt).digest()

@@ -40,6 +40,7 @@ from pdserve_router.requests.request_limits import (
 )
 from pdserve_router.requests.request_log import note_request_id
 from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.requests.tenant import session_id, tenant_var
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.origin import Origin
@@ -62,6 +63,9 @@ class GrpcCall:
     # time.monotonic(), of the whole machine.
     deadline: float | None
     trace_headers: Mapping[str, str]
+    # As in GenerationRequest.
+    tenant: str
+    session: str
 
 
 class InferenceService:
@@ -225,10 +229,13 @@ async def _cut(context: grpc.aio.ServicerContext, error: PdserveError) -> None:
 def _call(context: grpc.aio.ServicerContext) -> GrpcCall:
     arrival_ns = time.monotonic_ns()
     remaining_s = context.time_remaining()
+    metadata = _text_metadata(context)
     return GrpcCall(
         arrival_ns=arrival_ns,
         deadline=None if remaining_s is None else arrival_ns / 1e9 + remaining_s,
-        trace_headers=trace_context(_text_metadata(context)),
+        trace_headers=trace_context(metadata),
+        tenant=tenant_var.get(),
+        session=session_id(metadata),
     )
 
 
@@ -308,6 +315,8 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         arrival_ns=call.arrival_ns,
         deadline=call.deadline,
         trace_headers=call.trace_headers,
+        tenant=call.tenant,
+        session=call.session,
         resume=tuple(map(_resumed_completion, request.resume)),
     )
 

@@ -28,6 +28,7 @@ from pdserve_router.api.write_queue import WriteQueue
 from pdserve_router.requests.input_processor import ProcessedInput, trace_context
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.request_limits import is_small
+from pdserve_router.requests.tenant import session_id, tenant_var
 from pdserve_router.router import Router
 from pdserve_router.workers.model_limits import ModelLimits
 
@@ -128,6 +129,8 @@ class GenerationEndpoint:
             request_id=request_id,
             arrival_ns=arrival_ns,
             trace_headers=trace_context(http.headers),
+            tenant=tenant_var.get(),
+            session=session_id(http.headers),
             max_logprob_entries=MAX_ANSWER_LOGPROB_ENTRIES,
         )
 

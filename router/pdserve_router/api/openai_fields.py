@@ -27,7 +27,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "safety_identifier": "for reports of abuse, which are not made",
     "service_tier": "there is one; see priority",
     "store": "answers are not stored",
-    "user": "for reports of abuse, which are not made",
     "verbosity": "models here have no such setting",
 }
 

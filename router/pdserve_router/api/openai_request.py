@@ -33,6 +33,10 @@ class HttpCall:
     arrival_ns: int
     trace_headers: Mapping[str, str]
     # As in GenerationRequest.
+    tenant: str
+    # "" if only the body may say it.
+    session: str
+    # As in GenerationRequest.
     max_logprob_entries: int
 
 
@@ -133,6 +137,8 @@ def _generation_requests(body: Body, call: HttpCall) -> list[GenerationRequest]:
             arrival_ns=call.arrival_ns,
             max_logprob_entries=call.max_logprob_entries // len(prompts),
             trace_headers=call.trace_headers,
+            tenant=call.tenant,
+            session=call.session or body.session,
             **prompt,
         )
         for prompt in prompts

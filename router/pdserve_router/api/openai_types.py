@@ -20,7 +20,7 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.validation import MAX_LOGPROBS
+from pdserve_common.validation import MAX_LOGPROBS, MAX_REQUEST_ID_CHARS
 from pdserve_router.api.openai_fields import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages
 from pdserve_router.api.openai_model import (
@@ -173,6 +173,8 @@ class GenerationBody(BaseModel):
     """Prefixes are shared only with requests of the same salt."""
     request_id: str | None = None
     """The request's name; the header x-request-id goes first."""
+    user: Any = None
+    """The session, a text of at most 256 characters; the header x-session-id goes first."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -185,6 +187,13 @@ class GenerationBody(BaseModel):
                 raise
             num_errors = {"num_errors": error.error_count()}
             raise PydanticCustomError(TOO_MANY, TOO_MANY_TEXT, num_errors) from error
+
+    @property
+    def session(self) -> str:
+        """What `user` names; "" if that is no session, as clients may have anything there."""
+        if isinstance(self.user, str) and len(self.user) <= MAX_REQUEST_ID_CHARS:
+            return self.user
+        return ""
 
     @property
     def output_token_limit(self) -> int | None:
@@ -300,6 +309,13 @@ class CompletionBody(GenerationBody):
     @property
     def is_prompt_only(self) -> bool:
         return self.echoes_prompt and super().output_token_limit == 0
+
+    @property
+    def session(self) -> str:
+        """What `user` names; "" if that is no session, as clients may have anything there."""
+        if isinstance(self.user, str) and len(self.user) <= MAX_REQUEST_ID_CHARS:
+            return self.user
+        return ""
 
     @property
     def output_token_limit(self) -> int | None:

@@ -77,8 +77,11 @@ class BeamSearchRequest(LiveRequest):
         on_tokens: OnTokens,
         on_end: OnEnd,
         parsing: ParserOptions | None = None,
+        session: str = "",
     ) -> None:
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
+        super().__init__(
+            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+        )
         params = request.sampling_params
         assert params is not None
         assert params.max_tokens is not None, "the input processor fills it in"

@@ -35,6 +35,7 @@ from pdserve_router.requests.constraint import (
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.requests.tenant import owned
 from pdserve_router.requests.tool_use import (
     ToolUse,
     check_tool_use,
@@ -78,6 +79,10 @@ class GenerationRequest:
     constraint_field: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    # The name of its API key; "" if keys are not asked for.
+    tenant: str = ""
+    # What it belongs to, as its client says; "": it says nothing.
+    session: str = ""
     arrival_ns: int = field(default_factory=time.monotonic_ns)
     # time.monotonic() after which the answer is worthless.
     deadline: float | None = None
@@ -118,6 +123,8 @@ class ProcessedInput:
     tokenize_end_ns: int
     # Of a long prompt, whose hashing would hold up the event loop; empty for others.
     prefix_hashes: tuple[int, ...] = ()
+    # As RoutingPolicy has it: its tenant's own.
+    session: str = ""
 
 
 class InputProcessor:
@@ -258,6 +265,7 @@ class InputProcessor:
             prefix_hashes=prefix_hashes(engine_request, limits.block_size)
             if len(token_ids) > MAX_UNHASHED_TOKENS
             else (),
+            session=owned(request.tenant, request.session) if request.session else "",
         )
 
     def _parsing(

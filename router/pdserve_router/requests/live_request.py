@@ -26,8 +26,11 @@ class LiveRequest(ABC):
         on_tokens: Callable[["LiveRequest", int], None],
         on_end: Callable[["LiveRequest"], None],
         clock: Callable[[], float],
+        session: str,
     ) -> None:
         self.core_request = request
+        # As RoutingPolicy has it.
+        self.session = session
         self._clock = clock
         self._on_tokens = on_tokens
         self._on_end = on_end

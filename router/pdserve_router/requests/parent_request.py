@@ -51,8 +51,11 @@ class ParentRequest(LiveRequest):
         on_end: OnEnd,
         resume: Sequence[ResumedCompletion] = (),
         parsing: ParserOptions | None = None,
+        session: str = "",
     ) -> None:
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
+        super().__init__(
+            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+        )
         params = request.sampling_params
         assert params is not None
         self._params = params
@@ -78,6 +81,7 @@ class ParentRequest(LiveRequest):
                 wake=self._wake,
                 siblings=self._children,
                 parsing=parsing,
+                session=session,
             )
             for index in range(params.best_of or params.n)
         )

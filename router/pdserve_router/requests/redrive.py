@@ -161,6 +161,8 @@ class Redrive(Protocol):
     recovery: Recovery
     # Its first attempt.
     core_request: EngineCoreRequest
+    # As RoutingPolicy has it.
+    session: str
 
     @property
     def begun_origins(self) -> Collection[Origin]:
@@ -405,7 +407,9 @@ class RedriveQueue:
     ) -> Route:
         """Let the pool choose among those that have not failed the request, if there are any."""
         recovery = redrive.recovery
-        route = partial(self.pool.route, request, origins=redrive.begun_origins)
+        route = partial(
+            self.pool.route, request, origins=redrive.begun_origins, session=redrive.session
+        )
         if (holder := recovery.good_holder) is not None:
             with contextlib.suppress(NoWorkerError, OverloadedError):
                 return route(exclude=recovery.failed | busy, decode=holder)

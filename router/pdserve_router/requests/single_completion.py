@@ -62,9 +62,12 @@ class SingleCompletion(LiveRequest):
         wake: asyncio.Event | None = None,
         siblings: Sequence["SingleCompletion"] | None = None,
         parsing: ParserOptions | None = None,
+        session: str = "",
     ) -> None:
         """`siblings` are all completions of a request that has several, this one among them."""
-        super().__init__(request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock)
+        super().__init__(
+            request, on_tokens=on_tokens, on_end=on_end, clock=redrives.clock, session=session
+        )
         resumed = next((each for each in resume if each.index == index), None)
         self.state = RequestState(
             request,

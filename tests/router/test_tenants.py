@@ -1,0 +1,169 @@
+"""What a request is said to belong to: its session, and its API key's tenant."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_router.requests.tenant import owned
+from support.fake_worker import Running, decode
+
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
+ALICE = "alice-key-0123456789"
+ALICE_TOO = "alice-too-0123456789"
+BOB = "bob-key-0123456789"
+NAMELESS = ("nameless-1-0123456789", "nameless-2-0123456789")
+
+
+def client_of(stack: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=stack.url, timeout=30)
+
+
+async def ask(stack: Any, *, session: str = "", key: str = "", **fields: object) -> tuple[str, str]:
+    """Return the workers that answered, over HTTP."""
+    headers = {"x-session-id": session} if session else {}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    async with client_of(stack) as http:
+        answer = await http.post("/v1/completions", json={**COMPLETION, **fields}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return (
+        answer.headers["pdserve-prefill-engine-id"],
+        answer.headers["pdserve-decode-engine-id"],
+    )
+
+
+async def ask_grpc(
+    stack: Any, *, session: str = "", key: str = "", **fields: object
+) -> tuple[str, str]:
+    metadata = [("x-session-id", session)] if session else []
+    if key:
+        metadata.append(("authorization", f"Bearer {key}"))
+    request = pb2.GenerateRequest(text="hello", **fields)
+    call = stack.stub.Generate(request, timeout=30, metadata=metadata)
+    metrics = [response.output.metrics async for response in call][-1]
+    return metrics.prefill_engine_id, metrics.decode_engine_id
+
+
+class Sessions:
+    """Sessions that routes were asked for, by the router's own choosing of them."""
+
+    def __init__(self, stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._seen: list[str] = []
+        choose = stack.server.pool.route
+
+        def route(*args: Any, session: str, **kwargs: Any) -> Any:
+            self._seen.append(session)
+            return choose(*args, session=session, **kwargs)
+
+        monkeypatch.setattr(stack.server.pool, "route", route)
+
+    def take(self) -> str:
+        (session,) = self._seen
+        self._seen.clear()
+        return session
+
+
+async def test_a_session_stays_with_its_workers_whatever_names_it(start_stack: Any) -> None:
+    async with start_stack(http=True, prefill=3, decode=3, routing_policy="session") as stack:
+        pair = await ask(stack, session="chat-7")
+        for _ in range(3):
+            assert await ask(stack, session="chat-7", user="another") == pair
+            assert await ask(stack, user="chat-7") == pair
+            assert await ask_grpc(stack, session="chat-7") == pair
+
+
+async def test_a_request_that_is_sent_again_takes_its_session_along(start_stack: Any) -> None:
+    async with start_stack(http=True, prefill=2, decode=2, routing_policy="session") as stack:
+        _, first = await ask(stack, session="chat-7")
+        worker = next(each for each in stack.decodes if each.info.engine_id == first)
+
+        async def refuse(running: Running) -> None:
+            worker.behave = decode
+            error = EngineError(code=ErrorCode.OVERLOADED, message="full", is_retryable=True)
+            running.emit(at=0, finish=FinishReason.ERROR, error=error)
+
+        worker.behave = refuse
+        moved = await ask(stack, session="chat-7")
+        assert moved[1] != first
+        assert await ask(stack, session="chat-7") == moved
+
+
+@pytest.mark.parametrize(
+    ("headers", "user", "named"),
+    [
+        ({}, "u", "u"),
+        ({"x-session-id": "s"}, "u", "s"),
+        ({"x-session-id": "s" * 256}, None, "s" * 256),
+        ({"x-session-id": ""}, "u", "u"),
+        ({}, "ü" * 256, "ü" * 256),
+        *(({}, user, "") for user in (None, "", 5, ["u"], {"u": "u"}, "u" * 257)),
+    ],
+)
+async def test_what_names_a_session(
+    start_stack: Any, monkeypatch: Any, headers: Any, user: object, named: str
+) -> None:
+    async with start_stack(http=True) as stack, client_of(stack) as http:
+        sessions = Sessions(stack, monkeypatch)
+        body = {**COMPLETION, "user": user}
+        answer = await http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert sessions.take() == (owned("", named) if named else "")
+
+
+async def test_a_session_that_is_none_is_refused(start_stack: Any) -> None:
+    async with start_stack(http=True) as stack, client_of(stack) as http:
+        for value, problem in (
+            (b"s" * 257, "has 257 characters, must be 1 to 256"),
+            (b"s\xe9", "must be printable ASCII"),
+            (b"a\tb", "must be printable ASCII"),
+        ):
+            headers = {"x-session-id": value}
+            answer = await http.post("/v1/completions", json=COMPLETION, headers=headers)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "x-session-id"
+            assert answer.json()["error"]["message"] == f"x-session-id {problem}"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask_grpc(stack, session="s" * 257)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == "x-session-id has 257 characters, must be 1 to 256"
+
+
+@pytest.fixture
+async def keys_file(tmp_path: Path) -> str:
+    path = tmp_path / "api-keys"
+    lines = (f"alice:{ALICE}", f"alice:{ALICE_TOO}", f"bob:{BOB}", *NAMELESS)
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.fixture
+async def stack(start_stack: Any, keys_file: str) -> AsyncIterator[Any]:
+    async with start_stack(http=True, api_keys_file=keys_file) as stack:
+        yield stack
+
+
+async def test_sessions_of_different_keys_are_different_ones(stack: Any, monkeypatch: Any) -> None:
+    sessions = Sessions(stack, monkeypatch)
+    seen: dict[str, str] = {}
+    for key in (ALICE, ALICE_TOO, BOB, *NAMELESS):
+        await ask(stack, session="chat-7", key=key)
+        seen[key] = sessions.take()
+        await ask(stack, user="chat-7", key=key)
+        assert sessions.take() == seen[key]
+        await ask_grpc(stack, session="chat-7", key=key)
+        assert sessions.take() == seen[key]
+        await ask(stack, key=key)
+        assert sessions.take() == ""
+    assert seen[ALICE] == seen[ALICE_TOO]
+    assert len(set(seen.values())) == 4
+
+
+def test_a_tenants_values_are_nobody_elses() -> None:
+    pairs = (("", "1:ab"), ("a", "b"), ("ab", ""), ("a", "bb"), ("b", "b"), ("", ""), ("1:a", "b"))
+    assert len({owned(*pair) for pair in pairs}) == len(pairs)
