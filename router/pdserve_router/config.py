@@ -145,6 +145,9 @@ class RouterConfig(TlsConfig):
         "File with one API key a line, `key` or `name:key`, read again when it changes; requests "
         "without one of them are refused. Unset: everybody is served.",
     )
+    share_prefixes: bool = opt(
+        False, "API keys of different names use what is cached of each other's prompts."
+    )
     cors_origins: tuple[str, ...] = opt(
         (),
         "Origins whose pages may use the HTTP API in browsers, such as https://chat.example.com; "

@@ -99,6 +99,7 @@ class RouterServer:
             default_deadline_s=config.default_deadline_s,
             max_deadline_s=config.max_deadline_s,
             chat_format=config.chat_format,
+            share_prefixes=config.share_prefixes,
             is_inline=True,
         )
         self.edge_processes = EdgeProcesses(

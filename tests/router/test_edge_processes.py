@@ -35,6 +35,7 @@ def settings(model_dir: Path) -> EdgeSettings:
         default_deadline_s=60,
         max_deadline_s=90,
         chat_format="auto",
+        share_prefixes=False,
     )
 
 
@@ -216,6 +217,7 @@ async def main():
     settings = EdgeSettings(
         model=sys.argv[1], router_id="r", log_level="error", model_name="tiny",
         default_deadline_s=60, max_deadline_s=90, chat_format="auto",
+        share_prefixes=False,
     )
     edge = EdgeProcesses(None, settings, RouterMetrics(CollectorRegistry()))
     await edge.run(edge_jobs.hang, b"", sys.argv[2], client="a", is_small=False)

@@ -1,6 +1,7 @@
 """What a request is said to belong to: its session, and its API key's tenant."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
+from pdserve_router.api.edge_processes import EdgeSettings
+from pdserve_router.config import RouterConfig
+from pdserve_router.requests import input_processor
+from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
 from pdserve_router.requests.tenant import owned
+from pdserve_router.workers.model_limits import ModelLimits
+from pdserve_router.workers.prefix_index import prefix_hashes
 from support.fake_worker import Running, decode
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 50}
@@ -167,3 +174,65 @@ async def test_sessions_of_different_keys_are_different_ones(stack: Any, monkeyp
 def test_a_tenants_values_are_nobody_elses() -> None:
     pairs = (("", "1:ab"), ("a", "b"), ("ab", ""), ("a", "bb"), ("b", "b"), ("", ""), ("1:a", "b"))
     assert len({owned(*pair) for pair in pairs}) == len(pairs)
+
+
+async def salts(stack: Any, keys: Sequence[str], **fields: object) -> list[str | None]:
+    """Return what workers are told to keep each key's blocks apart by, over both APIs."""
+    found = []
+    for key in keys:
+        for send in (ask, ask_grpc):
+            await send(stack, key=key, **fields)
+            (prefill,), (decode,) = stack.prefill.requests, stack.decode.requests
+            assert prefill.cache_salt == decode.cache_salt
+            found.append(decode.cache_salt)
+            stack.prefill.requests.clear()
+            stack.decode.requests.clear()
+    return found
+
+
+async def test_keys_of_different_names_share_no_prefixes(stack: Any) -> None:
+    names = {"alice": (ALICE, ALICE_TOO), "bob": (BOB,), "1": NAMELESS[:1], "2": NAMELESS[1:]}
+    seen: list[str | None] = []
+    for keys in names.values():
+        for fields in ({}, {"cache_salt": "s"}, {"cache_salt": "t"}):
+            (salt,) = set(await salts(stack, keys, **fields))
+            seen.append(salt)
+    assert None not in seen
+    assert len(set(seen)) == len(names) * 3
+    assert not {"s", "t"} & set(seen)
+
+
+async def test_prefixes_are_shared_where_that_is_wanted(start_stack: Any, keys_file: str) -> None:
+    async with start_stack(http=True, api_keys_file=keys_file, share_prefixes=True) as stack:
+        assert set(await salts(stack, (ALICE, BOB))) == {None}
+        assert set(await salts(stack, (ALICE, BOB), cache_salt="s")) == {"s"}
+
+
+async def test_without_keys_a_salt_is_the_clients(start_stack: Any) -> None:
+    async with start_stack(http=True) as stack:
+        assert set(await salts(stack, ("",))) == {None}
+        assert set(await salts(stack, ("",), cache_salt="s")) == {"s"}
+
+
+async def test_a_long_prompt_is_hashed_with_its_tenants_salt(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_processor, "MAX_UNHASHED_TOKENS", 40)
+    limits = ModelLimits(max_model_len=100, vocab_size=320, eos_token_ids=(1,), block_size=16)
+    processor = InputProcessor(
+        tokenizer, model_name="tiny", default_deadline_s=60, max_deadline_s=90
+    )
+    hashes = set()
+    for tenant in ("", "alice", "bob"):
+        wanted = GenerationRequest(request_id="r", token_ids=range(5, 55), tenant=tenant)
+        processed = await processor.process(wanted, limits)
+        assert processed.prefix_hashes == prefix_hashes(processed.core_request, 16)
+        hashes.add(processed.prefix_hashes)
+    assert len(hashes) == 3
+
+
+def test_processes_for_large_requests_are_told(model_dir: Path) -> None:
+    for shares in (False, True):
+        config = RouterConfig(model=str(model_dir), decode=("127.0.0.1:1",), share_prefixes=shares)
+        settings = json.loads(EdgeSettings.from_config(config).to_json())
+        assert settings["input_processor"]["share_prefixes"] is shares

@@ -66,13 +66,20 @@ class EdgeSettings:
     default_deadline_s: float
     max_deadline_s: float
     chat_format: str
+    share_prefixes: bool
 
     @classmethod
     def from_config(cls, config: RouterConfig) -> "EdgeSettings":
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
 
     def to_json(self) -> str:
-        processor = ("model_name", "default_deadline_s", "max_deadline_s", "chat_format")
+        processor = (
+            "model_name",
+            "default_deadline_s",
+            "max_deadline_s",
+            "chat_format",
+            "share_prefixes",
+        )
         values = dataclasses.asdict(self)
         values["input_processor"] = {name: values.pop(name) for name in processor}
         limits = {"max_memory_bytes": MAX_MEMORY_BYTES, "timeout_s": JOB_TIMEOUT_S}

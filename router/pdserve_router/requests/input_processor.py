@@ -138,10 +138,14 @@ class InputProcessor:
         default_deadline_s: float,
         max_deadline_s: float,
         chat_format: str = AUTO,
+        share_prefixes: bool = False,
         is_inline: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_inline`: on an event loop, which does not wait for what takes long."""
+        """`share_prefixes`: also among tenants. `is_inline`: on an event loop, which does not
+        wait for what takes long.
+        """
+        self._share_prefixes = share_prefixes
         self._clock = clock
         self._is_inline = is_inline
         self._tokenizer = tokenizer
@@ -248,7 +252,7 @@ class InputProcessor:
             sampling_params=params,
             eos_token_id=eos_token_id,
             arrival_time=arrival_time,
-            cache_salt=request.cache_salt,
+            cache_salt=self._cache_salt(request),
             priority=request.priority,
             deadline=self._deadline(request.deadline, arrival_time),
             trace_headers=request.trace_headers,
@@ -343,6 +347,12 @@ class InputProcessor:
                 )
         # A word may have one form only, or be nothing to the tokenizer.
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in forms if token_ids))
+
+    def _cache_salt(self, request: GenerationRequest) -> str | None:
+        if not request.tenant or self._share_prefixes:
+            return request.cache_salt
+        # A client's own one has a character at least.
+        return owned(request.tenant, request.cache_salt or "")
 
     def _deadline(self, wanted: float | None, arrival_time: float) -> float:
         if wanted is None:
