@@ -142,7 +142,7 @@ async def test_every_path_is_described_and_answers_as_described(http) -> None:
 def routes_of(http) -> list:
     from pdserve_router.api.openai_http import build_app
 
-    unused = dict.fromkeys(("router", "max_body_bytes", "cut", "edge", "unknown_fields"))
+    unused = dict.fromkeys(("router", "max_body_bytes", "writes", "edge", "unknown_fields"))
     router = unused.pop("router")
     return build_app(router, client_stall_timeout_s=1.0, **unused).routes
 

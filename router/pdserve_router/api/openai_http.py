@@ -1,14 +1,14 @@
 """The OpenAI-compatible HTTP API."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve_common.errors import PdserveError
@@ -42,7 +42,7 @@ def build_app(
     writes: WriteQueue,
     edge: EdgeProcesses,
     unknown_fields: Counter,
-) -> ASGIApp:
+) -> "BareGeneration":
     """Return the ASGI application. `unknown_fields` counts by field."""
     unknown = UnknownFields(unknown_fields)
 
@@ -93,9 +93,15 @@ class BareGeneration:
     of every message of a stream, 3 us together, and of every request. The rest is for `others`.
     """
 
-    def __init__(self, generation: Mapping[str, ASGIApp], others: ASGIApp) -> None:
+    def __init__(self, generation: Mapping[str, ASGIApp], others: Starlette) -> None:
+        """`others` has a route for each path, also those of `generation`."""
         self._generation = generation
         self._others = others
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """Of all paths."""
+        return self._others.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
@@ -104,7 +110,7 @@ class BareGeneration:
             return
         try:
             await app(scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # as Starlette does: each has its answer
             if connection_of(scope).has_answered:
                 raise
             await _answer_to(error)(scope, receive, send)
