@@ -10,7 +10,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from machine import describe
 
@@ -36,9 +36,9 @@ def main() -> None:
     index, prompts = _filled()
     # Numbers of their own, as a router has them.
     asked = [[int(str(block)) for block in each] for each in random.sample(prompts, 3000)]
-    _report("lookup", [_time(index.num_cached, each) for each in asked])
+    _report("lookup", [_time(_look_up, index, each) for each in asked])
     unknown = [_draw(PROMPT_BLOCKS) for _ in range(3000)]
-    _report("lookup of what nobody has", [_time(index.num_cached, each) for each in unknown])
+    _report("lookup of what nobody has", [_time(_look_up, index, each) for each in unknown])
     _report("losing a worker", [_time(index.forget, each) for each in range(NUM_WORKERS)])
     slices = []
     while len(index):
@@ -65,6 +65,10 @@ def _filled() -> tuple[PrefixIndex[int], list[list[int]]]:
             index.stored(worker, prompt[: random.randrange(SYSTEM_BLOCKS, PROMPT_BLOCKS + 1)])
         prompts.append(prompt)
     return index, prompts
+
+
+def _look_up(index: PrefixIndex[int], hashes: Sequence[int]) -> None:
+    index.match(hashes).longest(None, 3, lambda worker: True)
 
 
 def _steps(*, is_heard: bool) -> Iterable[float]:

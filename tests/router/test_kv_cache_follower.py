@@ -11,6 +11,7 @@ from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_worker import kv_cache_feed
 from pdserve_worker.kv_cache_feed import CachedBlocks
+from support.prefix_lengths import num_cached
 
 BLOCKS = range(40)
 
@@ -67,7 +68,7 @@ class World:
                 return
 
     def indexed(self) -> set[int]:
-        return {block for block in BLOCKS if self.index.num_cached([block])}
+        return {block for block in BLOCKS if num_cached(self.index, [block])}
 
 
 some_blocks = st.sets(st.sampled_from(BLOCKS), max_size=6)

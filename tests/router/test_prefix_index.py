@@ -1,6 +1,7 @@
 """The router's index of cached blocks, against sets of blocks."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,8 @@ from pdserve_common.engine_types import (
     SamplingParams,
 )
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
-from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
+from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
+from support.prefix_lengths import num_cached
 
 WORKERS = ("a", "b", "c", "d")
 CHAINS = [[random.Random(n).getrandbits(64) for n in range(k, k + 12)] for k in (0, 100, 200)]
@@ -55,8 +57,8 @@ def test_it_says_what_pools_have_that_evict_chains_from_their_end(
         for each in CHAINS:
             expected = {worker: num_leading(each, pool) for worker, pool in pools.items()}
             found = {worker: num for worker, num in expected.items() if num}
-            assert index.num_cached(each) == found
-            assert index.num_cached(each[:5]) == {w: min(5, num) for w, num in found.items()}
+            assert num_cached(index, each) == found
+            assert num_cached(index, each[:5]) == {w: min(5, num) for w, num in found.items()}
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,7 +74,7 @@ def test_of_holes_it_says_at_most_what_is_behind_them(
         (index.stored if name == "stored" else index.removed)("a", some)
         (blocks.update if name == "stored" else blocks.difference_update)(some)
     for chain in CHAINS:
-        num = index.num_cached(chain).get("a", 0)
+        num = num_cached(index, chain).get("a", 0)
         if chain[0] not in blocks:
             assert num == 0
         else:
@@ -80,13 +82,71 @@ def test_of_holes_it_says_at_most_what_is_behind_them(
             assert num == len(chain) or chain[num] not in blocks
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=20),
+    refused=st.sets(st.integers(0, 19)),
+    num=st.integers(1, 5),
+    above=st.integers(0, 12),
+    is_asked_first=st.booleans(),
+)
+def test_the_longest_of_a_role_are_found(
+    lengths: list[int], refused: set[int], num: int, above: int, is_asked_first: bool
+) -> None:
+    """Workers are numbers; the even ones are of one role, the odd ones of the other."""
+    index = PrefixIndex[int](role_of=lambda worker: worker % 2, num_shards=4)
+    for worker, length in enumerate(lengths):
+        index.stored(worker, CHAINS[0][:length])
+    match = index.match(CHAINS[0], 16)
+    if is_asked_first:
+        assert [match.num_tokens(worker) for worker in range(len(lengths))] == [
+            16 * length for length in lengths
+        ]
+    for role in (0, 1):
+        found = match.longest(role, num, lambda one: one not in refused, above=16 * above)
+        allowed = set(range(role, len(lengths), 2)) - refused
+        assert set(found) <= allowed
+        assert len(set(found)) == len(found)
+        longer = sorted((n for w in allowed if (n := lengths[w]) > above), reverse=True)
+        assert [lengths[worker] for worker in found] == longer[:num]
+    assert [match.num_tokens(worker) for worker in range(len(lengths))] == [
+        16 * length for length in lengths
+    ]
+
+
+def test_of_equal_ones_any_is_found() -> None:
+    index = PrefixIndex[int]()
+    for worker in range(40):
+        index.stored(worker, CHAINS[0][: 3 if worker % 4 else 2])
+    match = index.match(CHAINS[0])
+    found = Counter(
+        worker for _ in range(600) for worker in match.longest(None, 2, lambda worker: True)
+    )
+    assert set(found) == {worker for worker in range(40) if worker % 4}
+    assert max(found.values()) < 120, "40 each"
+
+
+def test_a_search_gives_up_where_nobody_is_accepted() -> None:
+    index = PrefixIndex[int]()
+    for worker in range(3 * MAX_LOOKED_AT):
+        index.stored(worker, CHAINS[0])
+    asked: list[int] = []
+
+    def refuses(worker: int) -> bool:
+        asked.append(worker)
+        return False
+
+    assert index.match(CHAINS[0]).longest(None, 1, refuses) == []
+    assert len(asked) == MAX_LOOKED_AT
+
+
 def test_what_was_forgotten_is_gone_when_its_bit_is_anothers() -> None:
     index = PrefixIndex[int](num_shards=4)
     for worker in range(200):
         index.stored(worker, CHAINS[0][: 1 + worker % 12])
-        assert index.num_cached(CHAINS[0]) == {worker: 1 + worker % 12}
+        assert num_cached(index, CHAINS[0]) == {worker: 1 + worker % 12}
         index.forget(worker)
-    assert index.num_cached(CHAINS[0]) == {}
+    assert num_cached(index, CHAINS[0]) == {}
     index.stored(-1, [])
     masks = index._live.bit_length()
     assert masks <= 12, "bits are used again"
@@ -100,7 +160,7 @@ def test_a_call_that_forgets_looks_at_no_block() -> None:
     index.stored(0, range(20_000))
     index.forget(0)
     assert len(index) == 20_000, "their masks are swept later"
-    assert index.num_cached([0]) == {}
+    assert num_cached(index, [0]) == {}
     for _ in range(1025):
         before = len(index)
         index.stored(1, [])
@@ -116,7 +176,8 @@ def test_of_too_many_blocks_those_go_that_were_stored_longest_ago() -> None:
     index.stored("a", [8, 9])
     assert len(index) == 8
     assert metrics.evictions._value.get() == 2
-    assert [bool(index.num_cached([n])) for n in range(10)] == [True] * 2 + [False] * 2 + [True] * 6
+    kept = [n for n in range(10) if num_cached(index, [n])]
+    assert kept == [0, 1, *range(4, 10)]
 
 
 @pytest.mark.parametrize("salt", [None, "tenant"])

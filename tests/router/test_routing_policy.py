@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import pytest
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
-from pdserve_router.workers.candidates import MAX_LOOKED_AT, Candidates
-from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
+from pdserve_router.workers.candidates import Candidates
+from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
 from pdserve_router.workers.prefix_policy import PrefixRouting, RoutingWeights
 from pdserve_router.workers.route_table import RouteTable
 from pdserve_router.workers.routing_policy import (
@@ -38,7 +39,7 @@ class Pool:
     """A table in which everybody works with everybody of the other role."""
 
     table: RouteTable = field(default_factory=RouteTable)
-    index: PrefixIndex = field(default_factory=PrefixIndex)
+    index: PrefixIndex = field(default_factory=lambda: PrefixIndex(role_of=attrgetter("role")))
     prefill: list[Worker] = field(default_factory=list)
     decode: list[Worker] = field(default_factory=list)
 

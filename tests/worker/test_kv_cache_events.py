@@ -24,6 +24,7 @@ from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.cut_proxy import CutProxy
+from support.prefix_lengths import num_cached
 from support.scripted_engine import cached_in
 from support.waiting import until
 from support.worker import TIMEOUT_S, Worker, add, read_until, serve
@@ -93,7 +94,7 @@ class Router:
             for _ in range(2 * NUM_SHARDS):
                 self.index.stored(self.client, ())
             return len(self.index) == len(cached) and all(
-                self.index.num_cached([block]) == {self.client: 1} for block in cached
+                num_cached(self.index, [block]) == {self.client: 1} for block in cached
             )
 
         await until(is_equal)
@@ -130,13 +131,13 @@ async def test_the_index_is_what_the_pool_has_cached(make_model: Callable[..., P
             await router.equals(worker)
             # The last token was sampled, not computed.
             num_blocks = (64 + len(answer) - 1) // size
-            assert router.index.num_cached(chain) == {router.client: num_blocks}
-            assert router.index.num_cached(prefix_hashes(request(0), size)) == {}
+            assert num_cached(router.index, chain) == {router.client: num_blocks}
+            assert num_cached(router.index, prefix_hashes(request(0), size)) == {}
             # More than fit: the pool evicts.
             for number in range(1, 2 + worker.engine.info.num_blocks // num_blocks):
                 await router.serve(request(number))
             await router.equals(worker)
-            assert router.index.num_cached(chain).get(router.client, 0) < num_blocks
+            assert num_cached(router.index, chain).get(router.client, 0) < num_blocks
             # The stream breaks, and another one takes its place.
             proxy.reset()
             await until(lambda: WorkerState.REATTACHING in router.states)
@@ -144,13 +145,13 @@ async def test_the_index_is_what_the_pool_has_cached(make_model: Callable[..., P
             await router.serve(request(0))
             await router.equals(worker)
             await worker.control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest())
-            await until(lambda: router.index.num_cached(prefix_hashes(request(0), size)) == {})
+            await until(lambda: num_cached(router.index, prefix_hashes(request(0), size)) == {})
             await router.serve(request(1))
             await router.equals(worker)
             assert len(router.index)
         # Another start of the process has nothing.
         await until(lambda: router.client.state is WorkerState.DOWN)
-        assert router.index.num_cached(prefix_hashes(request(1), size)) == {}
+        assert num_cached(router.index, prefix_hashes(request(1), size)) == {}
         async with started(make_model) as worker:
             proxy.redirect(worker.port)
             await until(lambda: router.client.is_ready)

@@ -1,8 +1,9 @@
 """Which workers have which blocks cached: one index of block hashes for all of them."""
 
+import random
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -16,7 +17,8 @@ MAX_BLOCKS = 1 << 20
 # Parts of the index. What has to look at all blocks looks at one part at a time, some 50 us.
 NUM_SHARDS = 4096
 
-_BITS = bytes.maketrans(b"01", b"\0\1")
+# So many workers are looked at if the first ones cannot take a request.
+MAX_LOOKED_AT = 64
 
 WorkerT = TypeVar("WorkerT", bound=Hashable)
 
@@ -32,6 +34,7 @@ class PrefixIndex(Generic[WorkerT]):
     def __init__(
         self,
         *,
+        role_of: Callable[[WorkerT], Hashable] = lambda worker: None,
         max_blocks: int = MAX_BLOCKS,
         num_shards: int = NUM_SHARDS,
         metrics: PrefixIndexMetrics | None = None,
@@ -40,15 +43,17 @@ class PrefixIndex(Generic[WorkerT]):
         """`num_shards` is a power of two, at most `max_blocks`."""
         self.metrics = metrics or PrefixIndexMetrics(CollectorRegistry())
         self.metrics.blocks.set_function(self.__len__)
-        self._clock = clock
+        self.clock = clock
+        self._role_of = role_of
         self._shards: list[dict[int, int]] = [{} for _ in range(num_shards)]
         self._which = num_shards - 1
         self._max_in_shard = max_blocks // num_shards
         self._bits: dict[WorkerT, int] = {}
         # By the number of their bit; a forgotten worker's place is taken by another one in time.
         self._workers: list[WorkerT] = []
-        # All bits in use.
+        # All bits in use, and those of each role.
         self._live = 0
+        self._roles: dict[Hashable, int] = {}
         # Bits that masks may still have of workers that are forgotten, those that the sweep under
         # way takes away, and the shards that it still has to look at.
         self._dead = 0
@@ -61,44 +66,28 @@ class PrefixIndex(Generic[WorkerT]):
 
     # ---- what is cached
 
-    def num_cached(self, hashes: Sequence[int]) -> Mapping[WorkerT, int]:
-        """Return how many leading blocks of the prompt each worker has; those with none are left
-        out.
+    def match(self, hashes: Sequence[int], block_size: int = 1) -> "PrefixMatch[WorkerT]":
+        """Return what workers have cached of the prompt of these blocks of `block_size` tokens."""
+        return PrefixMatch(self, hashes, block_size)
 
-        A worker that has two blocks of a chain is taken to have those between them, as pools evict
-        chains from their end. So a few blocks are looked up for each length that occurs.
-        """
-        began = self._clock()
-        lengths = self._lengths(hashes) if hashes else {}
-        self.metrics.lookup.observe(self._clock() - began)
-        return lengths
+    def mask(self, block: int) -> int:
+        """Return the bits of the workers that have the block, and of some that are forgotten."""
+        return self._shards[block & self._which].get(block, 0)
 
-    def _lengths(self, hashes: Sequence[int]) -> dict[WorkerT, int]:
-        shards, which = self._shards, self._which
-        lengths: dict[WorkerT, int] = {}
-        alive = self._mask(hashes[0]) & self._live
-        known = 0  # The last block that all in `alive` have.
-        end = len(hashes) - 1
-        mask = self._mask(hashes[end])
-        # Further ones that were looked up, and their masks.
-        ends: list[tuple[int, int]] = []
-        while alive:
-            lost = alive & ~mask
-            if lost and end > known + 1:
-                ends.append((end, mask))
-                end = (known + end) // 2
-                block = hashes[end]
-                mask = shards[block & which].get(block, 0)
-                continue
-            if lost:
-                lengths.update(dict.fromkeys(self._of(lost), end))
-                alive ^= lost
-            known = end
-            if not ends:
-                break
-            end, mask = ends.pop()
-        lengths.update(dict.fromkeys(self._of(alive), len(hashes)))
-        return lengths
+    def bit(self, worker: WorkerT) -> int:
+        """Return 0 if it has no blocks."""
+        return self._bits.get(worker, 0)
+
+    def bits_of(self, role: Hashable) -> int:
+        """Return the bits of all workers of a role."""
+        return self._roles.get(role, 0)
+
+    def workers(self, mask: int) -> Iterator[WorkerT]:
+        """Yield those of the mask's bits, from the lowest one."""
+        while mask:
+            bit = mask & -mask
+            yield self._workers[bit.bit_length() - 1]
+            mask ^= bit
 
     # ---- what workers say
 
@@ -132,16 +121,10 @@ class PrefixIndex(Generic[WorkerT]):
         bit = self._bits.pop(worker, 0)
         if bit:
             self._live ^= bit
+            self._roles[self._role_of(worker)] ^= bit
             self._dead |= bit
 
     # ---- inside
-
-    def _mask(self, block: int) -> int:
-        return self._shards[block & self._which].get(block, 0)
-
-    def _of(self, mask: int) -> Iterable[WorkerT]:
-        bits = f"{mask:b}".encode().translate(_BITS)
-        return compress(self._workers, reversed(bits))
 
     def _new_bit(self, worker: WorkerT) -> int:
         used = self._live | self._dead
@@ -150,6 +133,8 @@ class PrefixIndex(Generic[WorkerT]):
         self._workers[number : number + 1] = [worker]
         self._bits[worker] = bit
         self._live |= bit
+        role = self._role_of(worker)
+        self._roles[role] = self._roles.get(role, 0) | bit
         return bit
 
     def _sweep(self) -> None:
@@ -165,6 +150,87 @@ class PrefixIndex(Generic[WorkerT]):
         for block, mask in list(shard.items()):
             if mask & self._sweeping:
                 _set(shard, block, mask & ~self._sweeping)
+
+
+class PrefixMatch(Generic[WorkerT]):
+    """How much of one prompt workers have cached, looked up as far as it is asked for. What is
+    stored or removed meanwhile may not be seen.
+
+    A worker that has two blocks of a chain is taken to have those between them, as pools evict
+    chains from their end. So few blocks are looked up.
+    """
+
+    __slots__ = ("_block_size", "_first", "_found", "_hashes", "_index")
+
+    def __init__(self, index: PrefixIndex[WorkerT], hashes: Sequence[int], block_size: int) -> None:
+        self._index = index
+        self._hashes = hashes
+        self._block_size = block_size
+        # Who has the first block.
+        self._first = index.mask(hashes[0]) if hashes else 0
+        # Numbers of leading blocks, and the bits of workers that have as many.
+        self._found: list[tuple[int, int]] = []
+
+    def num_tokens(self, worker: WorkerT) -> int:
+        """Return how many leading tokens the worker has."""
+        bit = self._index.bit(worker) & self._first
+        if not bit:
+            return 0
+        for num, mask in self._found:
+            if mask & bit:
+                return num * self._block_size
+        num, _ = next(self._longest_first(bit), (0, 0))
+        return num * self._block_size
+
+    def longest(
+        self, role: Hashable, num: int, accepts: Callable[[WorkerT], bool], *, above: int = 0
+    ) -> list[WorkerT]:
+        """Return the `num` of a role that are accepted and have most, most first, of equal ones
+        any; fewer if no more have more than `above` tokens, or many are not accepted.
+        """
+        began = self._index.clock()
+        asked = islice(self._holders(role, above), MAX_LOOKED_AT)
+        chosen = list(islice(filter(accepts, asked), num))
+        self._index.metrics.lookup.observe(self._index.clock() - began)
+        return chosen
+
+    def _holders(self, role: Hashable, above: int) -> Iterator[WorkerT]:
+        for num, mask in self._longest_first(self._index.bits_of(role)):
+            if num * self._block_size <= above:
+                return
+            begin = -_random_bit(mask)
+            yield from self._index.workers(mask & begin)
+            yield from self._index.workers(mask & ~begin)
+
+    def _longest_first(self, workers: int) -> Iterator[tuple[int, int]]:
+        """Yield numbers of leading blocks, and the bits of those of `workers` that have as many."""
+        hashes, mask_of = self._hashes, self._index.mask
+        end = len(hashes)
+        # Blocks and who has them, each farther on than those before. Nobody is left that has `end`.
+        stack = [(0, workers & self._first)]
+        while stack:
+            block, holders = stack[-1]
+            holders &= workers
+            if not holders:
+                stack.pop()
+            elif end - block == 1:
+                self._found.append((end, holders))
+                yield end, holders
+                workers ^= holders
+                end = block
+            else:
+                middle = (block + end) // 2
+                if some := holders & mask_of(hashes[middle]):
+                    stack.append((middle, some))
+                else:
+                    end = middle
+
+
+def _random_bit(mask: int) -> int:
+    """Return one bit of the mask, each as likely."""
+    while mask & (mask - 1):
+        mask = mask & random.getrandbits(mask.bit_length()) or mask
+    return mask
 
 
 def _set(shard: dict[int, int], block: int, mask: int) -> None:

@@ -3,28 +3,29 @@
 import heapq
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats, WorkerRole
 from pdserve_router.workers.candidates import Candidates
-from pdserve_router.workers.prefix_index import num_known_tokens
+from pdserve_router.workers.prefix_index import PrefixMatch, num_known_tokens
 from pdserve_router.workers.worker_client import WorkerClient
 
 # Of each role: so many of those with the longest prefix cached, and so many drawn at random.
 _NUM_CACHED = 3
 _NUM_DRAWN = 2
+# Of these prefill workers so many are paired, those that cost least.
+_NUM_PAIRED = 3
 # What was sent counts until the worker's next stats, but for no longer: idle workers send none.
 _SENT_S = 2.0
 
 # Pairs whose costs differ by less cost the same.
 _TIE = 8.0
 
-Cached = Mapping[WorkerClient, int]
+Cached = PrefixMatch[WorkerClient]
 T = TypeVar("T")
 
 
@@ -49,9 +50,8 @@ class _Sent:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._sent: WeakKeyDictionary[WorkerClient, tuple[SchedulerStats | None, float, float]] = (
-            WeakKeyDictionary()
-        )
+        # The newest last.
+        self._sent: dict[WorkerClient, tuple[SchedulerStats | None, float, float]] = {}
 
     def get(self, worker: WorkerClient) -> float:
         entry = self._sent.get(worker)
@@ -61,7 +61,13 @@ class _Sent:
 
     def add(self, worker: WorkerClient, amount: float) -> None:
         total = self.get(worker) + amount
-        self._sent[worker] = (worker.stats, total, self._clock() + _SENT_S)
+        now = self._clock()
+        self._sent.pop(worker, None)
+        self._sent[worker] = (worker.stats, total, now + _SENT_S)
+        # Who is gone is not kept.
+        oldest = next(iter(self._sent))
+        if now > self._sent[oldest][2]:
+            del self._sent[oldest]
 
 
 class PrefixRouting:
@@ -81,22 +87,22 @@ class PrefixRouting:
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> tuple[WorkerClient, WorkerClient] | None:
         """See RoutingPolicy."""
-        cached = candidates.num_cached(request)
+        cached = candidates.cached(request)
         num_known = num_known_tokens(request)
         prefill = self._prefill_costs(num_known, cached, candidates)
         decode: dict[WorkerClient, float] = {}
-        holders = [d for d in _longest(cached, WorkerRole.DECODE) if candidates.allows_decode(d)]
+        holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
         costs = []
-        for p, p_cost in prefill.items():
+        for p in heapq.nsmallest(_NUM_PAIRED, prefill, key=prefill.__getitem__):
             drawn = candidates.draw_partners(p, _NUM_DRAWN)
-            for d in {*drawn, *(d for d in holders if candidates.are_partners(p, d))}:
+            for d in {*drawn, *[d for d in holders if candidates.are_partners(p, d)]}:
                 if d not in decode:
                     decode[d] = self._decode_cost(d, num_known, cached)
-                costs.append((p_cost + decode[d] + self._distance(p, d), (p, d)))
+                costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))
         if not costs:
             return None
         p, d = _one_of_best(costs)
-        self._sent.add(p, num_known - cached.get(p, 0))
+        self._sent.add(p, num_known - cached.num_tokens(p))
         self._sent.add(d, 1)
         return p, d
 
@@ -104,11 +110,11 @@ class PrefixRouting:
         self, request: EngineCoreRequest, candidates: Candidates, *, session: str = ""
     ) -> WorkerClient | None:
         """See RoutingPolicy. What D has not cached it computes itself."""
-        cached = candidates.num_cached(request)
+        cached = candidates.cached(request)
         num_known = num_known_tokens(request)
-        holders = [d for d in _longest(cached, WorkerRole.DECODE) if candidates.allows_decode(d)]
+        holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
         costs = [
-            (num_known - cached.get(d, 0) + self._decode_cost(d, num_known, cached), d)
+            (num_known - cached.num_tokens(d) + self._decode_cost(d, num_known, cached), d)
             for d in {*candidates.draw_decode(_NUM_DRAWN), *holders}
         ]
         if not costs:
@@ -120,9 +126,9 @@ class PrefixRouting:
     def _prefill_costs(
         self, num_known: int, cached: Cached, candidates: Candidates
     ) -> dict[WorkerClient, float]:
-        holders = [p for p in _longest(cached, WorkerRole.PREFILL) if candidates.allows_prefill(p)]
+        holders = cached.longest(WorkerRole.PREFILL, _NUM_CACHED, candidates.allows_prefill)
         workers = dict.fromkeys((*holders, *candidates.draw_prefill(_NUM_DRAWN)))
-        return {p: num_known - cached.get(p, 0) + self._queue_cost(p) for p in workers}
+        return {p: num_known - cached.num_tokens(p) + self._queue_cost(p) for p in workers}
 
     def _queue_cost(self, prefill: WorkerClient) -> float:
         num_waiting = self._sent.get(prefill)
@@ -134,7 +140,7 @@ class PrefixRouting:
 
     def _decode_cost(self, decode: WorkerClient, num_known: int, cached: Cached) -> float:
         weights = self._weights
-        num_missing = num_known - cached.get(decode, 0)
+        num_missing = num_known - cached.num_tokens(decode)
         num_requests = self._sent.get(decode)
         num_lacking = 0
         if (stats := decode.stats) is not None:
@@ -152,16 +158,8 @@ class PrefixRouting:
         return 0.0 if is_same else self._weights.routing_topology_weight
 
 
-def _longest(cached: Cached, role: WorkerRole) -> list[WorkerClient]:
-    """Return those of a role that have most; of equal ones any."""
-    if not cached:
-        return []
-    every = [(num, random.random(), w) for w, num in cached.items() if w.role is role]
-    return [worker for *_, worker in heapq.nlargest(_NUM_CACHED, every)]
-
-
-def _one_of_best(costs: Sequence[tuple[float, T]]) -> T:
-    best = heapq.nsmallest(2, costs, key=itemgetter(0))
+def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
+    best = sorted(costs, key=itemgetter(0))[:2]
     is_tie = best[-1][0] - best[0][0] < _TIE
     return random.choice(best)[1] if is_tie else best[0][1]
 

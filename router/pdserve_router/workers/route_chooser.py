@@ -5,10 +5,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource
+from pdserve_common.engine_types import EngineCoreRequest, KVPrefixSource, WorkerRole
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_router.workers.candidates import Candidates
-from pdserve_router.workers.prefix_index import PrefixIndex, num_known_tokens
+from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, num_known_tokens
 from pdserve_router.workers.prefix_policy import RoutingWeights
 from pdserve_router.workers.prefix_source import find_prefix_source, may_lend
 from pdserve_router.workers.route_table import RouteTable
@@ -120,14 +120,16 @@ class RouteChooser:
         """Return where P reads what it has not cached itself, if it reads at all."""
         if prefill.info is None or not prefill.info.has_prefix_pulls:
             return None
-        cached = candidates.num_cached(request)
-        own = cached.get(prefill, 0)
-        lenders = {
-            worker: num
-            for worker, num in cached.items()
-            if num > own and worker not in exclude and may_lend(worker, prefill)
-        }
-        return find_prefix_source(decode, lenders)
+        cached = candidates.cached(request)
+        own = cached.num_tokens(prefill)
+
+        def lends(worker: WorkerClient) -> bool:
+            return worker not in exclude and may_lend(worker, prefill)
+
+        lenders = cached.longest(WorkerRole.DECODE, 1, lends, above=own)
+        if lenders and lends(decode):
+            lenders.append(decode)
+        return find_prefix_source(decode, {each: cached.num_tokens(each) for each in lenders})
 
     def _reason_to_stay(self, request: EngineCoreRequest) -> LocalReason | None:
         """Return why the request needs no prefill worker; None if it does."""
@@ -156,12 +158,12 @@ class RouteChooser:
         if threshold == 0 or not is_read or self._rules.require_disaggregation:
             return []
         num_known = num_known_tokens(request)
-        cached = candidates.num_cached(request)
-        return [
-            worker
-            for worker, num in cached.items()
-            if num_known - num <= threshold and candidates.allows_decode(worker)
-        ]
+        return candidates.cached(request).longest(
+            WorkerRole.DECODE,
+            MAX_LOOKED_AT,
+            candidates.allows_decode,
+            above=num_known - threshold - 1,
+        )
 
     def _downgrade(self, request: EngineCoreRequest, candidates: Candidates, session: str) -> Route:
         """There is no pair to use."""

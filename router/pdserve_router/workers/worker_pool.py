@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from operator import attrgetter
 from typing import NoReturn
 
 from pdserve_common.engine_types import (
@@ -79,7 +80,9 @@ class WorkerPool:
             clock=clock,
         )
         self._trials = WorkerTrials(self._on_worker, clock=clock)
-        self.prefix_index = PrefixIndex[WorkerClient](metrics=metrics.prefix_index)
+        self.prefix_index = PrefixIndex[WorkerClient](
+            role_of=attrgetter("role"), metrics=metrics.prefix_index
+        )
         self._chooser = RouteChooser(rules, self._table, self.prefix_index)
         self._sources = {
             role: Discovery(
