@@ -388,6 +388,8 @@ class Cluster:
     def _router_flags(self, name: str) -> dict[str, object]:
         return {
             **self._common_flags(name),
+            # Also the few requests of a test go over every pair.
+            "routing-policy": "round_robin",
             **self._role_flags["router"],
             "router-id": name,
             "grpc-port": GRPC_PORT,
