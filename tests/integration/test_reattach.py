@@ -21,8 +21,10 @@ from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 
 pytestmark = pytest.mark.slow
 
-# An answer has several times as many bytes as come between all cuts.
+# With logprobs an answer has several times as many bytes as come between all cuts. Tokens alone,
+# of which many come together after a cut, have too few.
 NUM_TOKENS = 400
+NUM_LOGPROBS = 5
 NUM_CUTS = 5
 BYTES_BETWEEN_CUTS = 1000
 # Of the 5 s for which a worker keeps a router's requests.
@@ -136,7 +138,7 @@ async def test_a_request_survives_every_reset_with_the_same_tokens(stack: Any) -
     async with attached(relay, stack.served_model, timings) as (client, states):
         whole = await generate(client, "whole")
         relay.cut_soon(times=NUM_CUTS)
-        assert await generate(client, "cut") == whole
+        assert await generate(client, "cut", logprobs=NUM_LOGPROBS) == whole
         assert states.count(WorkerState.REATTACHING) == NUM_CUTS
         assert WorkerState.DOWN not in states
     async with attached(relay, stack.served_model, LinkTimings()) as (client, states):
@@ -153,7 +155,9 @@ def decode_port(stack: Any) -> int:
     return int(worker.port)
 
 
-async def generate(client: WorkerClient, request_id: str) -> list[int]:
+async def generate(
+    client: WorkerClient, request_id: str, *, logprobs: int | None = None
+) -> list[int]:
     """Return the tokens of one request, which have to come in order and to end well."""
     token_ids: list[int] = []
     ends: list[EngineCoreOutput] = []
@@ -164,7 +168,9 @@ async def generate(client: WorkerClient, request_id: str) -> list[int]:
         if output.finished:
             ends.append(output)
 
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs
+    )
     request = EngineCoreRequest(
         request_id=request_id, prompt_token_ids=(5, 6, 7), sampling_params=params
     )
