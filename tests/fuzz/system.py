@@ -31,9 +31,10 @@ HONEST_BODY = {
     "logprobs": 1,
 }
 _ERROR_LEVELS = ("ERROR", "CRITICAL")
-# What gRPC itself logs of a server's answer that is none. The only one that a worker asks is
-# another worker, and one that answers so is for people to look after.
-_OF_GRPC = "Exception deserializing message!"
+# What gRPC itself logs of a server's answer that is none (the only one that a worker asks is
+# another worker, and one that answers so is for people to look after), and of a caller that left
+# just when its status was sent.
+_OF_GRPC = ("Exception deserializing message!", "ExecuteBatchError raised in core")
 
 
 class Resources(NamedTuple):
@@ -163,7 +164,7 @@ def _is_error(line: str) -> bool:
     """Logs are lines of JSON; what is none comes from libraries, or from an end nobody expected."""
     try:
         entry = json.loads(line)
-        return entry["level"] in _ERROR_LEVELS and entry["msg"] != _OF_GRPC
+        return entry["level"] in _ERROR_LEVELS and not entry["msg"].startswith(_OF_GRPC)
     except (ValueError, TypeError, KeyError):
         return line.startswith(("Traceback", "Fatal Python error"))
 

@@ -274,7 +274,12 @@ class World:
     # In the place of WorkerPool.
 
     def route(
-        self, request: EngineCoreRequest, *, origins: object = (), exclude: frozenset = frozenset()
+        self,
+        request: EngineCoreRequest,
+        *,
+        origins: object = (),
+        exclude: frozenset = frozenset(),
+        session: str = "",
     ) -> Route:
         decodes, prefills = (
             [client for client in clients if client not in exclude]

@@ -83,7 +83,8 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_what_a_mask_lets_pass_is_accepted(info: TokenizerInfo, name: str) -> None:
     tag = to_structural_tag(CONSTRAINTS[name])
-    grammar = CompiledGrammar.deserialize(compile_structural_tag(tag.text, info), info)
+    text = compile_structural_tag(tag.text, info).serialize()
+    grammar = CompiledGrammar.deserialize(text, info)
     rng = random.Random(name)
     bitmask = np.zeros(-(-len(VOCABULARY) // 32), np.int32)
     matcher, text = Matcher(grammar), b""
