@@ -12,8 +12,9 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
 from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig

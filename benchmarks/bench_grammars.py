@@ -35,8 +35,9 @@ from machine import describe
 from make_model import DEFAULT_MODEL, LARGE_MODEL, LARGE_VOCAB_SIZE, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig

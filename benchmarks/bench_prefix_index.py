@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from machine import describe
 
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.wire import from_proto, to_proto
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_router.workers.kv_cache_follower import KVCacheFollower

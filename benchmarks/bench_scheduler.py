@@ -10,7 +10,8 @@ import argparse
 import statistics
 import time
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool

@@ -14,7 +14,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import api_key, tls_of
 from pdserve_common.config import add_config_flags
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tls import TlsConfig
 
 PERCENTILES = (50, 90, 99)

@@ -19,8 +19,8 @@ import grpc
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
 from pdserve_client.resumable_answer import ResumableAnswer
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.rpc import open_blocking_channel, open_channel
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tls import Tls
 from pdserve_common.wire import to_proto
 

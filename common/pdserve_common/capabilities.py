@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, EngineInfo
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams
 
 GENERATE = "generate"
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdserve_common.engine_types import FinishReason, RepetitionDetectionParams, SamplingParams
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
 class TokenEnd(NamedTuple):

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from pdserve_common.capabilities import NO_EXTRAS, Capabilities, check_served
 from pdserve_common.engine_types import (
-    EarlyStopping,
     EngineCoreRequest,
     EngineInfo,
     KVTransferParams,
-    RepetitionDetectionParams,
-    SamplingParams,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import EarlyStopping, RepetitionDetectionParams, SamplingParams
 from pdserve_common.structured import validate_structured_outputs
 
 MAX_REQUEST_ID_CHARS = 256

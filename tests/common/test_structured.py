@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import (
     MAX_TEXT_BYTES,
     schema,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from support.schemas import Judge, RandomSchemas, closed, dump
 
 NUM_SCHEMAS = 60

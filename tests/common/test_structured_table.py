@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
 from support.schema_cases import CASES, REFUSALS, Case, Refusal
 from support.schemas import Judge, dump

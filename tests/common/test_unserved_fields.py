@@ -7,6 +7,7 @@ import pytest
 from pdserve_common import engine_types as types
 from pdserve_common.capabilities import Capabilities, check_served
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
 
 INFO = types.EngineInfo(
@@ -29,7 +30,7 @@ INFO = types.EngineInfo(
     version="v",
 )
 REQUEST = types.EngineCoreRequest(
-    request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=types.SamplingParams()
+    request_id="r", prompt_token_ids=(1, 2, 3), sampling_params=SamplingParams()
 )
 # What the engine reads, or hands back as it is (trace_headers, external_req_id).
 SERVED = {
@@ -116,13 +117,13 @@ def test_what_is_served_depends_on_the_value(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "constraint", [field.name for field in dataclasses.fields(types.StructuredOutputsParams)]
+    "constraint", [field.name for field in dataclasses.fields(StructuredOutputsParams)]
 )
 def test_every_grammar_is_refused(constraint: str) -> None:
     value = {"choice": ("a",), "json_object": True}.get(constraint, "a")
-    grammar = types.StructuredOutputsParams(**{constraint: value})  # type: ignore[arg-type]
+    grammar = StructuredOutputsParams(**{constraint: value})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="structured_outputs is set: not served yet"):
-        validate_sampling_params(types.SamplingParams(structured_outputs=grammar), vocab_size=9)
+        validate_sampling_params(SamplingParams(structured_outputs=grammar), vocab_size=9)
 
 
 @pytest.mark.parametrize(

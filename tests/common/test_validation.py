@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 from pdserve_common import wire
 from pdserve_common.capabilities import Capabilities
 from pdserve_common.engine_types import (
-    EarlyStopping,
     EngineCoreRequest,
     EngineInfo,
     KVPrefixSource,
     KVTransferParams,
     LogprobsLists,
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
     WorkerRole,
 )
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.rpc import MAX_MESSAGE_BYTES
+from pdserve_common.sampling_params import (
+    EarlyStopping,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from pdserve_common.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
     MAX_REPETITION_PENALTY,

@@ -20,6 +20,7 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common import engine_types as types
 from pdserve_common import kv_types, wire
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_sampling_params
 from pdserve_common.wire import codec
 
@@ -86,19 +87,18 @@ def a_request() -> st.SearchStrategy[types.EngineCoreRequest]:
     return st.one_of(
         built(types.EngineCoreRequest, **{one: values(cls), other: st.none()})
         for one, cls, other in (
-            ("sampling_params", types.SamplingParams, "pooling_params"),
+            ("sampling_params", SamplingParams, "pooling_params"),
             ("pooling_params", types.PoolingParams, "sampling_params"),
         )
     )
 
 
-def a_grammar() -> st.SearchStrategy[types.StructuredOutputsParams]:
+def a_grammar() -> st.SearchStrategy[StructuredOutputsParams]:
     choice = st.lists(SCALARS[str], min_size=1, max_size=3).map(tuple)
     texts = dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), SCALARS[str])
     others = {"choice": choice, "json_object": st.just(True)}
     return st.one_of(
-        st.builds(types.StructuredOutputsParams, **{name: one})
-        for name, one in (texts | others).items()
+        st.builds(StructuredOutputsParams, **{name: one}) for name, one in (texts | others).items()
     )
 
 
@@ -127,7 +127,7 @@ def an_endpoint() -> st.SearchStrategy[kv_types.KVEndpoint]:
 
 DEPENDENT: Mapping[Any, Callable[[], st.SearchStrategy[Any]]] = {
     types.EngineCoreRequest: a_request,
-    types.StructuredOutputsParams: a_grammar,
+    StructuredOutputsParams: a_grammar,
     types.LogprobsLists: any_logprobs,
     kv_types.BlocksReady: announced_blocks,
     kv_types.KVEndpoint: an_endpoint,
@@ -225,15 +225,13 @@ def test_a_type_without_a_rule_is_named() -> None:
 
 
 def test_none_is_refused_where_it_says_nothing() -> None:
-    assert not wire.to_proto(types.SamplingParams(n=None)).HasField("n")
+    assert not wire.to_proto(SamplingParams(n=None)).HasField("n")
     with pytest.raises(TypeError, match=r"SamplingParams\.stop is None"):
-        wire.to_proto(types.SamplingParams(stop=None))
+        wire.to_proto(SamplingParams(stop=None))
 
 
 def test_default_sampling_params_are_those_of_an_empty_message() -> None:
-    assert (
-        wire.from_proto(types.SamplingParams, core_pb2.SamplingParams()) == types.SamplingParams()
-    )
+    assert wire.from_proto(SamplingParams, core_pb2.SamplingParams()) == SamplingParams()
 
 
 def test_a_request_survives_with_its_times_as_durations() -> None:
@@ -241,7 +239,7 @@ def test_a_request_survives_with_its_times_as_durations() -> None:
     sent = types.EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
-        sampling_params=types.SamplingParams(),
+        sampling_params=SamplingParams(),
         arrival_time=now - 3000.0,
         deadline=now + 5000.0,
     )
@@ -265,14 +263,14 @@ def test_a_request_without_params_is_refused() -> None:
 def test_an_empty_grammar_is_refused() -> None:
     empty = core_pb2.SamplingParams(structured_outputs=core_pb2.StructuredOutputsParams())
     with pytest.raises(InvalidRequestError, match="structured_outputs is empty, set one of"):
-        wire.from_proto(types.SamplingParams, empty)
+        wire.from_proto(SamplingParams, empty)
 
 
 def test_no_json_object_is_no_constraint() -> None:
     no_object = core_pb2.StructuredOutputsParams(json_object=False)
-    read = wire.from_proto(types.StructuredOutputsParams, no_object)
-    assert read == types.StructuredOutputsParams()
-    params = types.SamplingParams(structured_outputs=read)
+    read = wire.from_proto(StructuredOutputsParams, no_object)
+    assert read == StructuredOutputsParams()
+    params = SamplingParams(structured_outputs=read)
     with pytest.raises(InvalidRequestError, match="structured_outputs has 0 constraints"):
         validate_sampling_params(params, vocab_size=9)
 
@@ -293,7 +291,7 @@ def test_a_stop_token_and_a_stop_string_stay_apart() -> None:
             "finish_reason",
         ),
         (
-            partial(wire.from_proto, types.SamplingParams),
+            partial(wire.from_proto, SamplingParams),
             core_pb2.SamplingParams(early_stopping=99),  # type: ignore[arg-type]
             "sampling_params.early_stopping",
         ),

@@ -23,7 +23,6 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     KVTransferParams,
-    SamplingParams,
 )
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
@@ -37,6 +36,7 @@ from pdserve_common.kv_types import (
     new_epoch,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import NUM_PROBE_SEATS, SchedulerConfig

@@ -14,9 +14,9 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     LoRARequest,
     MultiModalFeatureSpec,
-    SamplingParams,
     TensorRef,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request

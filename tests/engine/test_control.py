@@ -24,7 +24,6 @@ from pdserve_common.engine_types import (
     ErrorCode,
     FinishReason,
     PauseMode,
-    SamplingParams,
 )
 from pdserve_common.errors import (
     DeadlineExceededError,
@@ -33,6 +32,7 @@ from pdserve_common.errors import (
     InvalidRequestError,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import (
     VERBS,
     Call,

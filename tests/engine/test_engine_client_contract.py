@@ -25,8 +25,6 @@ from pdserve_common.engine_types import (
     ErrorCode,
     FinishReason,
     PauseMode,
-    SamplingParams,
-    StructuredOutputsParams,
 )
 from pdserve_common.errors import (
     DrainingError,
@@ -34,6 +32,7 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     InvalidRequestError,
 )
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_common.verbs import Pause, Profile, ResetPrefixCache, Resume, Sleep, WakeUp
 from pdserve_engine.clients import metrics

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler

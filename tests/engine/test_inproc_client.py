@@ -18,7 +18,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.cores import usable_cores
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_kernels import name_of, select

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest, LoRARequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, LoRARequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager
 from pdserve_engine.request.request import Request

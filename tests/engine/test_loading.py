@@ -11,8 +11,9 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import NUM_PROBE_SEATS, EngineConfig
 from pdserve_engine.executor.uniproc import UniprocExecutor

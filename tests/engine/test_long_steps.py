@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.kv_types import (
     Granted,
     GrantRequest,
@@ -20,6 +20,7 @@ from pdserve_common.kv_types import (
     ReleaseAck,
     new_epoch,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients import loading
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig

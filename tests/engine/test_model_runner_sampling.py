@@ -9,8 +9,9 @@ import pytest
 import torch
 from sampling_reference import adjusted
 
-from pdserve_common.engine_types import LogprobsLists, SamplingParams
+from pdserve_common.engine_types import LogprobsLists
 from pdserve_common.errors import RequestFailedError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.runner.model_runner import ModelRunner
 from support.model_driver import GREEDY, Driver, make_prompt
 

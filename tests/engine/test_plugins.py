@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.runner.plugins import (
     GENERAL_PLUGINS,
     LOGITS_PROCESSORS,

@@ -7,9 +7,8 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
-    RepetitionDetectionParams,
-    SamplingParams,
 )
+from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.request.request import Request, RequestStatus
 from support.scripted_engine import (

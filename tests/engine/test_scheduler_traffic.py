@@ -8,7 +8,8 @@ from concurrent.futures import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import FinishReason, SamplingParams, StructuredOutputsParams
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core.scheduler import PauseState

@@ -2,11 +2,8 @@
 
 import pytest
 
-from pdserve_common.engine_types import (
-    FinishReason,
-    RepetitionDetectionParams,
-    SamplingParams,
-)
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request_queue import PriorityRequestQueue
 from support.scripted_engine import (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput

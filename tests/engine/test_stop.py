@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    RepetitionDetectionParams,
-    SamplingParams,
-)
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_engine.request.stop import check_stop
 

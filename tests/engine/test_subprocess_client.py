@@ -31,10 +31,9 @@ from pdserve_common.engine_types import (
     KVTransferParams,
     LogprobsLists,
     PauseMode,
-    SamplingParams,
-    StructuredOutputsParams,
 )
 from pdserve_common.kv_types import BlocksReady, KVSessionId, SessionEnded, SessionEndReason
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.verbs import Call, Pause, Profile, Resume, Sleep
 from pdserve_engine.clients import channel as channel_module
 from pdserve_engine.clients import child as child_module

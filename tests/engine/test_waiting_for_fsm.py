@@ -6,13 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from pdserve_common.engine_types import (
-    ErrorCode,
-    FinishReason,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from pdserve_common.engine_types import ErrorCode, FinishReason
 from pdserve_common.errors import OverloadedError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import RequestStatus

@@ -26,7 +26,7 @@ from checks import (
 from pdserve_faults.stages import STAGES
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from support.cluster import CLIENT, PLUGIN, Cluster, ClusterError
 from support.controls import ControlError
 from support.network import (

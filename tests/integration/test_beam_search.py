@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import EarlyStopping, SamplingParams
+from pdserve_common.sampling_params import EarlyStopping, SamplingParams
 
 EOS = 1
 NUM_TOKENS = 20

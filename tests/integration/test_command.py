@@ -94,12 +94,12 @@ class Up:
         self.url = http.removesuffix("/v1")
 
     def services(self) -> dict[str, psutil.Process]:
-        """Return its children by name; before they become services they have none."""
+        """Return its children by name; before exec they are still called `pdserve up`."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 arguments = child.cmdline()
-                if is_service(child):
+                if is_service(arguments):
                     ids = [flag for flag in arguments if flag.startswith("--engine-id=")]
                     found[ids[0].split("=")[1] if ids else "router"] = child
         return found
@@ -363,8 +363,8 @@ def test_a_killed_up_leaves_no_process_behind(up: Callable[..., Up]) -> None:
     assert not alive
 
 
-def is_service(process: psutil.Process) -> bool:
-    return any(argument.startswith("pdserve_") for argument in process.cmdline()[:3])
+def is_service(arguments: Sequence[str]) -> bool:
+    return not {"pdserve_prefill", "pdserve_decode", "pdserve_router"}.isdisjoint(arguments[:3])
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:

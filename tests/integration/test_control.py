@@ -22,8 +22,8 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve.v1 import kv_transfer_service_pb2_grpc as kv_grpc
 from pdserve_client.client import Client
 from pdserve_common import attach_protocol
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.kv_types import PROTOCOL_VERSION
+from pdserve_common.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 
 PROMPTS = [list(range(3, 3 + length)) for length in (2, 16, 17, 150)]
 LONG = SamplingParams(temperature=0.0, max_tokens=1800, ignore_eos=True)

@@ -12,9 +12,9 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
-    SamplingParams,
     WorkerRole,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState

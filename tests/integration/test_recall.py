@@ -10,8 +10,9 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from tiny_model_data import make_recall_prompt

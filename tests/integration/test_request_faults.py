@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ import tokenizers
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from support import hostile_grammars
 from support.grammars import MODEL
 from support.schemas import accepted_schemas

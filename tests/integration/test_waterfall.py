@@ -18,9 +18,9 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     KVTransferStats,
-    SamplingParams,
     WorkerRole,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.worker_client import WorkerClient
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector

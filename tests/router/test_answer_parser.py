@@ -4,7 +4,8 @@ import pytest
 from fake_model import make_model_dir
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.text.detokenizer import Detokenizer

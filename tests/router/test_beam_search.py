@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve_common.engine_types import EarlyStopping, LogprobsLists, SamplingParams
+from pdserve_common.engine_types import LogprobsLists
+from pdserve_common.sampling_params import EarlyStopping, SamplingParams
 from pdserve_router.requests.beam_search import Beam, BeamSearch
 
 VOCAB_SIZE = 24

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
-from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
 from pdserve_router.chat_formats.base import Parser, ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import AUTO, FORMATS, NONE, choose_format

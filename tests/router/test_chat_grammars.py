@@ -14,7 +14,8 @@ from test_chat_formats import WRITTEN, as_arguments
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, StructuredOutputsParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
 from pdserve_engine.grammar.child import MAX_SMALL_BYTES
 from pdserve_engine.grammar.compiler import GrammarCompiler

@@ -8,8 +8,8 @@ from xgrammar import Grammar
 from xgrammar.testing import _is_grammar_accept_string as is_accepted
 
 from pdserve_common.capabilities import Capabilities
-from pdserve_common.engine_types import RequestOutputKind, SamplingParams
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.requests import input_processor

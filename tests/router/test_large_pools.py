@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, WorkerRole
+from pdserve_common.engine_types import EngineCoreRequest, WorkerRole
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import pairs
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.modelled_pool import ModelledPool, modelled

@@ -8,14 +8,9 @@ import re
 import httpx
 import pytest
 
-from pdserve_common.engine_types import (
-    EngineError,
-    ErrorCode,
-    FinishReason,
-    LogprobsLists,
-    RepetitionDetectionParams,
-)
+from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason, LogprobsLists
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import RepetitionDetectionParams
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody
 from support.fake_worker import EOS, hang

@@ -10,11 +10,10 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
-    RequestOutputKind,
-    SamplingParams,
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.requests.outputs import Ending, Usage
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline

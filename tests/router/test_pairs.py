@@ -17,11 +17,11 @@ from pdserve_common.engine_types import (
     ErrorCode,
     FinishReason,
     KVLost,
-    SamplingParams,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY, validate_engine_core_request
 from pdserve_router.workers import pair_probe, pairs, worker_pool
 from pdserve_router.workers.circuit_breaker import FAILURES_TO_OPEN, CircuitBreaker

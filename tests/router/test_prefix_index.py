@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.block_hash import ROOT_HASH, hash_block, truncated_hashes
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    MultiModalFeatureSpec,
-    SamplingParams,
-)
+from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
 from support.prefix_lengths import num_cached
 

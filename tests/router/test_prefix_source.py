@@ -10,9 +10,9 @@ from pdserve_common.engine_types import (
     EngineInfo,
     KVPrefixSource,
     KVTransferParams,
-    SamplingParams,
     WorkerRole,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.legs import make_legs
 from pdserve_router.workers.prefix_source import find_prefix_source, may_lend
 

@@ -29,11 +29,11 @@ from pdserve_common.engine_types import (
     FinishReason,
     KVLost,
     KVTransferParams,
-    SamplingParams,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.outputs import RequestOutput
 from pdserve_router.requests.redrive import RedriveQueue

@@ -16,12 +16,12 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     ErrorCode,
-    SamplingParams,
     SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_ATTEMPT
 from pdserve_router.requests.redrive import TOKENS_PER_REDRIVE, Recovery, RedriveQueue
 from pdserve_router.workers.origin import Origin

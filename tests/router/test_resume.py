@@ -15,10 +15,9 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
-    RequestOutputKind,
-    SamplingParams,
 )
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.requests.outputs import Ending, Usage

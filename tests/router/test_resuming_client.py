@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
-from pdserve_common.engine_types import RequestOutputKind, SamplingParams
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from support.cut_proxy import cut_proxies
 from support.fake_worker import Running
 from support.router_stack import ANSWER_TEXT, Stack

@@ -16,7 +16,7 @@ from xgrammar.testing import _is_grammar_accept_string as is_accepted
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.capabilities import Capabilities
-from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import accepted as accepted_module
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.structured.accepted import AcceptedConstraints

@@ -14,10 +14,10 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
-    SamplingParams,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import attach_client
 from pdserve_router.workers.attach_client import LinkLostError, LinkTimings
 from pdserve_router.workers.listeners import TokenCallback, no_token

@@ -15,12 +15,12 @@ from pdserve_common.engine_types import (
     EngineError,
     ErrorCode,
     FinishReason,
-    SamplingParams,
     SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import candidates, circuit_breaker
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules

@@ -23,11 +23,11 @@ from pdserve_common.engine_types import (
     KVTransferStats,
     LogprobsLists,
     PrefillStats,
-    SamplingParams,
     SchedulerStats,
     WorkerRole,
 )
 from pdserve_common.rpc import server_options
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
 
 EOS = 1

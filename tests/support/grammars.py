@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar

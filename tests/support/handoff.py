@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.kv_types import PROTOCOL_VERSION, KVLinkWelcome, new_epoch
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.models.registry import load_model, read_model_config

@@ -12,8 +12,8 @@ import numpy as np
 import xgrammar
 from transformers import AutoTokenizer
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import to_structural_tag
 
 MODEL = Path(__file__).parents[2] / "models" / "pdserve-tiny"

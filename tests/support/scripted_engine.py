@@ -15,9 +15,9 @@ from pdserve_common.engine_types import (
     KVLost,
     KVTransferParams,
     KVTransferStats,
-    SamplingParams,
 )
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler

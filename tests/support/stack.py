@@ -17,7 +17,7 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import FREE_PORTS, Stack
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer

@@ -10,13 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
-from pdserve_common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    SamplingParams,
-    WorkerRole,
-)
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, WorkerRole
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.config import EngineConfig
 from pdserve_router.text.served_model import ServedModel

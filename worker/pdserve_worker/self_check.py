@@ -13,9 +13,9 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
-    SamplingParams,
 )
 from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import ResetPrefixCache
 
 logger = logging.getLogger(__name__)

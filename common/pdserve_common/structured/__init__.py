@@ -8,8 +8,8 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 
-from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import tags
 from pdserve_common.structured.json_text import check_size, field_name, parse_json
 

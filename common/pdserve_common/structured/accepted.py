@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections import OrderedDict
 
-from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
 
 MAX_ENTRIES = 4096

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import IntEnum
 from functools import partial
+from itertools import chain
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,7 +22,7 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common import engine_types, kv_types
+from pdserve_common import engine_types, kv_types, sampling_params
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_common.wire.convert import enum_from_proto, ns_to_seconds, seconds_to_ns
@@ -49,14 +50,14 @@ _MESSAGES = {
 }
 # Where an enum stands, for the error that names it.
 _PATHS: Mapping[type, str] = {
-    engine_types.SamplingParams: "sampling_params.",
+    sampling_params.SamplingParams: "sampling_params.",
     engine_types.EngineError: "error.",
     engine_types.EngineInfo: "info.",
     kv_types.KVGroup: "layout.groups.",
 }
 # A oneof that must be set: its name, the field that the error names, and its text.
 _REQUIRED: Mapping[type, tuple[str, str, str]] = {
-    engine_types.StructuredOutputsParams: (
+    sampling_params.StructuredOutputsParams: (
         "constraint",
         "structured_outputs",
         "structured_outputs is empty, set one of json_schema, regex, choice, grammar, json_object, "
@@ -81,18 +82,18 @@ def _end_reason_from_proto(value: int) -> kv_types.SessionEndReason:
 # The field's name in the message, and its conversions.
 _DIFFERENT: Mapping[tuple[type, str], tuple[str, Convert, Convert]] = {
     (engine_types.EngineError, "is_retryable"): ("retryable", None, None),
-    (engine_types.StructuredOutputsParams, "choice"): (
+    (sampling_params.StructuredOutputsParams, "choice"): (
         "choice",
         lambda choice: core_pb2.StructuredOutputsParams.Choice(choices=choice) if choice else None,
         lambda message: tuple(message.choices),
     ),
     # False is nothing, and would take the place of another constraint.
-    (engine_types.StructuredOutputsParams, "json_object"): (
+    (sampling_params.StructuredOutputsParams, "json_object"): (
         "json_object",
         lambda is_wanted: is_wanted or None,
         None,
     ),
-    (engine_types.SamplingParams, "bad_words_token_ids"): (
+    (sampling_params.SamplingParams, "bad_words_token_ids"): (
         "bad_words_token_ids",
         lambda words: [core_pb2.TokenSequence(token_ids=token_ids) for token_ids in words],
         lambda messages: tuple(tuple(message.token_ids) for message in messages),
@@ -272,7 +273,9 @@ def _is_left_out(default: Any, *, has_presence: bool) -> bool:
 
 _CODECS: dict[type, Codec] = {}
 # In the order of their definition: what a dataclass holds comes before it.
-for _cls in (*vars(engine_types).values(), *vars(kv_types).values()):
+for _cls in chain.from_iterable(
+    vars(module).values() for module in (sampling_params, engine_types, kv_types)
+):
     if isinstance(_cls, type) and is_dataclass(_cls) and _cls not in _NOT_HERE:
         _CODECS[_cls] = Codec(_cls, _MESSAGES[_cls.__name__.lower()])
 for _verb in VERBS:

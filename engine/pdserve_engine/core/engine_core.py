@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams, SchedulerStats
+from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
 from pdserve_common.errors import DrainingError
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.dump import dump_step
 from pdserve_engine.core.executor import ExecutedStep, Executor
 from pdserve_engine.core.scheduler import Scheduler

@@ -8,7 +8,12 @@ the release is not acknowledged, the step is rolled back.
 
 from dataclasses import replace
 
-from pdserve_common.engine_types import EngineCoreEventType, ErrorCode, KVLost, KVTransferStats
+from pdserve_common.engine_types import (
+    EngineCoreEventType,
+    ErrorCode,
+    KVLost,
+    KVTransferStats,
+)
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.results import Results

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError, PdserveError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import Place, Request, RequestStatus
 

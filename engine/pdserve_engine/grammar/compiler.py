@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pdserve_common.call_thread import CallThread
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -20,6 +19,7 @@ from pdserve_common.errors import (
     PdserveError,
     RequestFailedError,
 )
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.accepted import StructuralTags
 from pdserve_engine.grammar.cache import GrammarCache

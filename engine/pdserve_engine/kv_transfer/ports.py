@@ -9,7 +9,12 @@ of endpoint.py.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineError, KVLost, KVTransferStats
+from pdserve_common.engine_types import (
+    EngineCoreRequest,
+    EngineError,
+    KVLost,
+    KVTransferStats,
+)
 
 if TYPE_CHECKING:
     from pdserve_engine.kv_transfer.session import SessionKey

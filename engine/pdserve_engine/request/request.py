@@ -17,8 +17,8 @@ from pdserve_common.engine_types import (
     FinishReason,
     KVTransferParams,
     KVTransferStats,
-    SamplingParams,
 )
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.sched_output import ModelRunnerOutput

@@ -4,7 +4,8 @@ rest.
 
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
+from pdserve_common.engine_types import EngineError, LogprobsLists
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 
 

@@ -6,7 +6,8 @@ import logging
 
 import torch
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import RequestFailedError
+from pdserve_common.sampling_params import SamplingParams
 
 
 class LogitsProcessor(Protocol):

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve_common.engine_types import EngineError, LogprobsLists, SamplingParams
+from pdserve_common.engine_types import EngineError, LogprobsLists
 from pdserve_common.errors import InvalidRequestError, PdserveError, RequestFailedError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import StructuredOutputManager, TokenMasks
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows

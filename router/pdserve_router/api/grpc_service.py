@@ -13,9 +13,10 @@ from google.protobuf.message import DecodeError
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common import wire
-from pdserve_common.engine_types import FinishReason, SamplingParams
+from pdserve_common.engine_types import FinishReason
 from pdserve_common.errors import ClientTooSlowError, InvalidRequestError, PdserveError
 from pdserve_common.rpc import status_of
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_BAD_WORDS, MAX_N, MAX_REQUEST_ID_CHARS
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.grpc_chat import add_parts, chat_messages, chat_tools, check_chat

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import DRAWN_SEED_BITS, validate_request_id
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, StreamOptions

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from pdserve_common.engine_types import StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured.json_text import field_name
 from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA, Items
 

@@ -13,13 +13,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from pdserve_common.engine_types import (
+from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import (
     EarlyStopping,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
 )
-from pdserve_common.errors import InvalidRequestError
 from pdserve_common.validation import MAX_LOGPROBS, MAX_REQUEST_ID_CHARS
 from pdserve_router.api.openai_fields import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 from pdserve_router.api.openai_messages import ChatMessageBody, chat_messages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pdserve_common.engine_types import StructuredOutputsParams
+from pdserve_common.sampling_params import StructuredOutputsParams
 
 Tag = dict[str, Any]
 # What an answer may have between reasoning and what follows.

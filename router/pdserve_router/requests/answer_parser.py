@@ -2,7 +2,8 @@
 
 from collections.abc import Set
 
-from pdserve_common.engine_types import EngineCoreRequest, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.chat_formats.base import Parser, ParserOptions, TextParser
 from pdserve_router.chat_formats.registry import FORMATS
 from pdserve_router.text.tokenizer import Tokenizer

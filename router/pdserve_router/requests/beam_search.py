@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdserve_common.engine_types import EarlyStopping, LogprobsLists, SamplingParams
+from pdserve_common.engine_types import LogprobsLists
+from pdserve_common.sampling_params import EarlyStopping, SamplingParams
 
 _NO_LOGPROBS = LogprobsLists.unknown(0)
 

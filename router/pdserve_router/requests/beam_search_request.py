@@ -15,11 +15,11 @@ from pdserve_common.engine_types import (
     FinishReason,
     LogprobsLists,
     PrefillStats,
-    SamplingParams,
 )
 from pdserve_common.errors import EngineDeadError, InvalidRequestError, NoWorkerError
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_LOGPROBS
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids

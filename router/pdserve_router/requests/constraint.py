@@ -5,8 +5,8 @@ import json
 import re
 
 from pdserve_common.capabilities import Capabilities
-from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured.accepted import AcceptedConstraints, digest_of
 from pdserve_common.structured.json_text import field_name
 from pdserve_router.chat_formats.base import ChatFormat, ReasoningStart

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, RequestOutputKind, SamplingParams
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_common.validation import (
     DRAWN_SEED_BITS,

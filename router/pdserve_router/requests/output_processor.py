@@ -9,10 +9,10 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     FinishReason,
     LogprobsLists,
-    SamplingParams,
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.token_end import TokenEnd, token_end
 from pdserve_router.chat_formats.base import ParserOptions, TextParser
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids

@@ -11,8 +11,8 @@ from pdserve_common.engine_types import (
     EngineError,
     FinishReason,
     LogprobsLists,
-    RequestOutputKind,
 )
+from pdserve_common.sampling_params import RequestOutputKind
 from pdserve_router.requests.request_metrics import RequestMetrics
 from pdserve_router.text.parts import Content, OutputPart, content_of, join_parts
 

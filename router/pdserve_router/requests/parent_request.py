@@ -6,14 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    EngineError,
-    FinishReason,
-    RequestOutputKind,
-    SamplingParams,
-)
+from pdserve_common.engine_types import EngineCoreRequest, EngineError, FinishReason
 from pdserve_common.metrics import RouterMetrics
+from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.validation import MAX_SEED
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.live_request import LiveRequest, OnEnd, OnTokens

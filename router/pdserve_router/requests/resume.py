@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve_common.engine_types import SamplingParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import validate_token_ids
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.workers.origin import UNKNOWN, Origin

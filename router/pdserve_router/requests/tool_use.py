@@ -11,8 +11,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from pdserve_common.capabilities import Capabilities
-from pdserve_common.engine_types import SamplingParams, StructuredOutputsParams
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import validate_structured_outputs
 from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_router.chat_formats.base import ChatFormat, ParserOptions, ReasoningStart

@@ -12,10 +12,10 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineInfo,
     KVTransferStats,
-    SamplingParams,
     WorkerRole,
 )
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_PROBE_BLOCKS, MAX_PROBE_TOKENS, PROBE_PRIORITY
 from pdserve_router.workers.legs import has_failed, make_legs
 from pdserve_router.workers.worker_client import WorkerClient

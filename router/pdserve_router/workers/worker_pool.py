@@ -11,11 +11,7 @@ from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import NoReturn
 
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    KVTransferStats,
-    WorkerRole,
-)
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, WorkerRole
 from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.tls import Tls

@@ -21,10 +21,9 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
-    SamplingParams,
-    StructuredOutputsParams,
 )
 from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.loading import load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core import engine_core

@@ -12,7 +12,7 @@ import pytest
 import regex
 import tokenizers
 
-from pdserve_common.engine_types import SamplingParams
+from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.manager import SLOW_NUM_TOKENS
 from pdserve_engine.grammar.native import CompiledGrammar
 from support.grammars import EOS, MODEL, hold_masks
