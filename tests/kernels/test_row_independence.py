@@ -39,6 +39,13 @@ def _threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def _told(dtype):
+    if not reference.is_row_independent(dtype):
+        # A fact of the machine: workers on it say "consistent".
+        pytest.skip(f"on this CPU products in {dtype} depend on the number of rows")
+
+
 def assert_rows_stay(function, x, row_counts=ROW_COUNTS):
     """The first and the last rows of x, so many at a time, get what they get among all of x."""
     together = function(x)
@@ -47,6 +54,7 @@ def assert_rows_stay(function, x, row_counts=ROW_COUNTS):
         assert torch.equal(function(x[-count:]), together[-count:]), f"the last {count} rows"
 
 
+@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("in_features", "out_features"), [(64, 192), (100, 60), (896, 128), (4864, 32), (3072, 256)]
@@ -55,9 +63,6 @@ def test_linear(dtype, in_features, out_features):
     torch.manual_seed(0)
     weight, bias = torch.randn(out_features, in_features), torch.randn(out_features)
     packed = reference.pack_linear(weight.to(dtype), bias.to(dtype))
-    if not reference.is_row_independent(dtype):
-        # A fact of the machine: without packing, workers on it say "consistent".
-        pytest.skip("this CPU or torch build cannot pack weights")
     x = torch.randn(NUM_ROWS, in_features).to(dtype)
     assert_rows_stay(lambda rows: reference.linear(rows, packed), x)
 
@@ -145,6 +150,7 @@ def test_silu_of_every_bf16_number_is_the_same_alone_in_a_row_and_among_all_in_o
     assert torch.equal(alone.nan_to_num(7.0), together.nan_to_num(7.0))
 
 
+@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ATTENTION)
 def test_attention_of_a_request_alone_and_in_a_batch(make_batch, dtype, shape):
@@ -157,6 +163,7 @@ def test_attention_of_a_request_alone_and_in_a_batch(make_batch, dtype, shape):
         assert torch.equal(batch.only(request).attend(paged_attention), expected), request
 
 
+@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ATTENTION)
 def test_attention_of_a_prompt_whole_in_chunks_and_by_single_tokens(make_batch, dtype, shape):
@@ -171,6 +178,7 @@ def test_attention_of_a_prompt_whole_in_chunks_and_by_single_tokens(make_batch, 
         assert torch.equal(token.as_decodes().attend(paged_attention)[0], whole[position]), position
 
 
+@pytest.mark.usefixtures("_told")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ATTENTION)
 def test_attention_of_decodes_however_they_are_grouped(make_batch, monkeypatch, dtype, shape):
