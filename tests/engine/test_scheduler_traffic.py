@@ -57,8 +57,9 @@ EVENTS = {
     "compile": 2,
     "refuse": 0.3,
 }
-# Of requests that follow a grammar, and of steps in which a row's mask is late.
-CONSTRAINED, LATE = 0.3, 0.1
+# Of requests that follow a grammar, of the engine's looks for one during which one comes, and of
+# steps in which a row's mask is late.
+CONSTRAINED, COMPILED, LATE = 0.3, 0.05, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Traffic:
         engine.rank.on_step = self._maybe_fail
         masks = random.Random(rng.random())  # of the rank's thread
         engine.rank.is_late = lambda request_id, num_tokens: masks.random() < LATE
+        compiler.on_look = self._maybe_compile
 
     def event(self) -> None:
         pools = (self.consumer.loading, self.consumer.zombies, self.producer.held)
@@ -267,6 +269,7 @@ class Traffic:
         places = self.engine.scheduler.requests
         waiting = [name for name, added in self.added.items() if added.grammar in never]
         self.engine.core.abort_requests([name for name in waiting if name in places])
+        self.compiler.on_look = lambda: None
         for name in set(self.compiler.compiling) - set(never):
             self.compiler.finish(name)
 
@@ -323,6 +326,10 @@ class Traffic:
         others = [r for r in waiting if not (r.is_probe or r.has_begun or r.core_request.fork_of)]
         times = [r.queued_time for r in others if not r.do_remote_decode]
         assert times == sorted(times), "a request has lost its place"
+
+    def _maybe_compile(self) -> None:
+        if self.rng.random() < COMPILED:
+            self.compile(self.rng.choice(["compile", "compile", "refuse"]))
 
     def _maybe_fail(self, step: SchedulerOutput) -> None:
         # A step of one request would be its fault.

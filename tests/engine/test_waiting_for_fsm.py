@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from pdserve_common.errors import OverloadedError
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.core import engine_core
 from pdserve_engine.grammar.native import CompiledGrammar
+from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.request.request import RequestStatus
 from support.clock import Clock
 from support.grammars import ScriptedCompiler
@@ -272,6 +274,66 @@ def test_landed_blocks_come_back_if_it_never_runs(
     engine.run()
     expected_reason = FinishReason.ERROR if then == "refused" else FinishReason.ABORT
     assert engine.finish_reason("a") is expected_reason
+    engine.assert_idle()
+
+
+def come_with_kv(consumer: ScriptedConsumer, come: Callable[[], object]) -> None:
+    """The compiler is done just before the engine takes what D's connector tells next."""
+    take_events = consumer.take_events
+
+    def come_and_take_events() -> list[KVEvent]:
+        consumer.take_events = take_events  # type: ignore[method-assign]
+        come()
+        return take_events()
+
+    consumer.take_events = come_and_take_events  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_grammar_that_comes_as_the_blocks_land_starts_its_request_once_or_never(
+    make_engine: Callable[..., Engine],
+    compiler: ScriptedCompiler,
+    consumer: ScriptedConsumer,
+    is_refused: bool,
+    is_async: bool,
+) -> None:
+    engine = make_engine(async_scheduling=is_async)
+    add(engine, "a", kv_transfer_params=ON_D)
+    consumer.claim("a")
+    engine.step()
+    engine.add("b", PROMPT)
+    consumer.finish_load("a")
+    come_with_kv(consumer, partial(compiler.refuse if is_refused else compiler.finish, "a"))
+    engine.step()
+    check_places(engine.scheduler)
+    engine.run()
+    assert engine.tokens("b") == expected(PROMPT, 4)
+    if is_refused:
+        assert engine.finish_reason("a") is FinishReason.ERROR
+    else:
+        assert engine.tokens("a") == expected(PROMPT, 4)
+    new = [each.request_id for step in engine.rank.steps for each in step.scheduled_new_reqs]
+    assert sorted(new) == (["b"] if is_refused else ["a", "b"])
+    engine.core.close()
+    engine.assert_idle()
+
+
+def test_none_is_missed_of_grammars_that_come_while_the_engine_looks(
+    make_engine: Callable[..., Engine], compiler: ScriptedCompiler
+) -> None:
+    engine = make_engine()
+    for name in "abc":
+        add(engine, name)
+    compiler.finish("b")
+    looks = iter(range(1000))
+    when = {2: "a", 4: "c"}
+    compiler.on_look = lambda: compiler.finish(when.pop(n)) if (n := next(looks)) in when else None
+    engine.run()
+    engine.run()
+    assert not when
+    for name in "abc":
+        assert engine.tokens(name) == expected(PROMPT, 4)
     engine.assert_idle()
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,33 @@ class ScriptedCompiler:
 
     def __init__(self) -> None:
         self.futures: dict[str, Future[CompiledGrammar]] = {}
+        # Runs before the engine learns whether a grammar is there: it may come just then.
+        self.on_look: Callable[[], object] = lambda: None
 
     def __call__(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
         assert params.regex is not None
-        return self.futures.setdefault(params.regex, Future())
+        return self._future(params.regex)
 
     @property
     def compiling(self) -> list[str]:
         """Those that are asked for and not there."""
-        return [name for name, future in self.futures.items() if not future.done()]
+        return [name for name, future in self.futures.items() if not Future.done(future)]
 
     def finish(self, name: str) -> None:
-        self.futures.setdefault(name, Future()).set_result(self.GRAMMAR)
+        self._future(name).set_result(self.GRAMMAR)
 
     def refuse(self, name: str) -> None:
-        error = InvalidRequestError("no such pattern")
-        self.futures.setdefault(name, Future()).set_exception(error)
+        self._future(name).set_exception(InvalidRequestError("no such pattern"))
+
+    def _future(self, name: str) -> "Future[CompiledGrammar]":
+        return self.futures.setdefault(name, _WatchedFuture(lambda: self.on_look()))
+
+
+class _WatchedFuture(Future[CompiledGrammar]):
+    def __init__(self, on_look: Callable[[], object]) -> None:
+        super().__init__()
+        self._on_look = on_look
+
+    def done(self) -> bool:
+        self._on_look()
+        return super().done()

@@ -271,13 +271,20 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def check_places(scheduler: Scheduler) -> None:
-    """Each request that has not ended is in one container, which its place and status say."""
+    """Each request that has not ended is in one container, which its place and status say; those
+    that wait for a turn, a source, a D or a grammar hold no blocks.
+    """
     places = [place for place in vars(scheduler.places).values() if isinstance(place, Place)]
     found = [request for place in places for request in place]
     assert len(found) == sum(map(len, places)) == len(scheduler.requests)
     assert set(found) == set(scheduler.requests.values())
     for place in places:
         assert all(r.place is place and r.status in place.statuses for r in place)
+    with_blocks = {r for r in found if scheduler.kv.num_blocks_of(r.request_id)}
+    assert all(bool(r.num_slots) == (r in with_blocks) for r in found)
+    here = scheduler.places
+    for place in (here.waiting, here.forks, here.remote_decodes, here.waiting_for_fsm):
+        assert with_blocks.isdisjoint(place)
     num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in found)
     assert scheduler.places.num_preempted == num_preempted
 

@@ -253,7 +253,7 @@ class Planner:
                 eos_token_id=request.core_request.eos_token_id,
                 block_ids=self._kv.get_block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
-                grammar=None if request.grammar is None else request.grammar.result(),
+                grammar=request.grammar,
             )
         )
 

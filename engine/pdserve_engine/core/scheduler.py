@@ -17,6 +17,7 @@ from pdserve_common.engine_types import EngineCoreEventType, EngineError, Schedu
 from pdserve_common.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    PdserveError,
     RequestFailedError,
 )
 from pdserve_engine.config import SchedulerConfig
@@ -29,7 +30,7 @@ from pdserve_engine.core.planner import Planner
 from pdserve_engine.core.prefixes import PrefixLoans
 from pdserve_engine.core.results import Results
 from pdserve_engine.core.step_plan import StepPlan
-from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM, grammar_error
+from pdserve_engine.core.waiting_for_fsm import CompileGrammar, WaitingForFSM
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
     ConsumerPort,
@@ -217,8 +218,8 @@ class Scheduler:
 
     def update_from_kv_transfer(self) -> None:
         """Apply what the ports and the grammar compiler report, then see who may have blocks."""
-        for request in self.places.waiting_for_fsm.take_compiled():
-            self._apply_grammar(request)
+        for request, error in self.places.waiting_for_fsm.take_compiled():
+            self._apply_grammar(request, error)
         self._kv_events.apply()
         places = self.places
         for request in places.prefix_pulls.take_ready():
@@ -335,9 +336,8 @@ class Scheduler:
         else:
             self.places.waiting_for_fsm.add(request)
 
-    def _apply_grammar(self, request: Request) -> None:
+    def _apply_grammar(self, request: Request, error: PdserveError | None) -> None:
         """The grammar of a request that was waited for is ready: it may start, or ends."""
-        error = grammar_error(request)
         if error is not None:
             self._results.finish(request, RequestStatus.FINISHED_ERROR, error.to_engine_error())
         elif request in self.places.remote_prefills:

@@ -24,8 +24,8 @@ class WaitingForFSM(Place):
         self._compile = compile_grammar
         self._wakeup = wakeup
         self._requests: dict[Request, None] = {}
-        # Here or elsewhere.
-        self._compiling: list[Request] = []
+        # Of requests that are here or elsewhere.
+        self._compiling: dict[Request, Future[CompiledGrammar]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -45,13 +45,14 @@ class WaitingForFSM(Place):
                 "structured_outputs is set, this worker serves none", field="structured_outputs"
             )
         try:
-            request.grammar = self._compile(params)
+            future = self._compile(params)
         except PdserveError as error:
             return error
-        if request.grammar.done():
-            return grammar_error(request)
-        self._compiling.append(request)
-        request.grammar.add_done_callback(lambda _: self._wakeup())
+        request.is_grammar_ready = False
+        if future.done():
+            return _apply(request, future)
+        self._compiling[request] = future
+        future.add_done_callback(lambda _: self._wakeup())
         return None
 
     def add(self, request: Request) -> None:
@@ -62,16 +63,22 @@ class WaitingForFSM(Place):
         del self._requests[request]
         request.left()
 
-    def take_compiled(self) -> list[Request]:
-        """Return the requests whose grammars are ready since the last call, wherever they are."""
-        ready = [request for request in self._compiling if request.is_grammar_ready]
-        if ready:
-            self._compiling = [r for r in self._compiling if not r.is_grammar_ready]
-        return [request for request in ready if not request.status.is_finished]
+    def take_compiled(self) -> list[tuple[Request, PdserveError | None]]:
+        """Give requests their grammars that have come since the last call; return those requests,
+        wherever they are, and why there is none. Until then a grammar does not count as ready: it
+        may come at any time, and a request that starts must not be found to have waited for it.
+        """
+        ready = [request for request, future in self._compiling.items() if future.done()]
+        taken = [(request, _apply(request, self._compiling.pop(request))) for request in ready]
+        return [(request, error) for request, error in taken if not request.status.is_finished]
 
 
-def grammar_error(request: Request) -> PdserveError | None:
-    """Return why there is no grammar, of a request whose grammar is ready."""
-    error = None if request.grammar is None else request.grammar.exception()
-    assert error is None or isinstance(error, PdserveError), error
-    return error
+def _apply(request: Request, future: "Future[CompiledGrammar]") -> PdserveError | None:
+    """Give a request its grammar, which is compiled; return why there is none."""
+    error = future.exception()
+    if error is not None:
+        assert isinstance(error, PdserveError), error
+        return error
+    request.grammar = future.result()
+    request.is_grammar_ready = True
+    return None

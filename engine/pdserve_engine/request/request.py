@@ -5,7 +5,6 @@ import enum
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -105,6 +104,7 @@ class Request:
         "grammar",
         "held_result",
         "held_up_before_s",
+        "is_grammar_ready",
         "is_kv_loaded",
         "is_late",
         "is_probe",
@@ -150,8 +150,9 @@ class Request:
         transfer = request.kv_transfer_params
         self.do_remote_decode = transfer is not None and transfer.do_remote_decode
         self.do_remote_prefill = transfer is not None and transfer.do_remote_prefill
-        # What its output follows, when it is compiled.
-        self.grammar: Future[CompiledGrammar] | None = None
+        # What its output follows; none if it follows none, or while that is not ready.
+        self.grammar: CompiledGrammar | None = None
+        self.is_grammar_ready = True
         # Its last step brought no token, as its grammar had not got so far.
         self.is_late = False
         self.seed = seed
@@ -262,11 +263,6 @@ class Request:
         that runs nevertheless is speculative (rule K4).
         """
         return self.do_remote_prefill and not self.is_kv_loaded
-
-    @property
-    def is_grammar_ready(self) -> bool:
-        """Has it none, or is that compiled, or known to be none?"""
-        return self.grammar is None or self.grammar.done()
 
     @property
     def is_handed_off(self) -> bool:
