@@ -72,7 +72,7 @@ def run_layer_by_layer(
 ) -> torch.Tensor:
     """Compute `run_decoder` of a kernel set with the set's own functions."""
     eps = decoder.rms_norm_eps
-    residual, norms = hidden_states, _norms_after(decoder)
+    residual, norms = hidden_states, norms_after(decoder)
     x = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
     for layer, next_norm in zip(decoder.layers, norms, strict=True):
         x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
@@ -82,7 +82,7 @@ def run_layer_by_layer(
     return x
 
 
-def _norms_after(decoder: Decoder) -> Iterator[torch.Tensor]:
+def norms_after(decoder: Decoder) -> Iterator[torch.Tensor]:
     """For each layer the norm between it and what comes next."""
     yield from (layer.input_norm for layer in decoder.layers[1:])
     yield decoder.final_norm

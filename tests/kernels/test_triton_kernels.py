@@ -5,7 +5,10 @@ variable when a kernel is defined.
 """
 
 import os
+from dataclasses import fields
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sampling_batches import make_logits, make_sampling_batch, pack_mask
@@ -18,6 +21,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 # Interpreted, windows take long; what a dtype changes the cases without one show.
 WINDOW_DTYPES = DTYPES[:1] if INTERPRETED else DTYPES
+VOCAB_SIZES = [1, 31, 1000, 3001] if INTERPRETED else [1, 31, 1000, 3001, 128_256, 151_936]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = [
@@ -26,6 +30,13 @@ pytestmark = [
         not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
     ),
 ]
+
+
+@pytest.fixture
+def prepare_heads():
+    from pdserve_kernels.triton.heads import prepare_heads
+
+    return prepare_heads
 
 
 @pytest.fixture
@@ -42,10 +53,11 @@ def assert_close(actual, expected, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 128), (2, 2, 80)]
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(4, 2, 64, 16), (7, 1, 128, 64), (2, 2, 80, 16)],
 )
 def test_attention_of_a_mixed_batch_agrees_with_dense_attention(
-    kernels, make_batch, dense_attention, dtype, num_heads, num_kv_heads, head_dim
+    kernels, make_batch, dense_attention, dtype, num_heads, num_kv_heads, head_dim, block_size
 ):
     batch = make_batch(
         [1, 1, 1, 1, 20, 40],
@@ -55,6 +67,7 @@ def test_attention_of_a_mixed_batch_agrees_with_dense_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        block_size=block_size,
     )
     expected = dense_attention(batch).to(dtype)
     assert_close(batch.on(DEVICE).attend(kernels.paged_attention), expected, dtype)
@@ -122,6 +135,53 @@ def test_rotary_embedding_agrees_with_the_reference(kernels, dtype, rot_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("has_norm", "rot_dim"), [(True, 64), (False, 64), (True, 48)])
+def test_prepared_heads_are_those_of_the_functions_one_by_one(
+    prepare_heads, dtype, has_norm, rot_dim
+):
+    num_heads, num_kv_heads, head_dim = 6, 2, 64
+    qkv = torch.randn(5, 10 * head_dim).to(dtype)
+    q_norm, k_norm = torch.randn(2, head_dim).to(dtype).unbind()
+    positions, slots = torch.randint(0, 99, (5,)), torch.tensor([3, 40, -1, 16, 0])
+    cache, cos_sin = (
+        torch.zeros(4, num_kv_heads, 3, 2, 16, head_dim, dtype=dtype),
+        torch.rand(99, rot_dim),
+    )
+    there = {
+        name: value.to(DEVICE, copy=True)
+        for name, value in locals().items()
+        if isinstance(value, torch.Tensor)
+    }
+    query, key, value = qkv.view(5, 10, head_dim).split(
+        (num_heads, num_kv_heads, num_kv_heads), dim=1
+    )
+    if has_norm:
+        query, key = reference.rms_norm(query, q_norm, 1e-6), reference.rms_norm(key, k_norm, 1e-6)
+    reference.rotary_embedding(positions, query, key, cos_sin)
+    reference.reshape_and_cache(key, value, cache, 1, slots)
+    prepared = prepare_heads(
+        there["qkv"],
+        SimpleNamespace(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=1e-6,
+            cos_sin_cache=there["cos_sin"],
+        ),
+        SimpleNamespace(
+            q_norm=there["q_norm"] if has_norm else None,
+            k_norm=there["k_norm"] if has_norm else None,
+            slot=1,
+        ),
+        there["positions"],
+        there["cache"],
+        there["slots"],
+    )
+    assert_close(prepared, query, dtype)
+    assert_close(there["cache"], cache, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul_agrees_with_the_reference(kernels, dtype):
     x = torch.randn(3, 2 * 1100).to(dtype)
     assert_close(kernels.silu_and_mul(x.to(DEVICE)), reference.silu_and_mul(x), dtype)
@@ -137,8 +197,6 @@ def test_masked_tokens_are_those_of_the_reference(kernels, dtype, vocab_size):
     mask = pack_mask(is_allowed, past_end=vocab_size % 2 == 0)
     batch = make_sampling_batch(4, temperature=[1.0, 0.0, 0.7, 1.0], top_k=[0, 0, 0, 3])
     on_device = logits.to(DEVICE), mask.to(DEVICE)
-    masked = kernels.sampling.mask_logits(*on_device)
-    assert torch.equal(masked.cpu(), logits.masked_fill(~is_allowed, -torch.inf))
     drawn = kernels.sample(on_device[0], batch, mask=on_device[1])
     assert torch.equal(drawn.cpu(), reference.sample(logits, batch, mask=mask))
     best = kernels.argmax(on_device[0], mask=on_device[1])
@@ -147,3 +205,128 @@ def test_masked_tokens_are_those_of_the_reference(kernels, dtype, vocab_size):
     packed = kernels.pack_linear(weight.to(DEVICE))
     best = kernels.linear_argmax(x.to(DEVICE), packed, mask=on_device[1])
     assert bool(is_allowed[1:].gather(1, best.token_ids.cpu()[1:, None]).all())
+
+
+def draw_requests(n, vocab_size):
+    """n rows, each with other filters; the first ones are greedy and unfiltered."""
+    generator = np.random.default_rng(vocab_size)
+    wanted = {
+        "temperature": generator.choice([0.6, 1.0, 1.7], n),
+        "top_k": generator.choice([0, 0, 1, 20, vocab_size - 1, vocab_size, vocab_size + 7], n),
+        "top_p": generator.choice([1.0, 1.0, 0.95, 0.5, 1e-9, 1.0 - 1e-12], n),
+        "min_p": generator.choice([0.0, 0.0, 0.02, 1.0], n),
+        "seeds": generator.integers(-(2**63), 2**63, n),
+        "positions": generator.integers(0, 2**20, n),
+    }
+    wanted["temperature"][0] = wanted["top_k"][1] = wanted["min_p"][1] = 0.0
+    wanted["top_p"][1] = 1.0
+    return wanted
+
+
+def check_tokens(kernels, logits, mask=None, **wanted):
+    batch = make_sampling_batch(len(logits), **wanted)
+    drawn = kernels.sample(logits.to(DEVICE), batch, mask=None if mask is None else mask.to(DEVICE))
+    assert drawn.tolist() == reference.sample(logits, batch, mask=mask).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_draws_are_those_of_the_reference(kernels, dtype, vocab_size):
+    n = 10 if INTERPRETED else 64
+    logits = make_logits(n, vocab_size).to(dtype)
+    check_tokens(kernels, logits, **draw_requests(n, vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_filters_keep_what_the_reference_keeps(kernels, vocab_size):
+    from pdserve_kernels.reference.filters import find_candidates
+    from pdserve_kernels.reference.sampling import build_filters
+    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.filters import find_thresholds
+
+    n = 10 if INTERPRETED else 64
+    batch = make_sampling_batch(n, **draw_requests(n, vocab_size)).select(np.arange(1, n))
+    # Coarse enough for ties.
+    scaled = (make_logits(n - 1, vocab_size) * 8).round() / 8
+    logits = scaled * torch.from_numpy(batch.divisors())[:, None]
+    scaled = logits / torch.from_numpy(batch.divisors())[:, None]
+    staged = DeviceSamplingBatch.stage(batch, torch.device(DEVICE))
+    thresholds = find_thresholds(logits.to(DEVICE), None, staged).cpu()
+    candidates = find_candidates(scaled, build_filters(batch, vocab_size, torch.device("cpu")))
+    kept = torch.zeros(n - 1, vocab_size, dtype=torch.bool)
+    kept.scatter_(1, candidates.vocab_ids, candidates.logits > -torch.inf)
+    # What lies further below cannot be drawn.
+    kept &= scaled >= scaled.amax(1, keepdim=True) - 28.0
+    is_within = scaled >= torch.maximum(thresholds[:, None], scaled.amax(1, keepdim=True) - 28.0)
+    assert torch.equal(is_within, kept)
+
+
+def test_draws_among_the_allowed_are_those_of_the_reference(kernels):
+    n, vocab_size = 8, 2500
+    is_allowed = torch.rand(n, vocab_size) < torch.tensor([0.002, 0.5]).repeat(n // 2)[:, None]
+    is_allowed[:, 77] = True
+    mask = pack_mask(is_allowed, past_end=True)
+    check_tokens(kernels, make_logits(n, vocab_size), mask, **draw_requests(n, vocab_size))
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"top_k": [1, 2, 700, 0]}, {"top_p": [0.7, 0.999, 0.1, 1.0]}], ids=str
+)
+def test_draws_among_ties_are_those_of_the_reference(kernels, wanted):
+    logits = torch.full((4, 1500), -torch.inf)
+    logits[:, 5::7] = make_logits(4, 214, scale=2.0).round()
+    logits[1, :1490], logits[1, 1490:] = -torch.inf, 1.5
+    logits[2] = torch.where(torch.rand(1500) < 0.5, 0.0, -0.0)
+    check_tokens(kernels, logits, **wanted)
+    for spread in (0.0, 1e-4, 200.0):
+        crowd = make_logits(4, 1500, scale=spread)
+        crowd[:, 17] = 5.0
+        check_tokens(kernels, crowd, **wanted)
+
+
+def test_rows_with_nothing_to_choose_get_valid_ids(kernels):
+    logits = make_logits(8, 1100)
+    logits[0, ::3], logits[1, 9], logits[2:4], logits[4:6] = np.nan, -np.nan, np.nan, -np.inf
+    logits[6:, 70:90] = np.inf
+    for wanted in ({"top_k": 3, "min_p": 0.1}, {"top_p": 0.9}, {"temperature": [0.0, 1.0] * 4}):
+        drawn = kernels.sample(logits.to(DEVICE), make_sampling_batch(8, **wanted))
+        assert all(0 <= token_id < 1100 for token_id in drawn.tolist())
+    best = kernels.argmax(logits.to(DEVICE))
+    assert all(0 <= token_id < 1100 for token_id in best.token_ids.tolist())
+    assert best.token_ids[6:].tolist() == [70, 70]
+    assert best.num_nans.tolist() == reference.count_nans(logits).tolist()
+    assert kernels.count_nans(logits.to(DEVICE)).tolist() == best.num_nans.tolist()
+
+
+def test_argmax_takes_the_lowest_of_equals_wherever_rows_lie(kernels):
+    logits = make_logits(6, 3001, scale=1.0).round()
+    logits[4] = torch.where(torch.rand(3001) < 0.5, 0.0, -0.0)
+    for view in (logits, logits[::2], logits.T.contiguous().T):
+        best = kernels.argmax(view.to(DEVICE))
+        assert best.token_ids.tolist() == view.argmax(-1).tolist()
+    assert kernels.argmax(logits[:0].to(DEVICE)).token_ids.tolist() == []
+    assert kernels.sample(logits[:0].to(DEVICE), make_sampling_batch(0)).tolist() == []
+
+
+def test_a_staged_batch_draws_for_what_was_copied_last(kernels):
+    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.sampling import sample_staged
+
+    logits, device = make_logits(4, 1000), torch.device(DEVICE)
+    wanted = {"top_k": [0, 3, 2**40, 0], "top_p": [0.9, 1.0, 1.0, 0.3], "seeds": -7}
+    batches = [make_sampling_batch(4, **columns) for columns in ({"temperature": 0}, {}, wanted)]
+    staged = DeviceSamplingBatch.stage(batches[0], device)
+    for batch in batches:
+        new = DeviceSamplingBatch.stage(batch, device)
+        for field in fields(new):
+            getattr(staged, field.name).copy_(getattr(new, field.name))
+        expected = reference.sample(logits, batch).tolist()
+        assert sample_staged(logits.to(device), staged).tolist() == expected
+
+
+def test_a_mask_that_does_not_fit_is_refused(kernels):
+    mask = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"the mask is torch\.int64"):
+        kernels.sample(torch.zeros(3, 50, device=DEVICE), make_sampling_batch(3), mask=mask)
+    with pytest.raises(ValueError, match=r"the mask is torch\.int64"):
+        kernels.argmax(torch.zeros(3, 50, device=DEVICE), mask=mask)

@@ -1,17 +1,44 @@
-"""What can be known of the Triton kernels without a GPU: their results and that they compile."""
+"""What can be known of the Triton kernels without a GPU: their results, that they compile, and what
+they take of a multiprocessor.
+"""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
 
-CONSTANTS = {"GROUP_SIZE": 2, "BLOCK_SIZE": 16, "BLOCK_N": 64}
+# Registers, shared memory and spills by kernel and architecture, of the version of Triton in it.
+# UPDATE_TRITON_RESOURCES=1 writes it anew.
+TABLE = Path(__file__).with_name("triton_resources.json")
+IS_UPDATE = os.environ.get("UPDATE_TRITON_RESOURCES") == "1"
+ARCHITECTURES = (80, 90)
+# Bytes that a program may have.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+INT64_POINTERS = {
+    *("slot_mapping_ptr", "positions_ptr", "seeds_ptr"),
+    *("highest_ptr", "counts_ptr", "weights_ptr", "num_values_ptr"),
+    *("best_ptr", "nans_ptr", "token_ids_ptr", "num_nans_ptr"),
+}
+INT32_POINTERS = {
+    *("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr", "top_k_ptr"),
+    *("tables_ptr", "table_size_ptr", "spread_ptr"),
+}
+FP32_POINTERS = {
+    *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
+    *("parts_ptr", "part_sums_ptr"),
+}
+# Multiples of 16 for all models that are served fast.
+EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
 
 
 def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
@@ -29,76 +56,203 @@ def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
     assert "skipped" not in result.stdout
 
 
-def signature_of(kernel, constants):
-    """Type every argument as serving passes it: bf16 tensors, int32 indices, int64 slots."""
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("slot_mapping_ptr", "positions_ptr"):
-            signature[name] = "*i64"
-        elif name in ("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr"):
-            signature[name] = "*i32"
-        elif name.startswith("tile_") or name == "cos_sin_ptr":
-            signature[name] = "*fp32"
-        elif name.endswith("_ptr"):
-            signature[name] = "*bf16"
-        elif name in ("eps", "scale_log2"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i64" if name.startswith(("stride_block", "stride_head")) else "i32"
-    return signature
+class Case(NamedTuple):
+    """A kernel as serving launches it."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    # What an older one has no instructions for.
+    min_architecture: int = 80
+
+    def compile(self, architecture: int) -> Any:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        names = self.kernel.arg_names
+        signature = {name: type_of(name, self.constants) for name in names}
+        is_even = {
+            index
+            for index, name in enumerate(names)
+            if (signature[name] != "constexpr" and name.startswith(EVEN_STRIDES))
+            or signature[name].startswith("*")
+        }
+        source = ASTSource(
+            self.kernel,
+            signature,
+            constexprs=self.constants,
+            attrs={(index,): [["tt.divisibility", 16]] for index in is_even},
+        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
+        return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def all_kernels():
-    from pdserve_kernels.triton import attention, cache, layers, masks
+def type_of(name: str, constants: dict[str, Any]) -> str:
+    """Type an argument as serving passes it: bf16 tensors, int32 indices, int64 slots."""
+    if name == "kv_rows" and constants["USE_TMA"]:
+        return f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['HEAD_DIM']}]>"
+    if name in constants or name == "kv_rows":
+        return "constexpr"
+    if name in INT64_POINTERS:
+        return "*i64"
+    if name in INT32_POINTERS:
+        return "*i32"
+    if name == "top_p_ptr":
+        return "*fp64"
+    if name in FP32_POINTERS:
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return "*bf16"
+    return "fp32" if name in ("eps", "scale_log2") else "i32"
 
-    modules = (attention, cache, layers, masks)
-    values = [value for module in modules for value in vars(module).items()]
-    return {name: value for name, value in values if name.endswith("_kernel")}
+
+def attention_cases(head_dim: int, *, window: int, softcap: float) -> list[Case]:
+    from pdserve_kernels.triton import attention
+
+    common = {"WINDOW": window, "SOFTCAP": softcap, "GROUP_SIZE": 4, "BLOCK_SIZE": 64}
+    common |= {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
+    decodes = attention.decode_tile(4, head_dim)
+    cases = []
+    for name, tile, is_split in (
+        ("decodes", decodes, False),
+        ("decodes, split", decodes, True),
+        ("chunks", chunk_tile(head_dim, has_tma=False), False),
+        ("chunks, TMA", chunk_tile(head_dim, has_tma=True), False),
+    ):
+        if name == "chunks, TMA" and not tile.use_tma:
+            continue
+        constants = common | {
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "USE_TMA": tile.use_tma,
+            "IS_DECODE": name.startswith("decodes"),
+            "IS_SPLIT": is_split,
+        }
+        if not tile.use_tma:
+            constants["kv_rows"] = None
+        cases.append(
+            Case(
+                f"attention {head_dim}, {name}",
+                attention._attention_kernel,
+                constants,
+                tile.num_warps,
+                tile.num_stages,
+                min_architecture=90 if tile.use_tma else 80,
+            )
+        )
+    merge = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "WINDOW": window, "NUM_SPLITS": 128}
+    merge["BLOCK_N"] = decodes.block_n
+    return [*cases, Case(f"attention {head_dim}, merge", attention._merge_kernel, merge, 2)]
 
 
-def attention_cases(kernels, constants, *, window, softcap):
-    merge = {"HEAD_DIM": constants["HEAD_DIM"], "BLOCK_D": constants["BLOCK_D"], "WINDOW": window}
-    constants = constants | {"WINDOW": window, "SOFTCAP": softcap}
+def chunk_tile(head_dim: int, *, has_tma: bool) -> Any:
+    from pdserve_kernels.triton import attention
+
+    return attention.chunk_tile(torch.bfloat16, 64, head_dim, 4, has_tma=has_tma)
+
+
+def layer_cases() -> list[Case]:
+    from pdserve_kernels.triton import cache, heads, inputs, layers
+
+    half = {"HALF": 64, "BLOCK_HALF": 64}
+    heads_constants = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_REST": 1}
+    heads_constants |= {"BLOCK_SIZE": 64, "BLOCK_HEADS": heads.BLOCK_HEADS} | half
+    kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 64}
+    norm = {"HIDDEN": 4096, "BLOCK": 4096}
     return [
-        (kernels["_decode_kernel"], constants | {"BLOCK_M": 16}),
-        (kernels["_prefill_kernel"], constants | {"BLOCK_M": 64}),
-        (kernels["_merge_kernel"], merge),
+        Case("cache", cache._reshape_and_cache_kernel, kv),
+        Case("rotary", layers._rotary_kernel, {"NUM_HEADS": 32} | half),
+        Case("heads", heads._heads_kernel, heads_constants | {"HAS_NORM": False}),
+        Case("heads, norms", heads._heads_kernel, heads_constants | {"HAS_NORM": True}),
+        Case("norm", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": False}),
+        Case("norm, add", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": True}),
+        Case("silu and mul", layers._silu_and_mul_kernel, {"BLOCK": layers.SILU_BLOCK}),
+        Case("block tables", inputs._spread_kernel, {"BLOCK": inputs.BLOCK}),
     ]
 
 
-def kernel_cases():
-    kernels = all_kernels()
-    # Smaller heads take less of everything.
-    head = {"HEAD_DIM": 128, "BLOCK_D": 128}
+def sampling_cases() -> list[Case]:
+    """What chooses tokens."""
+    from pdserve_kernels.triton import filters, sampling
+
+    exact = {"enable_fp_fusion": False}
     cases = [
-        *attention_cases(kernels, CONSTANTS | head, window=0, softcap=0.0),
-        (kernels["_reshape_and_cache_kernel"], head | {"BLOCK_SIZE": 16}),
-        (kernels["_rotary_kernel"], {"NUM_HEADS": 16, "HALF": 64, "BLOCK_HALF": 64}),
+        Case("search", filters._search_kernel, {"BLOCK": 2048}, 16, options=exact),
+        Case("choose", sampling._choose_kernel, {"BLOCK": 256, "HAS_NANS": True}, options=exact),
     ]
-    sliding = CONSTANTS | {"HEAD_DIM": 256, "BLOCK_D": 256}
-    cases += attention_cases(kernels, sliding, window=4096, softcap=50.0)
-    for add in (False, True):
-        constants = {"HIDDEN": 1024, "BLOCK": 1024, "ADD_RESIDUAL": add}
-        cases.append((kernels["_rms_norm_kernel"], constants))
-    cases.append((kernels["_silu_and_mul_kernel"], {"BLOCK": 1024}))
-    cases.append((kernels["_mask_kernel"], {"BLOCK": 1024}))
-    assert {kernel for kernel, _ in cases} == set(kernels.values())
+    for has_mask in (False, True):
+        masked = ", mask" if has_mask else ""
+        constants = {"BLOCK": 1024, "HAS_MASK": has_mask}
+        for kernel in (filters._highest_kernel, filters._gather_kernel, sampling._argmax_kernel):
+            name = kernel.__name__.strip("_").removesuffix("_kernel")
+            cases.append(Case(name + masked, kernel, constants, options=exact))
+        cases.append(Case("steps" + masked, filters._steps_kernel, constants, 8, options=exact))
+        draw = constants | {"IS_FILTERED": has_mask}
+        cases.append(Case("draw" + masked, sampling._draw_kernel, draw, options=exact))
     return cases
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(kernel_cases())],
-)
-def test_every_triton_kernel_compiles_for_sm_90(kernel, constants, tmp_path, monkeypatch):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def all_cases() -> list[Case]:
+    return [
+        *attention_cases(128, window=0, softcap=0.0),
+        *attention_cases(256, window=4096, softcap=50.0),
+        *layer_cases(),
+        *sampling_cases(),
+    ]
 
+
+def test_every_kernel_has_a_case() -> None:
+    import importlib
+    import pkgutil
+
+    import pdserve_kernels.triton
+
+    kernels = set()
+    for module in pkgutil.iter_modules(pdserve_kernels.triton.__path__):
+        members = vars(importlib.import_module(f"pdserve_kernels.triton.{module.name}"))
+        kernels |= {value for name, value in members.items() if name.endswith("_kernel")}
+    assert {case.kernel for case in all_cases()} == kernels
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in all_cases()])
+def test_kernels_take_what_the_table_says(case, architecture, tmp_path, monkeypatch) -> None:
+    if architecture < case.min_architecture:
+        pytest.skip("it has no tensor memory accelerator")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    source = ASTSource(kernel, signature_of(kernel, constants), constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert compiled.metadata.shared <= 227 * 1024
+    compiled = case.compile(architecture)
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    if case.options:  # rounds each step by itself
+        assert "fma.rn.f" not in compiled.asm["ptx"]
+    table = json.loads(TABLE.read_text())
+    taken = resources(compiled, tmp_path / "kernel.cubin")
+    place = table["kernels"].setdefault(f"sm_{architecture}", {})
+    if IS_UPDATE:
+        table["triton"] = triton.__version__
+        place[case.name] = taken
+        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    expected = place[case.name]
+    assert (taken["spilled bytes"] > 0) == (expected["spilled bytes"] > 0)
+    if table["triton"] == triton.__version__:
+        assert taken == expected
+
+
+def resources(compiled: Any, cubin: Path) -> dict[str, int]:
+    """Return what a thread and a program take."""
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run(
+        [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    registers, stack, local = (
+        int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")
+    )
+    return {
+        "registers": registers,
+        "spilled bytes": stack + local,
+        "shared bytes": compiled.metadata.shared,
+    }

@@ -1,25 +1,42 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Paged attention in Triton: a kernel for decodes, split over the context, and one for prefill.
+"""Paged attention in Triton: one body for decodes, split over the context, and for chunks.
 
-Both attend to KV tiles of 512 tokens aligned to absolute position 0 and merge these in ascending
-order, so that a result depends neither on the other requests nor on the number of SMs.
+A program has all query heads of one KV head for a few query tokens, so that K and V are read once
+for the group and `tl.dot` is full. Grids depend on the number of requests and tokens only, never on
+lengths, so that a CUDA graph replays them: which request a program is for, it finds on the device.
 """
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve_kernels.metadata import AttentionMetadata
 
-# Tokens per KV tile, as in the reference; decodes spread their tiles over programs.
-KV_TILE = tl.constexpr(512)
-BLOCK_N = 64
-# Rows (query token, head of the group) per program. tl.dot needs at least 16.
-DECODE_BLOCK_M = 16
-PREFILL_BLOCK_M = 64
+# What the driver says of no GPU: the interpreter's.
+DEFAULT_NUM_SMS = 8
+# A decode's context is split so that there are this many programs for each SM, or its tiles end.
+PROGRAMS_PER_SM = 1
+MAX_SPLITS = 128
+
+
+class Tile(NamedTuple):
+    """How a launch cuts its work: rows (query token, head of the group), keys, and the pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    # Whether K and V come by the tensor memory accelerator, a block of keys in one instruction.
+    use_tma: bool = False
+
+
+# tl.dot needs 16 rows.
+DECODE_TILE = Tile(block_m=16, block_n=64, num_warps=2, num_stages=5)
 
 
 def paged_attention(
@@ -34,8 +51,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal GQA attention over the paged cache; see the reference's contract.
 
-    The split of a decode's context over programs is Flash-Decoding (Dao et al. 2023), the prefill
-    loop FlashAttention-2 (Dao 2023, arXiv:2307.08691), both over a block table.
+    The split of a decode's context over programs is Flash-Decoding (Dao et al. 2023), the loop over
+    keys FlashAttention-2 (Dao 2023, arXiv:2307.08691), both over a block table.
     """
     if query.shape[1] % kv_cache.shape[1] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(
@@ -45,113 +62,167 @@ def paged_attention(
         raise ValueError("kv_cache must be contiguous, of query's dtype, and query in head_dim")
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    output[sum(metadata.query_lens_host) :].zero_()
-    constants = _constants(query, kv_cache) | {"WINDOW": window or 0, "SOFTCAP": softcap}
-    if metadata.num_decodes:
-        _launch_decode(query, kv_cache, layer, metadata, scale, constants, output)
-    if metadata.num_decodes < metadata.num_reqs:
-        _launch_prefill(query, kv_cache, layer, metadata, scale, constants, output)
-    return output
+    launch = _Launch(query, kv_cache, layer, metadata, scale, window or 0, softcap)
+    num_tokens = sum(metadata.query_lens_host)
+    if num_tokens < len(query):
+        launch.output[num_tokens:].zero_()
+    if 1 in metadata.query_lens_host:
+        launch.decodes()
+    if max(metadata.query_lens_host) > 1:
+        launch.chunks()
+    return launch.output
 
 
-def _constants(query: torch.Tensor, kv_cache: torch.Tensor) -> dict[str, Any]:
-    return {
-        "GROUP_SIZE": query.shape[1] // kv_cache.shape[1],
-        "BLOCK_SIZE": kv_cache.shape[4],
-        "HEAD_DIM": query.shape[2],
-        "BLOCK_D": max(16, triton.next_power_of_2(query.shape[2])),
-        "BLOCK_N": BLOCK_N,
-    }
+class _Launch:
+    """One layer's attention: what all its launches have in common."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: int,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None:
+        self.query, self.kv_cache, self.layer, self.metadata = query, kv_cache, layer, metadata
+        self.scale_log2 = scale * math.log2(math.e)
+        self.output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self.num_kv_heads = kv_cache.shape[1]
+        self.group_size = query.shape[1] // self.num_kv_heads
+        head_dim = query.shape[2]
+        self.constants: dict[str, Any] = {
+            "WINDOW": window,
+            "SOFTCAP": softcap,
+            "GROUP_SIZE": self.group_size,
+            "BLOCK_SIZE": kv_cache.shape[4],
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        }
+
+    def decodes(self) -> None:
+        """Attend for the requests with one query token."""
+        metadata, query = self.metadata, self.query
+        num_reqs, (_, num_heads, head_dim) = metadata.num_reqs, query.shape
+        num_splits = _num_splits(num_reqs * self.num_kv_heads, _num_sms(query.device))
+        if num_splits == 1:
+            parts = part_sums = self.output  # not written
+        else:
+            shape = (num_reqs, num_heads, num_splits)
+            parts = query.new_empty(*shape, head_dim, dtype=torch.float32)
+            part_sums = query.new_empty(2, *shape, dtype=torch.float32)
+        tile = decode_tile(self.group_size, head_dim)
+        self._run((num_reqs, self.num_kv_heads, num_splits), tile, parts, part_sums, num_splits)
+        if num_splits > 1:
+            _merge_kernel[(num_reqs, num_heads)](
+                parts,
+                part_sums,
+                metadata.seq_lens,
+                metadata.query_start_loc,
+                self.output,
+                self.output.stride(0),
+                NUM_SPLITS=num_splits,
+                HEAD_DIM=head_dim,
+                BLOCK_D=self.constants["BLOCK_D"],
+                BLOCK_N=tile.block_n,
+                WINDOW=self.constants["WINDOW"],
+                num_warps=2,
+            )
+
+    def chunks(self) -> None:
+        """Attend for the requests with several query tokens."""
+        block_size, head_dim = self.kv_cache.shape[4:]
+        has_tma = _has_tma(self.query.device)
+        tile = chunk_tile(self.query.dtype, block_size, head_dim, self.group_size, has_tma=has_tma)
+        tokens_per_block = tile.block_m // self.group_size
+        # A request's blocks of queries begin at query_start_loc // tokens_per_block + its index.
+        num_blocks = len(self.query) // tokens_per_block + self.metadata.num_reqs
+        self._run((num_blocks, self.num_kv_heads), tile, self.output, self.output, 0)
+
+    def _run(
+        self,
+        grid: tuple[int, ...],
+        tile: Tile,
+        parts: torch.Tensor,
+        part_sums: torch.Tensor,
+        num_splits: int,
+    ) -> None:
+        metadata, kv_cache = self.metadata, self.kv_cache
+        _attention_kernel[grid](
+            self.query,
+            kv_cache,
+            _rows_of(kv_cache, tile.block_n) if tile.use_tma else None,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            self.output,
+            parts,
+            part_sums,
+            metadata.num_reqs,
+            self.layer,
+            self.scale_log2,
+            self.query.stride(0),
+            self.query.stride(1),
+            self.output.stride(0),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            metadata.block_table.stride(0),
+            IS_DECODE=num_splits > 0,
+            IS_SPLIT=num_splits > 1,
+            USE_TMA=tile.use_tma,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **self.constants,
+        )
 
 
-def _launch_decode(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
-    metadata: AttentionMetadata,
-    scale: float,
-    constants: dict[str, Any],
-    output: torch.Tensor,
-) -> None:
-    num_decodes, (_, num_heads, head_dim) = metadata.num_decodes, query.shape
-    num_kv_heads = kv_cache.shape[1]
-    num_tiles = max(
-        _num_tiles(length, constants["WINDOW"]) for length in metadata.seq_lens_host[:num_decodes]
-    )
-    shape = (num_decodes, num_heads, num_tiles)
-    tile_output = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
-    tile_max = torch.empty(shape, dtype=torch.float32, device=query.device)
-    tile_sum = torch.empty_like(tile_max)
-    _decode_kernel[(num_decodes, num_kv_heads, num_tiles)](
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        tile_output,
-        tile_max,
-        tile_sum,
-        layer,
-        scale * math.log2(math.e),
-        query.stride(0),
-        query.stride(1),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        metadata.block_table.stride(0),
-        BLOCK_M=max(DECODE_BLOCK_M, triton.next_power_of_2(constants["GROUP_SIZE"])),
-        **constants,
-    )
-    _merge_kernel[(num_decodes, num_heads)](
-        tile_output,
-        tile_max,
-        tile_sum,
-        metadata.seq_lens,
-        output,
-        num_tiles,
-        HEAD_DIM=head_dim,
-        BLOCK_D=constants["BLOCK_D"],
-        WINDOW=constants["WINDOW"],
-    )
+def decode_tile(group_size: int, head_dim: int) -> Tile:
+    """Return how decodes are cut."""
+    tile = DECODE_TILE if head_dim <= 128 else DECODE_TILE._replace(block_n=32)
+    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
 
 
-def _num_tiles(seq_len: int, window: int) -> int:
-    """Tiles that hold something that the last of seq_len tokens sees; a window of 0 is none."""
-    first = max(0, seq_len - window) if window else 0
-    return int(triton.cdiv(seq_len, KV_TILE.value) - first // KV_TILE.value)
+def chunk_tile(
+    dtype: torch.dtype, block_size: int, head_dim: int, group_size: int, *, has_tma: bool
+) -> Tile:
+    """Return how chunks of prompts are cut, as measured on an H100 for heads of 128 in bf16."""
+    if dtype == torch.float32:
+        tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=1 if head_dim > 128 else 2)
+    elif head_dim > 128:
+        tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
+    elif block_size % 64 == 0 and head_dim in (64, 128) and has_tma:
+        tile = Tile(block_m=128, block_n=64, num_warps=4, num_stages=2, use_tma=True)
+    else:
+        tile = Tile(block_m=64, block_n=64, num_warps=4, num_stages=3)
+    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
 
 
-def _launch_prefill(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
-    metadata: AttentionMetadata,
-    scale: float,
-    constants: dict[str, Any],
-    output: torch.Tensor,
-) -> None:
-    num_decodes = metadata.num_decodes
-    block_m = max(PREFILL_BLOCK_M, triton.next_power_of_2(constants["GROUP_SIZE"]))
-    tokens_per_block = block_m // constants["GROUP_SIZE"]
-    blocks = triton.cdiv(max(metadata.query_lens_host[num_decodes:]), tokens_per_block)
-    _prefill_kernel[(blocks, kv_cache.shape[1], metadata.num_reqs - num_decodes)](
-        query,
-        kv_cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        output,
-        num_decodes,
-        layer,
-        scale * math.log2(math.e),
-        query.stride(0),
-        query.stride(1),
-        output.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        metadata.block_table.stride(0),
-        BLOCK_M=block_m,
-        **constants,
-    )
+def _num_splits(num_programs: int, num_sms: int) -> int:
+    """Return into how many parts each context is cut, a power of two."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, max(1, num_programs))
+    return int(min(MAX_SPLITS, triton.next_power_of_2(wanted)))
+
+
+def _rows_of(kv_cache: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """Return the pool as rows of a head's numbers, of which block_n are loaded at a time."""
+    head_dim = kv_cache.shape[5]
+    num_rows = kv_cache.numel() // head_dim
+    return TensorDescriptor(kv_cache, [num_rows, head_dim], [head_dim, 1], [block_n, head_dim])
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -163,6 +234,12 @@ def _first_seen(query_position, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _split_of(seq_len, first_tile, num_splits, BLOCK_N: tl.constexpr):
+    """Return how many tiles of keys each part of a context has."""
+    return tl.cdiv(tl.cdiv(seq_len, BLOCK_N) - first_tile, num_splits)
+
+
+@triton.jit
 def _cap(scores_log2, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(s / SOFTCAP) of scores s that are in units of log(2), as is the result."""
     # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right for an infinite exp, too.
@@ -171,16 +248,25 @@ def _cap(scores_log2, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
+def _attend(
+    output,
+    row_max,
+    row_sum,
     query,
     query_position,
     kv_ptr,
+    kv_rows,
+    first_row,
+    rows_per_block,
     table_ptr,
-    tile_start,
+    start,
+    end,
     kv_start,
-    tile_end,
+    kv_end,
     stride_block,
     scale_log2,
+    MASKED: tl.constexpr,
+    USE_TMA: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -189,210 +275,94 @@ def _attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to positions [tile_start, tile_end): unnormalised output, maximum, sum (base 2).
+    """Add the tiles of keys from start, a multiple of BLOCK_N, to end to the unnormalised output
+    [BLOCK_M, BLOCK_D], the maximum and the sum (base 2) of each row; return these.
 
-    `kv_ptr` is the K of this layer and head in block 0. Nothing before kv_start, the first position
-    that a query of this program sees, or from tile_end on, the request's length at most, is read:
-    what lies there cannot reach a result. A row that sees nothing gets 0, -inf and 0.
+    `kv_ptr` is the K of this layer and head in block 0, `first_row` its row in `kv_rows`, which a
+    block has `rows_per_block` of. Unless MASKED, every row sees every key.
+    With it nothing of V before kv_start or from kv_end on is read: what lies there cannot reach a
+    result. A row that sees nothing keeps 0, -inf and 0.
     """
     dim = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_N)
     inside = dim < HEAD_DIM
-    output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # Parts that nobody sees would leave the state as it is; they are skipped.
-    first_part = tl.maximum(kv_start, tile_start) // BLOCK_N * BLOCK_N
-    for start in range(first_part, tile_end, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        valid = (position >= kv_start) & (position < tile_end)
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        row_ptr = kv_ptr + block * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
-        mask = valid[:, None] & inside[None, :]
-        key = tl.load(row_ptr[:, None] + dim[None, :], mask=mask, other=0.0)
-        value = tl.load(
-            row_ptr[:, None] + (BLOCK_SIZE * HEAD_DIM) + dim[None, :], mask=mask, other=0.0
-        )
+    for tile in tl.range(start, end, BLOCK_N):
+        position = tile + column
+        if USE_TMA:
+            block = tl.load(table_ptr + tile // BLOCK_SIZE)
+            row = (block * rows_per_block + first_row + tile % BLOCK_SIZE).to(tl.int32)
+        elif BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64)
+            row = block * stride_block + (tile % BLOCK_SIZE + column) * HEAD_DIM
+        else:
+            if MASKED:
+                # Entries past the request's last block may be anything.
+                last = tl.maximum(kv_end - 1, 0)
+                index = tl.minimum(position, last) // BLOCK_SIZE
+            else:
+                index = position // BLOCK_SIZE
+            block = tl.load(table_ptr + index).to(tl.int64)
+            row = block * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
+        if USE_TMA:
+            key = kv_rows.load([row, 0])
+        else:
+            key_ptr = kv_ptr + row[:, None] + dim[None, :]
+            key = tl.load(key_ptr, mask=inside[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
         if SOFTCAP > 0.0:
             scores = _cap(scores, SOFTCAP)
-        seen = valid[None, :] & (position[None, :] <= query_position[:, None])
-        if WINDOW > 0:
-            seen &= position[None, :] > query_position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
+        if MASKED:
+            valid = (position >= kv_start) & (position < kv_end)
+            seen = valid[None, :] & (position[None, :] <= query_position[:, None])
+            if WINDOW > 0:
+                seen &= position[None, :] > query_position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row may see no key yet: subtract 0 then, since -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
         probs = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(probs, 1)
         output = output * decay[:, None]
-        output += tl.dot(probs.to(value.dtype), value, input_precision="ieee")
+        if USE_TMA:
+            value = kv_rows.load([row + BLOCK_SIZE, 0])
+            if MASKED:
+                value = tl.where(valid[:, None], value, 0.0)
+        elif MASKED:
+            value_ptr = key_ptr + BLOCK_SIZE * HEAD_DIM
+            value = tl.load(value_ptr, mask=valid[:, None] & inside[None, :], other=0.0)
+        else:
+            value = tl.load(key_ptr + BLOCK_SIZE * HEAD_DIM, mask=inside[None, :], other=0.0)
+        output = tl.dot(probs.to(value.dtype), value, output, input_precision="ieee")
         row_max = new_max
     return output, row_max, row_sum
 
 
 @triton.jit
-def _decode_kernel(
+def _request_of(block, query_start_loc_ptr, num_reqs, TOKENS_PER_BLOCK: tl.constexpr):
+    """Return the last request whose blocks of queries begin at `block` or before."""
+    low, high = 0, num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc_ptr + middle) // TOKENS_PER_BLOCK + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_reqs", "layer", "stride_table"])
+def _attention_kernel(
     query_ptr,
     kv_cache_ptr,
-    block_table_ptr,
-    seq_lens_ptr,
-    tile_output_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    layer,
-    scale_log2,
-    stride_query_token,
-    stride_query_head,
-    stride_block,
-    stride_head,
-    stride_table,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + request)
-    kv_start = _first_seen(seq_len - 1, WINDOW)
-    tile_start = (kv_start // KV_TILE + tile) * KV_TILE
-    if tile_start >= seq_len:
-        return
-    row = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
-    mask = (row < GROUP_SIZE)[:, None] & (dim < HEAD_DIM)[None, :]
-    head = kv_head * GROUP_SIZE + row
-    query = tl.load(
-        query_ptr + request * stride_query_token + head[:, None] * stride_query_head + dim[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    output, row_max, row_sum = _attend_tile(
-        query,
-        tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1),
-        kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
-        block_table_ptr + request * stride_table,
-        tile_start,
-        kv_start,
-        tl.minimum(seq_len, tile_start + KV_TILE),
-        stride_block,
-        scale_log2,
-        WINDOW,
-        SOFTCAP,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    num_heads = tl.num_programs(1) * GROUP_SIZE
-    out_row = (request * num_heads + head) * tl.num_programs(2) + tile
-    tl.store(tile_output_ptr + out_row[:, None] * HEAD_DIM + dim[None, :], output, mask=mask)
-    tl.store(tile_max_ptr + out_row, row_max, mask=row < GROUP_SIZE)
-    tl.store(tile_sum_ptr + out_row, row_sum, mask=row < GROUP_SIZE)
-
-
-@triton.jit
-def _merge_kernel(
-    tile_output_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    seq_lens_ptr,
-    output_ptr,
-    num_tiles,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Merge a decode's tiles in ascending order; those past its length were never written."""
-    request = tl.program_id(0).to(tl.int64)
-    row = request * tl.num_programs(1) + tl.program_id(1)
-    dim = tl.arange(0, BLOCK_D)
-    inside = dim < HEAD_DIM
-    first = row * num_tiles
-    output = tl.load(tile_output_ptr + first * HEAD_DIM + dim, mask=inside, other=0.0)
-    row_max = tl.load(tile_max_ptr + first)
-    row_sum = tl.load(tile_sum_ptr + first)
-    seq_len = tl.load(seq_lens_ptr + request)
-    for tile in range(1, tl.cdiv(seq_len, KV_TILE) - _first_seen(seq_len - 1, WINDOW) // KV_TILE):
-        index = first + tile
-        other = tl.load(tile_output_ptr + index * HEAD_DIM + dim, mask=inside, other=0.0)
-        other_max = tl.load(tile_max_ptr + index)
-        new_max = tl.maximum(row_max, other_max)
-        decay, other_decay = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
-        output = output * decay + other * other_decay
-        row_sum = row_sum * decay + tl.load(tile_sum_ptr + index) * other_decay
-        row_max = new_max
-    result = (output / row_sum).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + row * HEAD_DIM + dim, result, mask=inside)
-
-
-@triton.jit
-def _attend_tiles(
-    query,
-    query_position,
-    kv_ptr,
-    table_ptr,
-    kv_start,
-    kv_end,
-    stride_block,
-    scale_log2,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Attend to [kv_start, kv_end) by tiles and merge as `_merge_kernel` does; output and sum."""
-    output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for tile_start in range(kv_start // KV_TILE * KV_TILE, kv_end, KV_TILE):
-        other, other_max, other_sum = _attend_tile(
-            query,
-            query_position,
-            kv_ptr,
-            table_ptr,
-            tile_start,
-            kv_start,
-            tl.minimum(kv_end, tile_start + KV_TILE),
-            stride_block,
-            scale_log2,
-            WINDOW,
-            SOFTCAP,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        new_max = tl.maximum(row_max, other_max)
-        # A row's window may begin in a later tile: subtract 0 then, since -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay, other_decay = tl.exp2(row_max - shift), tl.exp2(other_max - shift)
-        output = output * decay[:, None] + other * other_decay[:, None]
-        row_sum = row_sum * decay + other_sum * other_decay
-        row_max = new_max
-    return output, row_sum
-
-
-@triton.jit
-def _prefill_kernel(
-    query_ptr,
-    kv_cache_ptr,
+    kv_rows,
     block_table_ptr,
     seq_lens_ptr,
     query_start_loc_ptr,
     output_ptr,
-    num_decodes,
+    parts_ptr,
+    part_sums_ptr,
+    num_reqs,
     layer,
     scale_log2,
     stride_query_token,
@@ -401,6 +371,9 @@ def _prefill_kernel(
     stride_block,
     stride_head,
     stride_table,
+    IS_DECODE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    USE_TMA: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -410,44 +383,122 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tokens_per_block: tl.constexpr = BLOCK_M // GROUP_SIZE
-    kv_head = tl.program_id(1).to(tl.int64)
-    request = (tl.program_id(2) + num_decodes).to(tl.int64)
-    first_row = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    query_len = (tl.load(query_start_loc_ptr + request + 1) - first_row).to(tl.int32)
-    first_token = tl.program_id(0) * tokens_per_block
-    if first_token >= query_len:
-        return
+    """Chunks, grid (block of queries, KV head), or decodes, grid (request, KV head, part). If these
+    are split, what is written are parts, for `_merge_kernel`.
+    """
+    TOKENS_PER_BLOCK: tl.constexpr = 1 if IS_DECODE else BLOCK_M // GROUP_SIZE
+    kv_head = tl.program_id(1)
+    if IS_DECODE:
+        request = tl.program_id(0)
+        first_token = 0
+    else:
+        # Blocks at the end of a chunk have the most keys: they go first.
+        block = tl.num_programs(0) - 1 - tl.program_id(0)
+        request = _request_of(block, query_start_loc_ptr, num_reqs, TOKENS_PER_BLOCK)
+    first_row = tl.load(query_start_loc_ptr + request)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - first_row
+    if IS_DECODE:
+        if query_len != 1:
+            return
+    else:
+        first_token = (block - first_row // TOKENS_PER_BLOCK - request) * TOKENS_PER_BLOCK
+        if query_len < 2 or first_token >= query_len:
+            return
     seq_len = tl.load(seq_lens_ptr + request)
     row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
     token = first_token + row // GROUP_SIZE
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    dim = tl.arange(0, BLOCK_D)
-    in_block = (row < tokens_per_block * GROUP_SIZE) & (token < query_len)
+    in_block = (row < TOKENS_PER_BLOCK * GROUP_SIZE) & (token < query_len)
     mask = in_block[:, None] & (dim < HEAD_DIM)[None, :]
-    query_row = query_ptr + (first_row + token) * stride_query_token + head * stride_query_head
-    query = tl.load(query_row[:, None] + dim[None, :], mask=mask, other=0.0)
+    query_row = (first_row + token).to(tl.int64) * stride_query_token + head * stride_query_head
+    query = tl.load(query_ptr + query_row[:, None] + dim[None, :], mask=mask, other=0.0)
     query_position = seq_len - query_len + token
+
     first_position = seq_len - query_len + first_token
     kv_start = _first_seen(first_position, WINDOW)
-    kv_end = tl.minimum(seq_len, first_position + tokens_per_block)
-    output, row_sum = _attend_tiles(
-        query,
-        query_position,
-        kv_cache_ptr + kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM),
-        block_table_ptr + request * stride_table,
-        kv_start,
-        kv_end,
-        stride_block,
-        scale_log2,
-        WINDOW,
-        SOFTCAP,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    result = (output / row_sum[:, None]).to(output_ptr.dtype.element_ty)
-    output_row = output_ptr + (first_row + token) * stride_output_token + head * HEAD_DIM
-    tl.store(output_row[:, None] + dim[None, :], result, mask=mask)
+    kv_end = tl.minimum(seq_len, first_position + TOKENS_PER_BLOCK)
+    start = kv_start // BLOCK_N * BLOCK_N
+    end = kv_end
+    if IS_DECODE:
+        per_split = _split_of(seq_len, start // BLOCK_N, tl.num_programs(2), BLOCK_N) * BLOCK_N
+        start += tl.program_id(2) * per_split
+        end = tl.minimum(seq_len, start + per_split)
+        if start >= end:
+            return
+
+    kv_ptr = kv_cache_ptr + kv_head.to(tl.int64) * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM)
+    kv_row = (kv_head * stride_head + layer * (2 * BLOCK_SIZE * HEAD_DIM)) // HEAD_DIM
+    rows_per_block = stride_block // HEAD_DIM
+    table_ptr = block_table_ptr + request.to(tl.int64) * stride_table
+    output = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    seen_by_all = start
+    if WINDOW == 0:
+        # Up to the last tile that every row sees whole.
+        seen_by_all = tl.minimum(first_position + 1, end) // BLOCK_N * BLOCK_N
+        output, row_max, row_sum = _attend(
+            output, row_max, row_sum, query, query_position, kv_ptr, kv_rows, kv_row,
+            rows_per_block, table_ptr, start, seen_by_all, kv_start, kv_end, stride_block,
+            scale_log2, False, USE_TMA, WINDOW, SOFTCAP, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M,
+            BLOCK_N,
+        )  # fmt: skip
+    output, row_max, row_sum = _attend(
+        output, row_max, row_sum, query, query_position, kv_ptr, kv_rows, kv_row, rows_per_block,
+        table_ptr, seen_by_all, end, kv_start, kv_end, stride_block, scale_log2, True, USE_TMA,
+        WINDOW, SOFTCAP, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if IS_SPLIT:
+        num_heads = tl.num_programs(1) * GROUP_SIZE
+        part = (request * num_heads + head).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+        tl.store(parts_ptr + part[:, None] * HEAD_DIM + dim[None, :], output, mask=mask)
+        num_parts = num_reqs.to(tl.int64) * num_heads * tl.num_programs(2)
+        tl.store(part_sums_ptr + part, row_max, mask=in_block)
+        tl.store(part_sums_ptr + num_parts + part, row_sum, mask=in_block)
+    else:
+        result = (output / row_sum[:, None]).to(output_ptr.dtype.element_ty)
+        output_row = (first_row + token).to(tl.int64) * stride_output_token + head * HEAD_DIM
+        tl.store(output_ptr + output_row[:, None] + dim[None, :], result, mask=mask)
+
+
+@triton.jit
+def _merge_kernel(
+    parts_ptr,
+    part_sums_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    output_ptr,
+    stride_output_token,
+    NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Merge a decode's parts in ascending order; those past its length were never written."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    first_row = tl.load(query_start_loc_ptr + request)
+    if tl.load(query_start_loc_ptr + request + 1) - first_row != 1:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_tile = _first_seen(seq_len - 1, WINDOW) // BLOCK_N
+    per_split = _split_of(seq_len, first_tile, NUM_SPLITS, BLOCK_N)
+    num_parts = tl.cdiv(tl.cdiv(seq_len, BLOCK_N) - first_tile, per_split)
+    split = tl.arange(0, NUM_SPLITS)
+    index = (request.to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS
+    all_parts = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * NUM_SPLITS
+    is_part = split < num_parts
+    part_max = tl.load(part_sums_ptr + index + split, mask=is_part, other=float("-inf"))
+    part_sum = tl.load(part_sums_ptr + all_parts + index + split, mask=is_part, other=0.0)
+    highest = tl.max(part_max, 0)
+    total = tl.sum(part_sum * tl.exp2(part_max - highest), 0)
+    dim = tl.arange(0, BLOCK_D)
+    inside = dim < HEAD_DIM
+    output = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for part in tl.range(0, num_parts, num_stages=4):
+        decay = tl.exp2(tl.load(part_sums_ptr + index + part) - highest)
+        output += decay * tl.load(parts_ptr + (index + part) * HEAD_DIM + dim, mask=inside, other=0)
+    result = (output / total).to(output_ptr.dtype.element_ty)
+    output_row = first_row.to(tl.int64) * stride_output_token + head * HEAD_DIM
+    tl.store(output_ptr + output_row + dim, result, mask=inside)

@@ -1,25 +1,15 @@
-"""The decoder as a sequence of this set's kernels."""
+"""The decoder as a sequence of this set's kernels, some of them fused."""
 
 from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, LayerFunctions, run_layer_by_layer
+from pdserve_kernels.decoder import Decoder, norms_after
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
-from pdserve_kernels.triton.cache import reshape_and_cache
-from pdserve_kernels.triton.layers import fused_add_rms_norm, rms_norm, rotary_embedding
+from pdserve_kernels.triton.heads import prepare_heads
+from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm
 from pdserve_kernels.triton.linear import linear, linear_silu_mul
-
-FUNCTIONS = LayerFunctions(
-    linear=linear,
-    linear_silu_mul=linear_silu_mul,
-    rms_norm=rms_norm,
-    fused_add_rms_norm=fused_add_rms_norm,
-    rotary_embedding=rotary_embedding,
-    reshape_and_cache=reshape_and_cache,
-    paged_attention=paged_attention,
-)
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -35,4 +25,18 @@ def run_decoder(
     metadata: Sequence[AttentionMetadata],
 ) -> torch.Tensor:
     """See the reference's contract."""
-    return run_layer_by_layer(FUNCTIONS, packed, hidden_states, positions, kv_cache, metadata)
+    eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
+    residual = hidden_states.clone()  # changed by every layer
+    x = rms_norm(residual, packed.layers[0].input_norm, eps)
+    for layer, next_norm in zip(packed.layers, norms_after(packed), strict=True):
+        step = metadata[layer.group]
+        qkv = linear(x, layer.qkv)
+        query = prepare_heads(qkv, packed, layer, positions, kv_cache, step.slot_mapping)
+        attended = paged_attention(
+            query, kv_cache, layer.slot, step, packed.scale, window=layer.window
+        )
+        x = linear(attended.view(num_tokens, -1), layer.attention_output)
+        x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
+        x = linear(linear_silu_mul(x, layer.gate_up), layer.down)
+        x = add_rms_norm_(x, residual, next_norm, eps)
+    return x

@@ -80,6 +80,15 @@ def _rms_norm_kernel(
     tl.store(output_ptr + row + column, result.to(dtype), mask=inside)
 
 
+def add_rms_norm_(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add x [T, hidden] to residual in place and return rms_norm(residual), both contiguous."""
+    output = torch.empty_like(x)
+    _launch_rms_norm(x, residual, weight, output, residual, eps)
+    return output
+
+
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,

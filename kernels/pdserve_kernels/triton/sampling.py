@@ -1,19 +1,58 @@
-"""Choosing tokens on CUDA: the reference's torch ops, over the linear and the masks of this set."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Choosing tokens on CUDA: the reference's tokens, without waiting for the device.
+
+A row is looked at by many programs, of which each leaves its best token. A token and its value are
+one integer: of the highest values the lowest id is the highest integer.
+"""
 
 import torch
+import triton
+import triton.language as tl
 
-from pdserve_kernels import reference
-from pdserve_kernels.reference.sampling import count_nans
 from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
+from pdserve_kernels.triton.filters import find_thresholds
+from pdserve_kernels.triton.gumbel import gumbel_noise
 from pdserve_kernels.triton.linear import LinearWeight, linear
-from pdserve_kernels.triton.masks import mask_logits
+from pdserve_kernels.triton.masks import load_logits, load_scaled, readable, to_key
 
-__all__ = ["argmax", "count_nans", "linear_argmax", "sample"]
+__all__ = ["argmax", "count_nans", "linear_argmax", "sample", "sample_staged"]
+
+BLOCK = 1024
+# Below all tokens.
+NO_TOKEN = tl.constexpr(-(2**63))
+MAX_ID = tl.constexpr(2**31 - 1)
 
 
 def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
     """See the reference."""
-    return reference.argmax(mask_logits(logits, mask))
+    logits, mask = readable(logits, mask)
+    num_rows, vocab_size = logits.shape
+    num_parts = triton.cdiv(vocab_size, BLOCK)
+    # Apart, so that all are aligned as kernels are compiled for.
+    best, nans, token_ids, num_nans = (
+        torch.empty(shape, dtype=torch.int64, device=logits.device)
+        for shape in 2 * [(num_rows, num_parts)] + 2 * [(num_rows,)]
+    )
+    result = Argmax(token_ids, num_nans)
+    if num_rows:
+        _argmax_kernel[(num_rows, num_parts)](
+            logits,
+            logits if mask is None else mask,
+            logits.stride(0),
+            vocab_size,
+            best,
+            nans,
+            HAS_MASK=mask is not None,
+            BLOCK=BLOCK,
+        )
+        _choose(best, nans, result)
+    return result
+
+
+def count_nans(logits: torch.Tensor) -> torch.Tensor:
+    """See the reference."""
+    return argmax(logits).num_nans
 
 
 def linear_argmax(
@@ -27,4 +66,134 @@ def sample(
     logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See the reference."""
-    return reference.sample(mask_logits(logits, mask), batch)
+    staged = DeviceSamplingBatch.stage(batch, logits.device)
+    is_filtered = has_filter(batch, logits.shape[1])
+    return sample_staged(logits, staged, mask=mask, is_filtered=is_filtered)
+
+
+def sample_staged(
+    logits: torch.Tensor,
+    batch: DeviceSamplingBatch,
+    *,
+    mask: torch.Tensor | None = None,
+    is_filtered: bool = True,
+) -> torch.Tensor:
+    """Return what `sample` does; nothing that the host does depends on what the batch holds.
+
+    Unless `is_filtered`, no row of the batch may have a filter.
+    """
+    logits, mask = readable(logits, mask)
+    num_rows, vocab_size = logits.shape
+    num_parts = triton.cdiv(vocab_size, BLOCK)
+    best = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _draw_kernel[(num_rows, num_parts)](
+            logits,
+            logits if mask is None else mask,
+            logits.stride(0),
+            vocab_size,
+            batch.divisors,
+            batch.seeds,
+            batch.positions,
+            find_thresholds(logits, mask, batch) if is_filtered else batch.divisors,
+            best,
+            HAS_MASK=mask is not None,
+            IS_FILTERED=is_filtered,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
+        _choose(best, None, Argmax(token_ids, token_ids))
+    return token_ids
+
+
+def _choose(best: torch.Tensor, nans: torch.Tensor | None, result: Argmax) -> None:
+    num_rows, num_parts = best.shape
+    _choose_kernel[(num_rows,)](
+        best,
+        best if nans is None else nans,
+        result.token_ids,
+        result.num_nans,
+        num_parts,
+        HAS_NANS=nans is not None,
+        BLOCK=triton.next_power_of_2(num_parts),
+    )
+
+
+@triton.jit
+def _find_best(x, token, vocab_size):
+    """The best token, as one int64: the key of its value, and what is left up to MAX_ID."""
+    packed = (to_key(x).to(tl.int64) << 32) | (token ^ MAX_ID).to(tl.int64)
+    return tl.max(tl.where(token < vocab_size, packed, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def _argmax_kernel(
+    logits_ptr,
+    mask_ptr,
+    stride_row,
+    vocab_size,
+    best_ptr,
+    nans_ptr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = load_logits(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, HAS_MASK)
+    part = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + part, _find_best(x, token, vocab_size))
+    tl.store(nans_ptr + part, tl.sum((x != x).to(tl.int32), axis=0).to(tl.int64))
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    mask_ptr,
+    stride_row,
+    vocab_size,
+    divisors_ptr,
+    seeds_ptr,
+    positions_ptr,
+    thresholds_ptr,
+    best_ptr,
+    HAS_MASK: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    first = tl.program_id(1) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    divisor = tl.load(divisors_ptr + row)
+    is_random = divisor > 0.0
+    divisor = tl.where(is_random, divisor, 1.0)
+    x = load_scaled(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, divisor, HAS_MASK)
+    if IS_FILTERED:
+        x = tl.where(x < tl.load(thresholds_ptr + row), float("-inf"), x)
+    # Filters and grammars leave nothing of most blocks.
+    if is_random & (tl.max(x, axis=0) > float("-inf")):
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        x += gumbel_noise(seed, position, first, BLOCK)
+    part = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + part, _find_best(x, token, vocab_size))
+
+
+@triton.jit
+def _choose_kernel(
+    best_ptr,
+    nans_ptr,
+    token_ids_ptr,
+    num_nans_ptr,
+    num_parts,
+    HAS_NANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    inside = part < num_parts
+    best = tl.load(best_ptr + row * num_parts + part, mask=inside, other=NO_TOKEN)
+    best = tl.max(best, axis=0)
+    tl.store(token_ids_ptr + row, (best & MAX_ID) ^ MAX_ID)
+    if HAS_NANS:
+        nans = tl.load(nans_ptr + row * num_parts + part, mask=inside, other=0)
+        tl.store(num_nans_ptr + row, tl.sum(nans, axis=0))
