@@ -108,9 +108,15 @@ def hf_model() -> Callable[..., Any]:
     @functools.cache
     def load(model_dir: Path, dtype: str = "float32") -> Any:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+        has_softcap = getattr(AutoConfig.from_pretrained(model_dir), "attn_logit_softcapping", None)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=getattr(torch, dtype),
+            # Not all versions refuse SDPA, which knows of no softcap.
+            attn_implementation="eager" if has_softcap else None,
+        )
         model.generation_config.eos_token_id = None
         return model.eval()
 

@@ -15,6 +15,8 @@ LoadQuantization = Literal["int8", "int4"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# 64 is what attention on CUDA loads at a time.
+DEFAULT_BLOCK_SIZE: dict[Device, int] = {"cpu": 16, "cuda": 64}
 # A CPU is as fast in chunks of 256, in which a decode beside a prompt waits less, as D does for a
 # prompt's last chunk.
 DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
@@ -86,7 +88,7 @@ class EngineConfig:
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
     )
-    block_size: int = opt(16, "Tokens per KV block.")
+    block_size: int = opt(0, "Tokens per KV block; 0: 16 on CPU, 64 on CUDA.")
     kv_cache_memory_mib: int | None = opt(
         None,
         "Size of the KV pool in MiB; unset: what a GPU has left, on CPU what a request of "
@@ -145,6 +147,8 @@ class EngineConfig:
     profile_dir: str | None = opt(None, "Folder for profiles; a temporary one if unset.")
 
     def __post_init__(self) -> None:
+        if self.block_size == 0:
+            object.__setattr__(self, "block_size", DEFAULT_BLOCK_SIZE[self.device])
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size is {self.block_size}, must be one of {sizes}")

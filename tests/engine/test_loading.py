@@ -23,6 +23,7 @@ from pdserve_engine.kv_transfer.ports import PullLost
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
+from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_engine.runner.rank import _is_pool_pinned
 from support.steps import batch_of
 
@@ -123,13 +124,13 @@ def test_the_largest_step_fills_token_budget_and_batch(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
-    execute = kv_sizing.ModelRunner.execute_model
+    execute = ModelRunner.execute_model
 
     def record(self: Any, scheduled: Any) -> Any:
         steps.append((scheduled.total_num_scheduled_tokens, len(scheduled.num_scheduled_tokens)))
         return execute(self, scheduled)
 
-    monkeypatch.setattr(kv_sizing.ModelRunner, "execute_model", record)
+    monkeypatch.setattr(ModelRunner, "execute_model", record)
     with loaded(model, max_num_batched_tokens=512, max_num_seqs=9):
         pass
     largest = 9 + NUM_PROBE_SEATS

@@ -9,6 +9,7 @@ import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from support.model_driver import Driver, make_prompt, record_logits
+from support.models import NATIVE_MODELS
 
 
 @pytest.fixture
@@ -18,52 +19,11 @@ def driver(make_model: Callable[..., Path]) -> Iterator[Driver]:
     driver.cache.close()
 
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
-    "llama-tied-sharded": (
-        "LlamaForCausalLM",
-        {"tie_word_embeddings": True, "shard_size": "100KB"},
-    ),
-    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
-    "llama3-rope": ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
-    "linear-rope": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    "mistral": ("MistralForCausalLM", {}),
-    "mistral-window": ("MistralForCausalLM", {"sliding_window": 32}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
-    "qwen2-window": (
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
-    ),
-    "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3ForCausalLM", {}),
-    "qwen3-window": (
-        "Qwen3ForCausalLM",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 40,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "qwen3-wide-heads": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NATIVE_MODELS)
 def test_greedy_text_is_that_of_transformers(
     make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
 ) -> None:
-    architecture, overrides = MODELS[name]
+    architecture, overrides = NATIVE_MODELS[name]
     folder = make_model(architecture, **overrides)
     driver = Driver(folder)
     prompts = {str(n): make_prompt(n) for n in (1, 15, 16, 17, 300)}
@@ -98,7 +58,7 @@ def test_logits_are_close_to_transformers(
     dtype: str,
     atol: float,
 ) -> None:
-    architecture, overrides = MODELS[name]
+    architecture, overrides = NATIVE_MODELS[name]
     folder = make_model(architecture, **overrides)
     driver = Driver(folder, dtype=dtype)
     seen = record_logits(driver)

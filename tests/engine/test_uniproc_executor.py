@@ -8,19 +8,47 @@ import pytest
 
 from pdserve_engine.executor.uniproc import UniprocExecutor
 
+TIMEOUT_S = 30.0
+
+
+class Output:
+    """The step and the thread it was launched on, once the device has finished."""
+
+    def __init__(self, step: object, device: "Device") -> None:
+        self.step, self.where = step, threading.current_thread().name
+        self._device = device
+
+    def get_output(self) -> Any:
+        assert self._device.may_finish.wait(TIMEOUT_S)
+        if self.step in self._device.loses:
+            raise RuntimeError(f"{self.step} is lost")
+        return self.step, self.where
+
+
+class Device:
+    """Finishes what was launched when it may; loses what it is told to."""
+
+    def __init__(self) -> None:
+        self.loses: set[object] = set()
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+
 
 class Rank:
-    """Answers with the step and the thread it runs on; fails what it is told to."""
+    """Launches steps; fails to where it is told to."""
 
     def __init__(self) -> None:
         self.fails: set[object] = set()
         self.computed: list[object] = []
+        self.device = Device()
+        self.has_launched = threading.Semaphore(0)
 
     def execute_model(self, step: object) -> Any:
         if step in self.fails:
             raise RuntimeError(f"{step} fails")
         self.computed.append(step)
-        return step, threading.current_thread().name
+        self.has_launched.release()
+        return Output(step, self.device)
 
 
 @pytest.fixture(params=[False, True])
@@ -47,6 +75,26 @@ def test_nothing_runs_behind_a_step_that_failed_until_it_recovers(executor: Any)
     assert executor.rank.computed == ["good"]
     executor.recover()
     assert executor.submit("next").result().output[0] == "next"
+
+
+def test_a_step_is_launched_while_the_device_computes_the_one_before() -> None:
+    rank = Rank()
+    executor = UniprocExecutor(rank, async_scheduling=True)  # type: ignore[arg-type]
+    rank.device.may_finish.clear()
+    futures = [executor.submit(step) for step in ("first", "second")]
+    assert all(rank.has_launched.acquire(timeout=TIMEOUT_S) for _ in futures)
+    assert not any(future.done() for future in futures)
+    rank.device.may_finish.set()
+    assert [future.result(TIMEOUT_S).output[0] for future in futures] == ["first", "second"]
+    assert executor.stop()
+
+
+def test_nothing_is_launched_behind_a_step_that_the_device_lost(executor: Any) -> None:
+    executor.rank.device.loses = {"lost"}
+    assert str(executor.submit("lost").exception(TIMEOUT_S)) == "lost is lost"
+    assert executor.submit("behind").exception(TIMEOUT_S) is not None
+    executor.recover()
+    assert executor.submit("next").result(TIMEOUT_S).output[0] == "next"
 
 
 def test_an_executor_that_never_ran_anything_has_no_thread() -> None:

@@ -19,7 +19,7 @@ from pdserve_engine.request.sched_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.runner_class import runner_class
 from pdserve_kernels.reference import argmax
 
 CPU = torch.device("cpu")
@@ -49,14 +49,16 @@ class Tracked:
 class Driver:
     """Schedules by hand: each step computes up to `chunk` tokens of every request it is given."""
 
-    def __init__(self, model_dir: Path, *, num_blocks: int = 512, **config: Any) -> None:
+    def __init__(
+        self, model_dir: Path, *, num_blocks: int = 512, device: torch.device = CPU, **config: Any
+    ) -> None:
         self.config = read_model_config(model_dir, **config)
-        model = load_model(model_dir, self.config, device=CPU)
-        spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=CPU)
-        self.cache = KVCache(spec, num_blocks=num_blocks, device=CPU)
+        model = load_model(model_dir, self.config, device=device)
+        spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=device)
+        self.cache = KVCache(spec, num_blocks=num_blocks, device=device)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
-        self.runner = ModelRunner(
+        self.runner = runner_class(device)(
             model, self.cache, max_num_seqs=8, max_model_len=model.config.max_model_len
         )
         self._groups = spec.groups
@@ -118,7 +120,7 @@ class Driver:
                 finished_req_ids=frozenset(self._finished),
                 preempted_req_ids=frozenset(self._preempted),
             )
-        )
+        ).get_output()
         self._finished.clear()
         self._preempted.clear()
         for request_id, tokens in zip(output.request_ids, output.sampled_token_ids, strict=True):

@@ -42,6 +42,68 @@ CHAT_TEMPLATE = (
 SERVED_VOCAB_SIZE = 300
 # Large enough that greedy text does not settle on one token.
 WEIGHT_STD = 0.35
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# (architecture, overrides) of models that our own code runs, by what is special about them.
+NATIVE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-tied-sharded": (
+        "LlamaForCausalLM",
+        {"tie_word_embeddings": True, "shard_size": "100KB"},
+    ),
+    "llama-biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
+    "linear-rope": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "mistral": ("MistralForCausalLM", {}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 32}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1},
+    ),
+    "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3-window": (
+        "Qwen3ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-wide-heads": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
+}
+WINDOW = 32
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# The same of models that run on the transformers backend.
+BACKEND_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
+    "phi3-window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 2.0}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
+}
 
 
 def build_model(architecture: str, overrides: dict[str, Any]) -> Any:

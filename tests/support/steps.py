@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.runner.rank import Rank
 
@@ -22,7 +22,7 @@ def before_steps(act: Callable[[SchedulerOutput], object]) -> Iterator[None]:
     """Within it `act` is called in the midst of each step, before it is computed; it may raise."""
     execute = Rank.execute_model
 
-    def execute_after(rank: Rank, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_after(rank: Rank, scheduled: SchedulerOutput) -> AsyncModelRunnerOutput:
         act(scheduled)
         return execute(rank, scheduled)
 

@@ -1,15 +1,16 @@
 """The executor of a model that one process runs, this one."""
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from pdserve_common.call_thread import CallThread
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.kv_transfer.base import KVTransport
-from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.rank import Rank
 
 STOP_TIMEOUT_S = 30.0
@@ -19,7 +20,8 @@ T = TypeVar("T")
 
 class UniprocExecutor:
     """Calls its only rank on the caller's thread. With `async_scheduling` steps and profiles run
-    on a thread of their own until `stop`, and one may wait behind another.
+    on a thread of their own until `stop`, and one may wait behind another; a third thread waits for
+    what a device computes, so that the next step is launched meanwhile.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class UniprocExecutor:
         self.rank = rank
         self._clock = clock
         self._model_thread = CallThread("model") if async_scheduling else None
+        self._results_thread = CallThread("model-results")
+        self._last_end = 0.0
         self.max_concurrent_batches = 2 if async_scheduling else 1
         self._is_broken_off = False
 
@@ -49,7 +53,11 @@ class UniprocExecutor:
         transport.self_check()
 
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
-        return self._call(functools.partial(self._execute, scheduler_output))
+        if self._model_thread is None:
+            return self._call(lambda: self._finish(*self._launch(scheduler_output)))
+        future: Future[ExecutedStep] = Future()
+        self._model_thread.submit(functools.partial(self._launch_for, scheduler_output, future))
+        return future
 
     def recover(self) -> None:
         self._is_broken_off = False
@@ -58,13 +66,13 @@ class UniprocExecutor:
         return None  # what ends this process ends the engine as well
 
     def sleep(self, level: int) -> int:
-        return self.rank.memory.release(level)
+        return self.rank.sleep(level)
 
     def restore_weights(self) -> None:
-        self.rank.memory.restore_weights()
+        self.rank.restore_weights()
 
     def restore_kv_cache(self) -> None:
-        self.rank.memory.restore_kv_cache()
+        self.rank.restore_kv_cache()
 
     def start_profile(self) -> "Future[None]":
         return self._call(self.rank.profiler.start)
@@ -79,19 +87,55 @@ class UniprocExecutor:
         return self.rank.kv_cache.block_checksums(block_ids)
 
     def stop(self) -> bool:
-        return self._model_thread is None or self._model_thread.close(STOP_TIMEOUT_S)
+        if self._model_thread is None:
+            return True
+        # What the one has launched, the other waits for.
+        is_over = self._model_thread.close(STOP_TIMEOUT_S)
+        return is_over and self._results_thread.close(STOP_TIMEOUT_S)
 
     def close(self) -> None:
         self.rank.close()
 
-    def _execute(self, scheduler_output: SchedulerOutput) -> ExecutedStep:
+    def _launch_for(
+        self, scheduler_output: SchedulerOutput, future: "Future[ExecutedStep]"
+    ) -> None:
+        """Launch a step, and have the other thread wait for it."""
+        try:
+            step, start = self._launch(scheduler_output)
+        except Exception as error:  # kept for whoever waits
+            future.set_exception(error)
+            return
+
+        def finish() -> None:
+            try:
+                future.set_result(self._finish(step, start))
+            except Exception as error:  # kept for whoever waits
+                future.set_exception(error)
+
+        self._results_thread.submit(finish)
+
+    def _launch(self, scheduler_output: SchedulerOutput) -> tuple[AsyncModelRunnerOutput, float]:
         if self._is_broken_off:
             raise RuntimeError("the step before this one failed")
-        self._is_broken_off = True  # until the step has succeeded
         start = self._clock()
-        output = self.rank.execute_model(scheduler_output)
-        self._is_broken_off = False
-        return ExecutedStep(output, self._clock() - start)
+        with self._breaks_off():
+            return self.rank.execute_model(scheduler_output), start
+
+    def _finish(self, step: AsyncModelRunnerOutput, start: float) -> ExecutedStep:
+        with self._breaks_off():
+            output = step.get_output()
+        # It waited for the step before, if that was still under way.
+        start, self._last_end = max(start, self._last_end), self._clock()
+        return ExecutedStep(output, self._last_end - start)
+
+    @contextlib.contextmanager
+    def _breaks_off(self) -> Iterator[None]:
+        """Let an exception be the end of the steps behind, too."""
+        try:
+            yield
+        except BaseException:
+            self._is_broken_off = True
+            raise
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         if self._model_thread is not None:

@@ -89,6 +89,10 @@ class StructuredOutputManager:
         """Rows that are constrained."""
         return len(self._rows)
 
+    def has_any(self, rows: Sequence[int]) -> bool:
+        """Is one of these rows constrained?"""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(rows)
+
     def add(self, row: int, grammar: CompiledGrammar, output_token_ids: Sequence[int]) -> None:
         """Constrain a row of the batch, which has some output already."""
         assert row not in self._rows, row

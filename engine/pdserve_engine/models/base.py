@@ -40,6 +40,13 @@ class Model(Protocol):
         """
         ...
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Do `forward` and `compute_logits` on CUDA only enqueue what their inputs' shapes say, so
+        that a graph replays them?
+        """
+        ...
+
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Write the tokens' KV into the cache; return normed states [num_tokens, hidden_size]."""
         ...

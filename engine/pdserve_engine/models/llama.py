@@ -113,6 +113,7 @@ class LlamaModel:
         self._checkpoint = checkpoint
         self._kernels = select(device)
         _warn_if_integers_save_nothing(config, self._kernels)
+        self.can_be_captured = True
         self.is_row_independent = self._kernels.is_row_independent(config.dtype)
         # The largest come first: while one is packed, memory holds it twice.
         self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)

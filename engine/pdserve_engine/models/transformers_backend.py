@@ -78,6 +78,7 @@ class TransformersModel:
 
     # Experts, norms and activations are torch's, whose bits depend on the batch.
     is_row_independent = False
+    can_be_captured = False  # what it runs is not ours to know
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
         self.config = config

@@ -3,6 +3,7 @@ rest.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pdserve_common.engine_types import EngineError, LogprobsLists
 from pdserve_common.sampling_params import SamplingParams
@@ -74,6 +75,18 @@ class ModelRunnerOutput:
     # all tokens banned).
     errors: dict[str, EngineError] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+
+    def get_output(self) -> "ModelRunnerOutput":
+        """Return itself: there is nothing to wait for."""
+        return self
+
+
+class AsyncModelRunnerOutput(Protocol):
+    """A step that the device computes, or has computed."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait until the device has finished. Any thread."""
+        ...
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()

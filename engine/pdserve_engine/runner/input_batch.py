@@ -38,6 +38,8 @@ class InputBatch:
         # Per KV group; a request's tables are equally long in all of them.
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
+        # How many requests have had the row.
+        self.generations = np.zeros(max_num_seqs, dtype=np.int64)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rows
@@ -53,6 +55,7 @@ class InputBatch:
         assert request.request_id not in self._rows, request.request_id
         row = self._free_rows.pop()
         self._rows[request.request_id] = row
+        self.generations[row] += 1
         num_tokens = len(request.all_token_ids)
         self.token_ids[row, :num_tokens] = request.all_token_ids
         self.num_tokens[row] = num_tokens
@@ -89,12 +92,28 @@ class InputBatch:
 
     def append_tokens(self, rows: LogitsRows, token_ids: Rows) -> None:
         """Add the tokens that were sampled for `rows`, which count."""
-        batch_rows = rows.batch_rows
-        columns = self.num_prompt_tokens[batch_rows] + rows.positions
-        self.token_ids[batch_rows, columns] = token_ids
+        self._append(rows, token_ids)
+        self.sampling.append_tokens(rows.batch_rows, token_ids)
+
+    def append_placeholders(self, rows: LogitsRows, placeholder: int) -> None:
+        """Add for each of `rows` a token that is known on the device only. Its sampling must not
+        look at tokens.
+        """
+        self._append(rows, np.full(len(rows), placeholder))
+
+    def replace_placeholders(self, rows: LogitsRows, token_ids: Rows) -> None:
+        """Put in the tokens that were sampled."""
+        self.token_ids[rows.batch_rows, self._columns(rows)] = token_ids
+
+    def _append(self, rows: LogitsRows, token_ids: Rows) -> None:
+        columns = self._columns(rows)
+        self.token_ids[rows.batch_rows, columns] = token_ids
         # Of several tokens of a request the last one decides.
-        self.num_tokens[batch_rows] = columns + 1
-        self.sampling.append_tokens(batch_rows, token_ids)
+        self.num_tokens[rows.batch_rows] = columns + 1
+
+    def _columns(self, rows: LogitsRows) -> Rows:
+        columns: Rows = self.num_prompt_tokens[rows.batch_rows] + rows.positions
+        return columns
 
     def output_token_ids(self, row: int) -> Rows:
         """Return a view of the row's tokens behind its prompt."""

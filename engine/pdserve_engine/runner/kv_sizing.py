@@ -13,10 +13,16 @@ from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.kv.memory import available_host_bytes, peak_growth, used_bytes
+from pdserve_engine.kv.memory import (
+    available_host_bytes,
+    peak_growth,
+    release_unused,
+    used_bytes,
+)
 from pdserve_engine.models.base import Model
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner.model_runner import ModelRunner
+from pdserve_engine.runner.runner_class import runner_class
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +60,7 @@ def measure_largest_step(
     max_model_len = model.config.max_model_len
     try:
         scheduler = _make_plain_scheduler(config, pool)
-        runner = ModelRunner(
+        runner = runner_class(device)(
             model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
         )
         for index, length in enumerate(lengths):
@@ -64,11 +70,26 @@ def measure_largest_step(
         def run() -> None:
             # Without an EngineCore, which would serve on after a step that fails.
             while scheduler.has_requests():
-                scheduler.update_from_output(runner.execute_model(scheduler.schedule()))
+                output = runner.execute_model(scheduler.schedule()).get_output()
+                scheduler.update_from_output(output)
 
-        return peak_growth(device, run)
+        growth = peak_growth(device, run)
+        return growth + _graph_bytes(runner, device)
     finally:
         pool.close()
+
+
+def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """Return what the runner's graphs take of a GPU, and give it back."""
+    if device.type != "cuda":
+        return 0
+    release_unused(device)
+    before = used_bytes(device)
+    runner.capture_graphs()
+    num_bytes = used_bytes(device) - before
+    runner.release_graphs()
+    release_unused(device)
+    return num_bytes
 
 
 def num_blocks_that_fit(

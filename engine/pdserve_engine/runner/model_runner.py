@@ -1,7 +1,7 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.models.base import ForwardInputs, Model
 from pdserve_engine.request.sched_output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     ModelRunnerOutput,
     SchedulerOutput,
 )
@@ -36,18 +37,21 @@ MAX_PROMPT_LOGITS_ROWS = 256
 MAX_PROMPT_LOGITS = 1 << 24
 
 
-class _Step(NamedTuple):
-    """One forward pass: its requests, those with one token first, and what the model gets."""
+class StepPlan(NamedTuple):
+    """One forward pass as arrays: its requests, those with one token first, and its tokens."""
 
     request_ids: tuple[str, ...]
     rows: Rows
-    # Of each request: its first token in the step, and how many follow.
+    # Of each request: its first token in the step, how many follow, and how many there are then.
     starts: Rows
     query_lens: Rows
-    inputs: ForwardInputs
+    seq_lens: Rows
+    # Of each token: its request's row, and its position in that request.
+    token_rows: Rows
+    positions: Rows
     logits_rows: LogitsRows
-    # [len(logits_rows)] int64 on the model's device: the hidden row that each is made from.
-    hidden_rows: torch.Tensor
+    # [len(logits_rows)]: the hidden row that each is made from.
+    hidden_rows: Rows
 
 
 class ModelRunner:
@@ -84,21 +88,29 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
         """Compute the scheduled tokens; sample for requests whose last known token was among them.
 
-        Returns after the device has finished, so the KV of this step may be announced.
+        When the output is there, the device has finished: the KV of this step may be announced.
         """
         self._update_state(scheduler_output)
         scheduled = self._without_late(scheduler_output.num_scheduled_tokens)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        step = self._prepare(scheduled)
-        hidden_states = self.model.forward(step.inputs)
-        prompt_logprobs = self._prompt_logprobs(step, hidden_states)
-        if len(step.logits_rows):
-            return self._sample(step, hidden_states, prompt_logprobs)
-        return self._output_without_tokens(step, prompt_logprobs)
+        return self._compute(self._plan(scheduled))
+
+    def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
+        hidden_states = self.model.forward(self._make_inputs(plan))
+        prompt_logprobs = self._prompt_logprobs(plan, hidden_states)
+        if len(plan.logits_rows):
+            return self._sample(plan, hidden_states, prompt_logprobs)
+        return self._output_without_tokens(plan, prompt_logprobs)
+
+    def capture_graphs(self) -> None:
+        """Record what a device can replay. Nothing here."""
+
+    def release_graphs(self) -> None:
+        """Forget what was recorded: memory that it reads is about to go. All steps are over."""
 
     def close(self) -> None:
         """End the threads that match grammars."""
@@ -132,7 +144,7 @@ class ModelRunner:
         has_token = batch.num_computed_tokens[rows] < batch.num_tokens[rows]
         return dict(itertools.compress(num_scheduled_tokens.items(), has_token.tolist()))
 
-    def _prepare(self, num_scheduled_tokens: dict[str, int]) -> _Step:
+    def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
         batch = self._batch
         # Decodes, which are the requests with one token, go first; the sort is stable.
         scheduled = sorted(num_scheduled_tokens.items(), key=_is_chunk)
@@ -144,81 +156,83 @@ class ModelRunner:
         seq_lens = num_computed + query_lens
         num_known = batch.num_tokens[rows]
         assert (seq_lens <= num_known).all(), "scheduled past the last known token"
-
-        # Of each token: its request's row, and its position in that request.
-        token_rows = rows.repeat(query_lens)
-        positions = np.arange(ends[-1]) + (num_computed - ends + query_lens).repeat(query_lens)
         sampled = np.flatnonzero(seq_lens == num_known)
-        return _Step(
+        first = num_computed - ends + query_lens
+        return StepPlan(
             request_ids=request_ids,
             rows=rows,
             starts=ends - query_lens,
             query_lens=query_lens,
-            inputs=ForwardInputs(
-                token_ids=self._to_device(batch.token_ids[token_rows, positions]),
-                positions=self._to_device(positions),
-                kv_cache=self.kv_cache.tensor,
-                metadata=self._build_metadata(rows, query_lens, seq_lens, token_rows, positions),
-            ),
+            seq_lens=seq_lens,
+            token_rows=rows.repeat(query_lens),
+            positions=np.arange(ends[-1]) + first.repeat(query_lens),
             logits_rows=batch.next_rows(rows[sampled]),
-            hidden_rows=self._to_device(ends[sampled] - 1),
+            hidden_rows=ends[sampled] - 1,
         )
 
-    def _build_metadata(
-        self, rows: Rows, query_lens: Rows, seq_lens: Rows, token_rows: Rows, positions: Rows
-    ) -> tuple[AttentionMetadata, ...]:
+    def _make_inputs(self, plan: StepPlan) -> ForwardInputs:
+        return ForwardInputs(
+            token_ids=self._to_device(self._batch.token_ids[plan.token_rows, plan.positions]),
+            positions=self._to_device(plan.positions),
+            kv_cache=self.kv_cache.tensor,
+            metadata=self._build_metadata(plan),
+        )
+
+    def _build_metadata(self, plan: StepPlan) -> tuple[AttentionMetadata, ...]:
         """Describe the step to each KV group: they differ in where their blocks are."""
-        block_size = self._block_size
-        max_blocks = -(-int(seq_lens.max()) // block_size)
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
-        query_lens.cumsum(out=query_start_loc[1:])
-        blocks, offsets = positions // block_size, positions % block_size
+        max_blocks = -(-int(plan.seq_lens.max()) // self._block_size)
+        query_start_loc = np.zeros(len(plan.rows) + 1, dtype=np.int32)
+        plan.query_lens.cumsum(out=query_start_loc[1:])
         describe = partial(
             AttentionMetadata,
             query_start_loc=self._to_device(query_start_loc),
-            seq_lens=self._to_device(seq_lens.astype(np.int32)),
-            query_lens_host=tuple(query_lens.tolist()),
-            seq_lens_host=tuple(seq_lens.tolist()),
-            num_decodes=int((query_lens == 1).sum()),
+            seq_lens=self._to_device(plan.seq_lens.astype(np.int32)),
+            query_lens_host=tuple(plan.query_lens.tolist()),
+            seq_lens_host=tuple(plan.seq_lens.tolist()),
+            num_decodes=int((plan.query_lens == 1).sum()),
         )
-        metadata = []
-        for block_table in self._batch.block_tables:
-            block_ids = block_table[token_rows, blocks].astype(np.int64)
-            metadata.append(
-                describe(
-                    block_table=self._to_device(block_table[rows, :max_blocks]),
-                    slot_mapping=self._to_device(block_ids * block_size + offsets),
-                )
+        tables = self._batch.block_tables
+        return tuple(
+            describe(
+                block_table=self._to_device(table[plan.rows, :max_blocks]),
+                slot_mapping=self._to_device(slots),
             )
-        return tuple(metadata)
+            for table, slots in zip(tables, self._slot_mappings(plan), strict=True)
+        )
+
+    def _slot_mappings(self, plan: StepPlan) -> Iterator[Rows]:
+        """Yield where each token's KV goes, for each KV group."""
+        blocks, offsets = np.divmod(plan.positions, self._block_size)
+        for table in self._batch.block_tables:
+            yield table[plan.token_rows, blocks].astype(np.int64) * self._block_size + offsets
 
     def _sample(
         self,
-        step: _Step,
+        plan: StepPlan,
         hidden_states: torch.Tensor,
         prompt_logprobs: dict[str, LogprobsLists],
     ) -> ModelRunnerOutput:
-        hidden_rows, rows = step.hidden_rows, step.logits_rows
+        hidden_rows, rows = self._to_device(plan.hidden_rows), plan.logits_rows
         masks = self._batch.sampling.take_masks(rows)
         if masks is not None and masks.late:
             on_time = np.setdiff1d(np.arange(len(rows)), masks.late)
             masks, rows = masks.select(on_time.tolist()), rows.select(on_time)
             hidden_rows = hidden_rows[self._to_device(on_time)]
         if not len(rows):
-            return self._output_without_tokens(step, prompt_logprobs)
+            return self._output_without_tokens(plan, prompt_logprobs)
         if len(hidden_rows) < len(hidden_states):
             hidden_states = hidden_states[hidden_rows]
         sampled = self._choose(hidden_states, rows, masks).accepted()
         self._batch.append_tokens(sampled.rows, sampled.token_ids)
-        return _by_request(step, sampled, prompt_logprobs)
+        return by_request(plan, sampled, prompt_logprobs)
 
     def _output_without_tokens(
-        self, step: _Step, prompt_logprobs: dict[str, LogprobsLists]
+        self, plan: StepPlan, prompt_logprobs: dict[str, LogprobsLists]
     ) -> ModelRunnerOutput:
         self._synchronize()
         return ModelRunnerOutput(
-            request_ids=step.request_ids,
-            sampled_token_ids=((),) * len(step.request_ids),
+            request_ids=plan.request_ids,
+            sampled_token_ids=((),) * len(plan.request_ids),
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -236,16 +250,16 @@ class ModelRunner:
         return batch.sampling.sample(logits, rows, batch.output_token_ids, masks)
 
     def _prompt_logprobs(
-        self, step: _Step, hidden_states: torch.Tensor
+        self, plan: StepPlan, hidden_states: torch.Tensor
     ) -> dict[str, LogprobsLists]:
         """Score the prompt tokens that follow the computed ones, for the requests that ask."""
         logprobs: dict[str, LogprobsLists] = {}
-        num_top = self._batch.sampling.num_prompt_logprobs[step.rows]
+        num_top = self._batch.sampling.num_prompt_logprobs[plan.rows]
         for index in np.flatnonzero(num_top != NO_LOGPROBS).tolist():
-            targets = self._batch.prompt_targets(int(step.rows[index]), int(step.query_lens[index]))
+            targets = self._batch.prompt_targets(int(plan.rows[index]), int(plan.query_lens[index]))
             if len(targets):
-                start = int(step.starts[index])
-                logprobs[step.request_ids[index]] = self._score(
+                start = int(plan.starts[index])
+                logprobs[plan.request_ids[index]] = self._score(
                     hidden_states[start : start + len(targets)], targets, int(num_top[index])
                 )
         return logprobs
@@ -278,12 +292,12 @@ def _is_chunk(scheduled: tuple[str, int]) -> bool:
     return scheduled[1] > 1
 
 
-def _by_request(
-    step: _Step, sampled: SampledTokens, prompt_logprobs: dict[str, LogprobsLists]
+def by_request(
+    plan: StepPlan, sampled: SampledTokens, prompt_logprobs: dict[str, LogprobsLists]
 ) -> ModelRunnerOutput:
-    requests = dict(zip(step.rows.tolist(), step.request_ids, strict=True))
+    requests = dict(zip(plan.rows.tolist(), plan.request_ids, strict=True))
     request_ids = [requests[row] for row in sampled.rows.batch_rows.tolist()]
-    token_ids: dict[str, tuple[int, ...]] = dict.fromkeys(step.request_ids, ())
+    token_ids: dict[str, tuple[int, ...]] = dict.fromkeys(plan.request_ids, ())
     for request_id, token_id in zip(request_ids, sampled.token_ids.tolist(), strict=True):
         token_ids[request_id] += (token_id,)
     logprobs: dict[str, LogprobsLists] = {}
@@ -291,7 +305,7 @@ def _by_request(
         known = logprobs.get(request_ids[i])
         logprobs[request_ids[i]] = lists if known is None else known + lists
     return ModelRunnerOutput(
-        request_ids=step.request_ids,
+        request_ids=plan.request_ids,
         sampled_token_ids=tuple(token_ids.values()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -8,12 +8,12 @@ from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
-from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
-from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.numerics import numerics_id
 from pdserve_engine.runner.profiler import StepProfiler
+from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sleep import SleepingMemory
 from pdserve_engine.runner.threads import use_threads
 from pdserve_kernels import name_of, select
@@ -58,7 +58,7 @@ class Rank:
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         source = self._source
         self.kv_cache = KVCache(source.spec, num_blocks=num_blocks, device=source.device)
-        self._runner = ModelRunner(
+        self._runner = runner_class(source.device)(
             self._model,
             self.kv_cache,
             max_num_seqs=self._config.scheduler.max_batch_size,
@@ -73,13 +73,32 @@ class Rank:
             load_model=source.reload,
             keeps_pool=_is_pool_pinned(self._config),
         )
+        self._runner.capture_graphs()
+
+    def sleep(self, level: int) -> int:
+        self._runner.release_graphs()
+        return self.memory.release(level)
+
+    def restore_weights(self) -> None:
+        self.memory.restore_weights()
+        self._capture_graphs()
+
+    def restore_kv_cache(self) -> None:
+        self.memory.restore_kv_cache()
+        self._capture_graphs()
+
+    def _capture_graphs(self) -> None:
+        """Once all is back that they read; weights and pool may come back one by one."""
+        if self.memory.is_complete:
+            self._runner.capture_graphs()
 
     def close(self) -> None:
         """Give the pool's memory back."""
         self._runner.close()
         self.kv_cache.close()
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
+        """Begin a step, behind those that were begun before."""
         return self._runner.execute_model(scheduler_output)
 
 

@@ -43,6 +43,12 @@ class SleepingMemory:
         # Weights that lie in host memory, by the storage they came from.
         self._on_host: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
+    @property
+    def is_complete(self) -> bool:
+        """Is nothing given back?"""
+        has_weights = self._owner.model is not None and not self._on_host
+        return has_weights and not self._is_pool_released
+
     def release(self, level: int) -> int:
         """Give back what `level` says and return how many bytes the device got back."""
         before = used_bytes(self._device)

@@ -135,6 +135,16 @@ class SamplingState:
         """Return what grammars allow next; None if there are none among the rows."""
         return self.grammars.take(rows.batch_rows.tolist())
 
+    def looks_back(self, batch_rows: Rows) -> bool:
+        """Must the host see the tokens before these rows, or their logits, to sample them?"""
+        return bool(
+            self._has_rules[batch_rows].any()
+            or (self._num_logprobs[batch_rows] != NO_LOGPROBS).any()
+            or (self.num_prompt_logprobs[batch_rows] != NO_LOGPROBS).any()
+            or self._penalties.are_asked_for(batch_rows)
+            or self.grammars.has_any(batch_rows.tolist())
+        )
+
     def is_greedy(self, rows: LogitsRows) -> bool:
         """Do all these rows want the best token, and nothing else of their logits?"""
         return not self._wants_logits[rows.batch_rows].any()
@@ -162,7 +172,7 @@ class SamplingState:
         mask = None if masks is None else self._to_device(masks.bitmask)
         errors = self._apply_rules(logits, rows, output_token_ids, mask)
         self._penalties.apply(logits, rows)
-        token_ids = self._kernels.sample(logits, self._describe(rows), mask=mask).cpu().numpy()
+        token_ids = self._kernels.sample(logits, self.describe(rows), mask=mask).cpu().numpy()
         errors |= errors_of_masks(masks, token_ids)
         token_ids[list(errors)] = DUMMY_TOKEN_ID
         logprobs: dict[int, LogprobsLists] = {}
@@ -172,7 +182,8 @@ class SamplingState:
             logprobs.pop(index, None)
         return SampledTokens(rows, token_ids, logprobs, errors, num_nans)
 
-    def _describe(self, rows: LogitsRows) -> SamplingBatch:
+    def describe(self, rows: LogitsRows) -> SamplingBatch:
+        """Return what the rows ask of the kernels."""
         batch_rows = rows.batch_rows
         return SamplingBatch(
             temperature=self._temperature[batch_rows],

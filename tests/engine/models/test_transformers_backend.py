@@ -21,42 +21,22 @@ from pdserve_engine.models.config import FAMILIES, LlamaConfig, ModelError
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.transformers_backend import CHECKED_ARCHITECTURES
 from support.model_driver import Driver, make_prompt, record_logits
+from support.models import BACKEND_MODELS, EXPERTS, WINDOW
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-WINDOW = 32
-GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "pad_token_id": 0}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
-    ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        GEMMA
-        | {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    ),
-    "phi3": ("Phi3ForCausalLM", {"pad_token_id": 0}),
-    "phi3-window": ("Phi3ForCausalLM", {"pad_token_id": 0, "sliding_window": WINDOW}),
-    "olmo2": ("Olmo2ForCausalLM", {}),
-    "gpt-neox": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
-    "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 2.0}),
-    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": WINDOW}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4}),
-}
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
     return load_model(folder, read_model_config(folder), device=CPU, **kwargs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BACKEND_MODELS)
 def test_greedy_text_is_that_of_transformers(
     make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
 ) -> None:
-    architecture, overrides = MODELS[name]
+    architecture, overrides = BACKEND_MODELS[name]
     folder = make_model(architecture, **overrides)
     driver = Driver(folder)
     prompts = {str(n): make_prompt(n) for n in (1, WINDOW - 1, WINDOW, 50, 200)}
@@ -88,7 +68,7 @@ def test_native_models_give_the_same_text_on_either_implementation(
 
 
 def test_all_architectures_that_are_called_checked_are_compared_here() -> None:
-    compared = {architecture for architecture, _ in MODELS.values()} | set(FAMILIES)
+    compared = {architecture for architecture, _ in BACKEND_MODELS.values()} | set(FAMILIES)
     assert compared == CHECKED_ARCHITECTURES
 
 
@@ -96,7 +76,7 @@ def test_all_architectures_that_are_called_checked_are_compared_here() -> None:
 def test_bfloat16_logits_are_close_to_transformers(
     make_model: Callable[..., Path], hf_model: Callable[..., Any], name: str
 ) -> None:
-    architecture, overrides = MODELS[name]
+    architecture, overrides = BACKEND_MODELS[name]
     folder = make_model(architecture, **overrides)
     driver = Driver(folder, dtype="bfloat16")
     seen = record_logits(driver)
@@ -185,7 +165,7 @@ def test_says_which_implementation_runs_a_model_and_why(
 def test_a_hybrid_model_runs_in_a_whole_engine_with_prefix_hits(
     make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
 ) -> None:
-    architecture, overrides = MODELS["gemma3"]
+    architecture, overrides = BACKEND_MODELS["gemma3"]
     folder = make_model(architecture, **overrides)
     engine = load_engine(
         EngineConfig(

@@ -1,0 +1,384 @@
+"""Models and engines on a GPU: against transformers, the CPU's kernels and themselves.
+
+PDSERVE_TEST_DEVICE=cpu runs the same tests on the CPU, to see that they are right.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, KVTransferParams
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.rpc import RpcServer
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.verbs import Sleep, WakeUp
+from pdserve_engine.clients.launch import WorkerEngine, launch_engine
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.kv.memory import release_unused, used_bytes
+from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_kernels import select
+from pdserve_worker.kv_link_client import KVLinkPool
+from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
+from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
+from support.steps import before_steps
+from support.waiting import until
+
+DEVICE = torch.device(os.environ.get("PDSERVE_TEST_DEVICE", "cuda"))
+IS_CUDA = DEVICE.type == "cuda"
+MODELS = NATIVE_MODELS | BACKEND_MODELS
+MIB = 1 << 20
+NUM_TOKENS = 20
+# Shorter than a block, whole blocks, longer than a window, and in several chunks.
+LENGTHS = (1, 15, 16, 17, WINDOW - 1, WINDOW, 90, 300)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(IS_CUDA and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    yield
+    release_unused(DEVICE)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_in_fp32_is_that_of_transformers(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    architecture, overrides = MODELS[name]
+    folder = make_model(architecture, **overrides)
+    driver = Driver(folder, device=DEVICE)
+    prompts = {str(n): make_prompt(n) for n in LENGTHS}
+    for request_id, prompt in prompts.items():
+        driver.add(request_id, prompt)
+    # Chunks of 70 are cut inside blocks, and the short prompts decode beside the long one's.
+    driver.run(*prompts, num_tokens=NUM_TOKENS, chunk=70)
+    for request_id, prompt in prompts.items():
+        expected = hf_greedy(folder, prompt, NUM_TOKENS)
+        assert driver.sequences[request_id].output == expected, request_id
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_logits_are_close_to_transformers(
+    make_model: Callable[..., Path], hf_model: Callable[..., Any], name: str
+) -> None:
+    """Of a prompt's last token and of a decode step."""
+    architecture, overrides = MODELS[name]
+    folder = make_model(architecture, **overrides)
+    driver = Driver(folder, device=DEVICE, dtype="bfloat16")
+    seen = record_logits(driver)
+    driver.add("a", make_prompt(75))
+    driver.run("a", num_tokens=2, chunk=40)
+    token_ids = torch.tensor([driver.sequences["a"].token_ids[:-1]])
+    with torch.inference_mode():
+        expected = hf_model(folder)(token_ids).logits[0, -2:]
+        rounded = hf_model(folder, "bfloat16")(token_ids).logits[0, -2:]
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits.cpu().float() - expected).abs().mean() / expected.std())
+
+    # Rounding makes much of some models' logits, as where an expert was chosen by a hair.
+    assert error(torch.cat(seen)) < max(0.1, 2 * error(rounded))
+
+
+# ---- sampling
+
+
+PARAMS = {
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k": SamplingParams(temperature=1.0, top_k=20),
+    "top-p": SamplingParams(temperature=1.2, top_p=0.8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05),
+    "all": SamplingParams(temperature=1.5, top_k=50, top_p=0.9, min_p=0.01),
+    "greedy": SamplingParams(temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_samples_are_those_of_the_cpu_for_equal_logits(
+    make_model: Callable[..., Path], dtype: str
+) -> None:
+    # A vocabulary that no power of two divides.
+    driver = Driver(make_model("Qwen3ForCausalLM", vocab_size=5003), device=DEVICE, dtype=dtype)
+    logits = recorded(driver.runner.model, "compute_logits")
+    settings = recorded(driver.runner._batch.sampling, "describe")
+    for seed, (name, params) in enumerate(PARAMS.items()):
+        driver.add(name, make_prompt(20 + seed), params=params, seed=seed)
+    num_sampled = 0
+    while num_sampled < NUM_TOKENS * len(PARAMS):
+        output = driver.step(dict.fromkeys(PARAMS, 16))
+        tokens = [token_id for token_ids in output.sampled_token_ids for token_id in token_ids]
+        if tokens:
+            assert tokens == select(CPU).sample(logits[-1].cpu(), settings[-1]).tolist()
+            num_sampled += len(tokens)
+    assert len({tuple(driver.sequences[name].output) for name in PARAMS}) == len(PARAMS)
+
+
+def recorded(owner: Any, name: str) -> list[Any]:
+    """Return a list that from now on gets what a method returns, as it is then."""
+    method, results = getattr(owner, name), []
+
+    def record(*args: Any) -> Any:
+        result = method(*args)
+        results.append(result.clone() if isinstance(result, torch.Tensor) else result)
+        return result
+
+    setattr(owner, name, record)
+    return results
+
+
+# ---- engines
+
+
+def config_of(model: Path, **fields: Any) -> EngineConfig:
+    settings = {
+        "model": str(model),
+        "device": DEVICE.type,
+        "dtype": "float32",
+        "num_threads": 0 if IS_CUDA else 1,
+        "kv_connector": "none",
+        "num_blocks": 256,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+    } | fields
+    return EngineConfig(**settings)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def loaded(model: Path, **fields: Any) -> Iterator[LoadedEngine]:
+    engine = load_engine(
+        config_of(model, **fields),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def greedy_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling_params=params,
+        **fields,
+    )
+
+
+def generate(engine: LoadedEngine, prompts: list[list[int]]) -> list[list[int]]:
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    for name, prompt in zip(tokens, prompts, strict=True):
+        engine.core.add_request(greedy_request(name, prompt))
+    while engine.core.has_work():
+        for outputs in engine.core.step().outputs.values():
+            for output in outputs:
+                assert output.error is None, output.error
+                tokens[output.request_id].extend(output.new_token_ids)
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_engine_says_what_transformers_says_with_prefix_hits_and_preemptions(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], *, async_scheduling: bool
+) -> None:
+    folder = make_model("Qwen3ForCausalLM")
+    prompts = [make_prompt(length) for length in (20, 90, 300, 5, 64, 33)]
+    expected = [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    with loaded(folder, num_blocks=34, async_scheduling=async_scheduling) as engine:
+        for _ in range(2):
+            assert generate(engine, prompts) == expected
+        assert engine.core.scheduler.kv.block_pool.num_free_blocks == 34
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_that_fails_costs_nothing_but_time(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], *, async_scheduling: bool
+) -> None:
+    folder = make_model()
+    prompts = [make_prompt(length) for length in (20, 90, 150)]
+    with loaded(folder, async_scheduling=async_scheduling) as engine:
+        num_shared_steps = 0
+
+        def fail_sometimes(step: SchedulerOutput) -> None:
+            nonlocal num_shared_steps
+            if len(step.num_scheduled_tokens) > 1:  # one alone would be blamed
+                num_shared_steps += 1
+                if num_shared_steps in (2, 8):
+                    raise RuntimeError("a passing fault")
+
+        with before_steps(fail_sometimes):
+            tokens = generate(engine, prompts)
+        assert num_shared_steps > 8
+    assert tokens == [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="the CPU's pool is of another size")
+def test_the_pool_leaves_room_for_the_largest_step(make_model: Callable[..., Path]) -> None:
+    # Logits of 64 rows take 50 MiB in fp32, activations of 4096 tokens more.
+    folder = make_model(
+        vocab_size=200_000,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+    )
+    release_unused(DEVICE)
+    _, total = torch.cuda.mem_get_info(DEVICE)
+    budget = used_bytes(DEVICE) + 6144 * MIB
+    with loaded(
+        folder,
+        dtype="bfloat16",
+        num_blocks=None,
+        max_model_len=8192,
+        max_num_batched_tokens=4096,
+        max_num_seqs=64,
+        gpu_memory_utilization=budget / total,
+        enable_prefix_caching=False,
+    ) as engine:
+        rank: Any = engine.core.executor.rank  # type: ignore[attr-defined]
+        assert 3072 * MIB < rank.kv_cache.num_bytes < 6144 * MIB
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=1, max_tokens=8)
+        for index in range(64):
+            request = greedy_request(str(index), make_prompt(64 + index))
+            engine.core.add_request(dataclasses.replace(request, sampling_params=params))
+        while engine.core.has_work():
+            engine.core.step()
+        # What comes after the pool was sized, as graphs of decodes, is small.
+        assert used_bytes(DEVICE) < budget + 1024 * MIB
+
+
+# ---- clients
+
+
+class Client:
+    """One front end, and the tokens that it gets."""
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self._engine = engine
+        self._messages: list[EngineCoreOutputs] = []
+        self._index = engine.register_client(self._messages.append)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        self._engine.add_request(dataclasses.replace(request, client_index=self._index))
+
+    async def tokens(self, request_id: str) -> list[int]:
+        """Wait for the request's end."""
+        await until(lambda: any(output.finished for output in self._outputs(request_id)))
+        outputs = self._outputs(request_id)
+        assert [output.error for output in outputs if output.error] == []
+        return [token_id for output in outputs for token_id in output.new_token_ids]
+
+    def _outputs(self, request_id: str) -> list[Any]:
+        outputs = [output for message in self._messages for output in message.outputs]
+        return [output for output in outputs if output.request_id == request_id]
+
+
+@contextlib.asynccontextmanager
+async def launched(
+    model: Path, *, role: Any = "decode", engine_id: str = "d0", **fields: Any
+) -> AsyncIterator[WorkerEngine]:
+    engine = await launch_engine(
+        config_of(model, **fields), role=role, engine_id=engine_id, registry=CollectorRegistry()
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_has_slept_says_the_same(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], level: int
+) -> None:
+    folder, prompt = make_model("Qwen3ForCausalLM"), make_prompt(90)
+    # 64 MiB of KV.
+    async with launched(folder, engine_process="inproc", num_blocks=5461) as engine:
+        client = Client(engine)
+        for attempt in range(3):
+            request_id = f"r{attempt}"
+            client.add(greedy_request(request_id, prompt))
+            assert await client.tokens(request_id) == hf_greedy(folder, prompt, NUM_TOKENS)
+            num_bytes = await engine.call(Sleep(level=level))
+            assert num_bytes > 60 * MIB or not IS_CUDA
+            await engine.call(WakeUp())
+
+
+async def test_an_engine_in_its_own_process_serves(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
+) -> None:
+    folder, prompt = make_model(), make_prompt(90)
+    async with launched(folder, engine_process="subprocess") as engine:
+        client = Client(engine)
+        client.add(greedy_request("a", prompt))
+        assert await client.tokens("a") == hf_greedy(folder, prompt, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-window"])
+async def test_p_hands_over_to_d_from_gpu_memory_to_gpu_memory(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    """Each in a process of its own, as workers run them; prompts of one chunk and of several."""
+    architecture, overrides = NATIVE_MODELS[name]
+    folder = make_model(architecture, **overrides)
+    fields = {"engine_process": "subprocess", "kv_connector": "nixl"}
+    async with (
+        launched(folder, role="prefill", engine_id="p0", **fields) as p,
+        launched(folder, role="decode", engine_id="d0", **fields) as d,
+        linked(p, d) as port,
+    ):
+        on_p, on_d = Client(p), Client(d)
+        to_d = KVTransferParams(do_remote_decode=True, remote_engine_id="d0")
+        to_p = KVTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id="p0",
+            remote_host="127.0.0.1",
+            remote_port=port,
+        )
+        prompts = {str(length): make_prompt(length) for length in (17, 64, 300)}
+        for request_id, prompt in prompts.items():
+            on_d.add(greedy_request(request_id, prompt, kv_transfer_params=to_p))
+            on_p.add(greedy_request(request_id, prompt, kv_transfer_params=to_d))
+        for request_id, prompt in prompts.items():
+            expected = hf_greedy(folder, prompt, NUM_TOKENS)
+            assert await on_p.tokens(request_id) == expected[:1]
+            assert await on_d.tokens(request_id) == expected
+        await until(lambda: not p.stats().num_open_kv_sessions)
+
+
+@contextlib.asynccontextmanager
+async def linked(p: WorkerEngine, d: WorkerEngine) -> AsyncIterator[int]:
+    """Carry the KvLink between two engines as their services do; yield P's port."""
+    p_connector: Any = p.connector
+    d_connector: Any = d.connector
+    server = RpcServer("127.0.0.1", 0)
+    servicer = KvTransferServicer(p_connector)
+    servicer.add_to_server(server.server)
+    await server.start([SERVICE_NAME])
+    pool = KVLinkPool(d_connector)
+    try:
+        yield server.port
+    finally:
+        await pool.close()
+        await servicer.close()
+        await server.stop(1.0)
