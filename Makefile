@@ -30,7 +30,7 @@ IS_REACHABLE := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], 
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-grammars images test-images protos chart pictures lint format typecheck clean
+.PHONY: help install run up test test-fast test-live test-gpu test-sanitized clients crds soak fuzz bench bench-edge bench-handoff bench-peers bench-cpu bench-gpu bench-grammars images test-images protos chart pictures lint format typecheck clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -129,6 +129,9 @@ bench-peers: $(DEV_INSTALLED) $(PEERS_INSTALLED) ## Run our pair of services aga
 bench-cpu: $(DEV_INSTALLED) $(PEERS_INSTALLED) ## Run our engine, vLLM and transformers on the CPU in turns, then our servers and vLLM's
 	$(BIN)/python benchmarks/bench_cpu.py
 	$(BIN)/python benchmarks/bench_cpu.py --served
+
+bench-gpu: $(DEV_INSTALLED) ## Run kernels, engine, transformers and handoff on this machine's GPU
+	$(BIN)/python benchmarks/bench_gpu.py
 
 bench-grammars: $(DEV_INSTALLED) ## Run the benchmark of what grammars cost steps, first tokens and neighbours
 	$(BIN)/python benchmarks/bench_grammars.py
