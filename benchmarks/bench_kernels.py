@@ -31,8 +31,15 @@ def measure(function: Callable[[], object], device: torch.device, seconds: float
     return best * 1e3
 
 
-def make_metadata(query_lens: list[int], seq_lens: list[int], num_decodes: int, device: str):
-    blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
+def make_metadata(
+    query_lens: list[int],
+    seq_lens: list[int],
+    num_decodes: int,
+    device: str,
+    block_size: int = BLOCK_SIZE,
+) -> AttentionMetadata:
+    """Describe requests whose blocks lie anywhere."""
+    blocks = [-(-length // block_size) for length in seq_lens]
     ids = torch.randperm(sum(blocks), dtype=torch.int32)
     table = torch.zeros(len(seq_lens), max(blocks), dtype=torch.int32)
     for row, (own, part) in enumerate(zip(blocks, ids.split(blocks), strict=True)):
