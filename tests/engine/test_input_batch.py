@@ -68,3 +68,26 @@ def test_a_request_may_get_several_tokens_in_a_step_or_none() -> None:
 def test_tables_that_do_not_fit_the_groups_are_refused(block_ids: tuple[list[int], ...]) -> None:
     with pytest.raises((AssertionError, ValueError)):
         make_batch(2).add(describe("a", block_ids))
+
+
+def test_a_token_that_is_on_the_device_only_counts_until_it_comes() -> None:
+    batch = make_batch(1)
+    batch.add(describe("a", ([0],)))
+    row = batch.row_of("a")
+    rows = batch.next_rows(np.array([row]))
+    batch.append_placeholders(rows, -1)
+    assert batch.num_tokens[row] == 4
+    assert batch.next_rows(np.array([row])).positions.tolist() == [1]
+    batch.replace_placeholders(rows, np.array([7]))
+    assert batch.output_token_ids(row).tolist() == [7]
+
+
+def test_a_row_tells_its_requests_apart() -> None:
+    batch = make_batch(1)
+    batch.add(describe("a", ([0],)))
+    row = batch.row_of("a")
+    before = batch.generations[row]
+    batch.remove("a")
+    batch.add(describe("a", ([0],)))
+    assert batch.row_of("a") == row
+    assert batch.generations[row] != before

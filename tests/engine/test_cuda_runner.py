@@ -1,0 +1,129 @@
+"""The runner on CUDA: on a GPU, or with interpreted kernels and events that are over at once.
+
+What it launches ahead must bring the tokens that the plain runner brings, whatever comes between.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
+from support.model_driver import Driver, make_prompt
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NUM_STEPS = 8
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
+    # Looks back at its tokens: a step with it waits for those before.
+    SamplingParams(temperature=0.0, repetition_penalty=1.5),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
+def test_it_agrees_with_the_plain_runner_in_the_interpreter() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+class Event:
+    """Of a device that is never behind."""
+
+    def __init__(self, **options: object) -> None:
+        self.num_queries = 0
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        """Say once that it is not over, as a step that runs would."""
+        self.num_queries += 1
+        return self.num_queries > 1
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def make_driver(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Driver]:
+    """Make a driver of the runner for CUDA."""
+    from pdserve_engine.models import llama
+    from pdserve_engine.runner.cuda_runner import CudaModelRunner
+    from pdserve_engine.sampling import state
+    from pdserve_kernels import triton
+    from support import model_driver
+
+    for module in (llama, state):
+        monkeypatch.setattr(module, "select", lambda device: triton)
+    monkeypatch.setattr(model_driver, "runner_class", lambda device: CudaModelRunner)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return lambda: Driver(make_model("Qwen3ForCausalLM"))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_steps_that_are_launched_ahead_bring_the_same_tokens(
+    make_model: Callable[..., Path], make_driver: Callable[[], Driver]
+) -> None:
+    """Each step is launched before anybody has looked at the one before; requests come and go."""
+    plain, ahead = Driver(make_model("Qwen3ForCausalLM")), make_driver()
+    for driver in (plain, ahead):
+        for i, params in enumerate(PARAMS[:2]):
+            driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
+    for step in range(NUM_STEPS):
+        if step == 3:
+            for driver in (plain, ahead):
+                driver.add("late", make_prompt(20), params=PARAMS[2], seed=9)
+        if step == 5:
+            for driver in (plain, ahead):
+                driver.preempt("1")
+        if step == 6:
+            for driver in (plain, ahead):
+                driver.finish("0")
+        chunks = dict.fromkeys(plain.sequences, 12)
+        plain.step(chunks)
+        ahead.step(chunks)
+        outputs = {name: sequence.output for name, sequence in plain.sequences.items()}
+        assert {name: s.output for name, s in ahead.sequences.items()} == outputs
+    assert all(outputs.values())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_a_token_that_the_host_has_not_seen_is_the_next_step_s_input(
+    make_driver: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, unseen = make_driver(), make_driver()
+    launched: list[AsyncModelRunnerOutput] = []
+    for driver in (seen, unseen):
+        driver.add("a", make_prompt(7))
+    seen.run("a", num_tokens=4)
+    runner: Any = unseen.runner
+    monkeypatch.setattr(runner, "_apply_launched", lambda *, wait: None)
+    execute = runner.execute_model
+
+    def launch(scheduled: Any) -> AsyncModelRunnerOutput:
+        output = execute(scheduled)
+        launched.append(output)
+        return output
+
+    monkeypatch.setattr(runner, "execute_model", launch)
+    unseen.run("a", num_tokens=4)
+    assert unseen.sequences["a"].output == seen.sequences["a"].output
+    assert len(launched) == 4
