@@ -59,6 +59,16 @@ class RouterConfig(TlsConfig):
         "and probes are on METRICS_PORT, METRICS_PORT + 1, ...",
     )
     router_id: str = opt("router", "Stable name of this router, shown to workers and in logs.")
+    cell_size: int = opt(
+        64,
+        "Workers that this router attaches to, of a longer list a share with the list's ratio of "
+        "prefill to decode; 0: all.",
+    )
+    cell: str = opt(
+        "",
+        "Routers of the same name here share a cell of workers; names that end in -0, -1, ... take "
+        "the cells in turn. Unset: router_id.",
+    )
     routing_policy: str = opt(
         "prefix",
         f"How workers are chosen: {', '.join(sorted(ROUTING_POLICIES))}. prefix: P and D together, "
@@ -227,7 +237,10 @@ class RouterConfig(TlsConfig):
             raise ValueError(
                 f"max_deadline_s is {self.max_deadline_s}, must be at most {MAX_TIMEOUT_S}"
             )
+        if self.cell_size == 1:
+            raise ValueError("cell_size is 1, must be 0 or at least 2: a worker of each role")
         for name in (
+            "cell_size",
             "drain_timeout_s",
             "disaggregation_threshold_tokens",
             "max_prefill_queue_tokens",
@@ -244,6 +257,7 @@ class RouterConfig(TlsConfig):
         return dataclasses.replace(
             self,
             router_id=f"{self.router_id}-{index}",
+            cell=self.cell or self.router_id,  # they share their connections, and so their cell
             metrics_port=self.metrics_port + index if self.metrics_port else 0,
         )
 

@@ -33,6 +33,7 @@ from pdserve_router.router import Router
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class RouterServer:
             on_change=self._on_workers_changed,
             timings=timings,
             tls=self._tls if config.tls_ca_file else None,
+            cell=Cell(config.cell or config.router_id, config.cell_size),
         )
         self._tokenizer = Tokenizer(config.model)
         input_processor = InputProcessor(

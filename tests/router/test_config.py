@@ -48,6 +48,8 @@ def test_the_rules_of_routing_are_the_flags_of_the_same_names(tmp_path) -> None:
         ({"disaggregation_threshold_tokens": -1}, "disaggregation_threshold_tokens is -1"),
         ({"max_prefill_queue_tokens": -1}, "max_prefill_queue_tokens is -1"),
         ({"max_redrives": -1}, "max_redrives is -1"),
+        ({"cell_size": 1}, "cell_size is 1, must be 0 or at least 2"),
+        ({"cell_size": -1}, "cell_size is -1"),
         ({"redrive_wait_s": -1.0}, "redrive_wait_s is -1.0"),
         ({"routing_policy": "best"}, "known are power_of_two, prefix, round_robin"),
         ({"chat_format": "best"}, "known are auto, none, deepseek_r1, hermes"),

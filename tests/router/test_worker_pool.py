@@ -22,6 +22,7 @@ from pdserve_common.errors import NoWorkerError, OverloadedError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers import candidates, circuit_breaker
+from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.prefix_index import prefix_hashes
 from pdserve_router.workers.route_chooser import Route, RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -52,11 +53,15 @@ class Stage:
         self.registry = CollectorRegistry()
         self.pool: WorkerPool
 
-    def start(self, prefill: list[str], decode: list[str], **rules: object) -> None:
-        self.make(prefill, decode, **rules)
+    def start(
+        self, prefill: list[str], decode: list[str], cell: Cell | None = None, **rules: object
+    ) -> None:
+        self.make(prefill, decode, cell, **rules)
         self.pool.start()
 
-    def make(self, prefill: list[str], decode: list[str], **rules: object) -> None:
+    def make(
+        self, prefill: list[str], decode: list[str], cell: Cell | None = None, **rules: object
+    ) -> None:
         self.pool = WorkerPool(
             prefill=prefill,
             decode=decode,
@@ -66,6 +71,7 @@ class Stage:
             metrics=RouterMetrics(self.registry),
             on_change=lambda: None,
             timings=TIMINGS,
+            cell=cell,
         )
 
     @property
@@ -167,6 +173,23 @@ async def test_workers_join_and_leave_with_the_file(make, tmp_path: Path, fast_l
     await until(lambda: len(stage.pool.decode) == 1)
     assert {stage.route().decode.engine_id for _ in range(4)} == {"decode-1"}
     await until(lambda: stage.metric("pdserve_worker_pairs", state="proven") == 1)
+
+
+async def test_a_router_attaches_to_the_workers_of_its_cell(make, tmp_path, fast_lists) -> None:
+    stage = await make(2, 2)
+    prefill, decode = tmp_path / "prefill", tmp_path / "decode"
+    for path, workers in ((prefill, stage.prefill), (decode, stage.decode)):
+        path.write_text("".join(f"{worker.address}\n" for worker in workers))
+    stage.start([f"file://{prefill}"], [f"file://{decode}"], cell=Cell("router-1", 2))
+    await stage.proven(1)
+    (own,) = stage.pool.decode
+    assert len(stage.pool.prefill) == 1
+    # The list shrinks to what is one cell: the one that is left is everybody's.
+    (left,) = (worker for worker in stage.decode if worker.address != own.address)
+    replace_file(decode, f"{left.address}\n")
+    await until(lambda: [worker.address for worker in stage.pool.decode] == [left.address])
+    await until(lambda: len(stage.pool.prefill) == 2)
+    await stage.proven(2)
 
 
 async def test_what_runs_on_a_worker_that_leaves_goes_on(make, tmp_path, fast_lists) -> None:

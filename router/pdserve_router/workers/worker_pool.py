@@ -17,6 +17,7 @@ from pdserve_common.metrics import RouterMetrics
 from pdserve_common.tls import Tls
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.workers.attach_client import LinkTimings
+from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
 from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
@@ -54,10 +55,12 @@ class WorkerPool:
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
         tls: Tls | None = None,
+        cell: Cell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill` and `decode` are host:port or sources as in `discovery`; `on_change` is called
-        when `is_ready` may have changed. Raises ValueError for an entry that is none of these.
+        """`prefill` and `decode` are host:port or sources as in `discovery`, of which the workers
+        of `cell` are used; `on_change` is called when `is_ready` may have changed. Raises
+        ValueError for an entry that is none of these.
         """
         self._model = model
         self._router_id = router_id
@@ -89,9 +92,12 @@ class WorkerPool:
             )
             for role, entries in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
         }
+        self._cell = cell or Cell(router_id, 0)
+        # What the sources list, of all cells.
+        self._lists = {role: source.static for role, source in self._sources.items()}
         self._workers = {
-            role: tuple(self._client(role, address) for address in source.static)
-            for role, source in self._sources.items()
+            role: tuple(self._client(role, address) for address in addresses)
+            for role, addresses in self._cell.members(self._lists).items()
         }
         # Places in the list.
         self._listed: dict[WorkerClient, int] = {}
@@ -331,6 +337,13 @@ class WorkerPool:
         return client
 
     def _on_addresses(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
+        self._lists[role] = addresses
+        # How many cells there are depends on both roles.
+        for each, members in self._cell.members(self._lists).items():
+            if members != tuple(worker.address for worker in self._workers[each]):
+                self._set_members(each, members)
+
+    def _set_members(self, role: WorkerRole, addresses: tuple[str, ...]) -> None:
         before = {worker.address: worker for worker in self._workers[role]}
         self._workers[role] = tuple(
             before.get(address) or self._join(role, address) for address in addresses
