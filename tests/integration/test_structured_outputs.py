@@ -90,7 +90,7 @@ async def test_answers_follow_their_grammars_the_same_way_with_and_without_p(
         start_router(stack, prefill="prefill-0") as both,
         start_router(stack) as without_prefill,
     ):
-        await both.until(1, "pdserve_workers", role="prefill", state="ready")
+        await both.until(1, "pdserve_worker_pairs", state="proven")
 
         async def ask(constraint: StructuredOutputsParams, seed: int) -> None:
             params = SamplingParams(
@@ -287,7 +287,7 @@ async def test_random_requests_have_the_same_answers_in_each_world(
     async with start_router(stack, decode="decode-1") as routed:
         tight = await answers(routed.client, "tight")
     async with start_router(stack, prefill="prefill-0") as routed:
-        await routed.until(1, "pdserve_workers", role="prefill", state="ready")
+        await routed.until(1, "pdserve_worker_pairs", state="proven")
         handed_over = await answers(routed.client, "handed over")
         assert routed.count("pdserve_handoffs_total", outcome="completed") >= NUM_LONG
     assert stack.metrics("decode-1")["pdserve_preemptions_total"]
