@@ -4,6 +4,8 @@ import math
 import random
 import string
 import time
+from collections.abc import Iterator
+from functools import partial
 
 from monitoring import Query, autoscaling_queries, panel_queries, rules
 from world import NAMESPACE, RELEASE, World
@@ -31,8 +33,21 @@ def find_model(world: World) -> str:
 
 def new_grammar() -> dict[str, object]:
     """Return one that has to be compiled."""
-    choice = "".join(random.choices(string.ascii_lowercase, k=20))
-    return {"ignore_eos": False, "structured_outputs": {"choice": [choice]}}
+    return {"ignore_eos": False, "structured_outputs": {"choice": [letters(20)]}}
+
+
+def begun_on_decode() -> Iterator[dict[str, object]]:
+    """Of two requests the first has its prompt cached on a decode worker alone, as one token needs
+    no P; P reads the start of the second one's from there.
+    """
+    while True:
+        start = letters(100)
+        yield {"prompt": start, "max_tokens": 1}
+        yield {"prompt": start + letters(100)}
+
+
+def letters(count: int) -> str:
+    return "".join(random.choices(string.ascii_lowercase, k=count))
 
 
 def test_all_queries_have_data(world: World) -> None:
@@ -40,7 +55,8 @@ def test_all_queries_have_data(world: World) -> None:
     empty = queries(world)
     large = world.load(clients=1, pause_s=0.5, fields=lambda: {"user": "x" * INLINE_BYTES})
     constrained = world.load(clients=1, pause_s=0.5, fields=new_grammar)
-    with world.restored(), world.load(clients=8, max_tokens=48), large, constrained:
+    begun = world.load(clients=1, pause_s=0.5, fields=partial(next, begun_on_decode()))
+    with world.restored(), world.load(clients=8, max_tokens=48), large, constrained, begun:
         time.sleep(3)
         world.cluster.controls("decode-0").inject("remote_disconnect", count=4)
         world.cluster.kill(VICTIM)
