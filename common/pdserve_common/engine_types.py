@@ -351,7 +351,8 @@ class SchedulerStats:
     num_waiting_for_decode_reqs: int = 0
     # Of num_waiting_reqs, those that wait for their grammar alone.
     num_waiting_for_fsm_reqs: int = 0
-    # Of requests that are not in the batch and do not wait for another worker.
+    # Of requests that are not in the batch and do not wait for another worker: what was not in the
+    # prefix cache when they came.
     num_waiting_tokens: int = 0
     num_total_blocks: int = 0
     num_free_blocks: int = 0

@@ -297,8 +297,8 @@ class EngineMetrics:
         )
         self.waiting_tokens = Gauge(
             "pdserve_waiting_tokens",
-            "Tokens of waiting requests not computed yet, but for those that wait for another "
-            "worker",
+            "Tokens of waiting requests to be computed, without those that were cached when they "
+            "came, and without requests that wait for another worker",
             registry=registry,
         )
         self.slots = Gauge(

@@ -237,6 +237,27 @@ def test_the_tokens_that_wait_are_counted(producer: ScriptedProducer, policy: st
     assert num_waiting() == 20
 
 
+def test_what_is_cached_of_a_waiting_prompt_is_not_counted(producer: ScriptedProducer) -> None:
+    engine = Engine(producer=producer)
+    block_size = engine.scheduler.kv.block_size
+    prompt = list(range(2 * block_size + 3))
+    engine.add("a", prompt, kv_transfer_params=ON_P)
+    engine.run()
+    producer.allow("a")
+    engine.run()
+    producer.release("a")
+    engine.run()
+    engine.add("b", prompt, kv_transfer_params=ON_P)
+    engine.run()
+    assert load_of(engine)[1] == 3
+    producer.allow("b")
+    engine.run()
+    assert load_of(engine) == (0, 0)
+    producer.release("b")
+    engine.run()
+    engine.assert_idle()
+
+
 def test_a_worker_without_a_connector_refuses_what_it_could_not_hand_over() -> None:
     engine = Engine()
     engine.add("a", [1] * 4, kv_transfer_params=ON_P)

@@ -89,7 +89,7 @@ class RemoteDecodes(Place):
     def num_tokens(self) -> int:
         """Of the requests that may not start yet."""
         asked = itertools.chain.from_iterable(self._asked.values())
-        num_asked = sum(r.num_tokens for r in asked if r not in self._granted)
+        num_asked = sum(r.num_waiting_tokens for r in asked if r not in self._granted)
         return num_asked + sum(queue.num_tokens for queue in self._queues.values())
 
     @property
@@ -111,7 +111,7 @@ class RemoteDecodes(Place):
         queues = [self._queues[name] for name in engine_ids if name in self._queues]
         return HeldUp(
             len(asked) + sum(map(len, queues)),
-            sum(r.num_tokens for r in asked) + sum(queue.num_tokens for queue in queues),
+            sum(r.num_waiting_tokens for r in asked) + sum(queue.num_tokens for queue in queues),
         )
 
     def can_serve(self, request: Request) -> bool:

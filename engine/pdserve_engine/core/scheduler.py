@@ -356,6 +356,9 @@ class Scheduler:
 
     def _queue_with_prefix(self, request: Request) -> None:
         """Put a request whose prefix is here, or will not come, where it waits for its turn."""
+        _, request.num_cached_when_queued = self.kv.get_computed_blocks(
+            request, request.num_tokens - 1
+        )
         if self.places.remote_decodes.add(request):
             return
         source = find_source(request, self.requests)

@@ -112,6 +112,7 @@ class Request:
         "kv_transfer_stats",
         "max_tokens",
         "num_cached_tokens",
+        "num_cached_when_queued",
         "num_computed_tokens",
         "num_emitted_prompt_logprobs",
         "num_emitted_tokens",
@@ -179,6 +180,8 @@ class Request:
         self.num_slots = 0
         # Of the prompt, found in the local prefix cache at the first scheduling.
         self.num_cached_tokens = -1
+        # The same when it was queued: a guess of what it will not have to compute.
+        self.num_cached_when_queued = 0
         # The pull is over; a later preemption computes the prompt again here.
         self.is_kv_loaded = False
         # What P has sampled, and what a step has brought, while the release is not acknowledged.
@@ -224,6 +227,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self._all_token_ids)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that it is expected to compute while it waits for its turn."""
+        return len(self._all_token_ids) - self.num_cached_when_queued
 
     @property
     def num_output_tokens(self) -> int:

@@ -56,11 +56,11 @@ class RequestQueue(Place):
 
     def _enter(self, request: Request) -> None:
         request.entered(self._owner)
-        self.num_tokens += request.num_tokens
+        self.num_tokens += request.num_waiting_tokens
 
     def _leave(self, request: Request) -> None:
         request.left()
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= request.num_waiting_tokens
 
     @abstractmethod
     def peek_request(self) -> Request:
