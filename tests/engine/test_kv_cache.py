@@ -61,6 +61,36 @@ def test_poison_fills_the_named_blocks_alone() -> None:
     assert not cache.tensor[[0, 2]].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_gpus_pool_was_filled_with_is_there_when_the_call_returns() -> None:
+    cache = KVCache(SPEC, num_blocks=4, device=torch.device("cuda"))
+    # It waits for no other stream, as NIXL's.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def is_all(expected: float) -> bool:
+        with torch.cuda.stream(stream):
+            return bool(cache.tensor[1].nan_to_num(nan=7.0).eq(expected).all())
+
+    for _ in range(2):
+        torch.cuda._sleep(100_000_000)
+        cache.poison([1])
+        assert is_all(7.0)
+        cache.release()
+        torch.cuda._sleep(100_000_000)
+        cache.restore()
+        assert is_all(0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpus_blocks_have_the_checksums_of_their_bytes() -> None:
+    caches = [KVCache(SPEC, num_blocks=4, device=torch.device(name)) for name in ("cpu", "cuda")]
+    caches[0].tensor.copy_(torch.rand(caches[0].tensor.shape))
+    caches[1].tensor.copy_(caches[0].tensor)
+    assert caches[0].block_checksums(range(4)) == caches[1].block_checksums(range(4))
+
+
 def test_the_budget_is_cut_into_whole_blocks() -> None:
     assert SPEC.num_blocks_for_budget(SPEC.block_bytes * 7 + 5) == 7
     with pytest.raises(ValueError, match=f"one block takes {SPEC.block_bytes}"):

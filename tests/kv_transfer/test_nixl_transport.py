@@ -48,6 +48,8 @@ class FakeAgent:
         self.own_read_end: str | None = ""
         self.probe_end: str | None = ""
         self.is_synchronous = True
+        self.quick_probe_s = 0.0
+        self.num_waits = 0
         self.is_ending = False
         self.num_posts = 0
         self.num_polls = 0
@@ -99,6 +101,9 @@ class FakeAgent:
     def progress(self) -> None:
         """Nothing moves by itself."""
         self.progressed_at.append(time.monotonic())
+
+    def wait_for_copies(self) -> None:
+        self.num_waits += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -223,6 +228,7 @@ def test_a_failed_part_fails_the_read_once_it_has_settled(rig: Rig) -> None:
     rig.agent.posted[0].end = "REMOTE_DISCONNECT"
     wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].error == "REMOTE_DISCONNECT"
+    assert rig.agent.num_waits == 1, "a GPU may have been at it"
     wait_until(lambda: rig.lost)
     assert len(rig.landed.results) == 1, "the other READ may still land"
     rig.agent.posted[0].end = ""
@@ -512,6 +518,34 @@ def test_the_label_says_how_the_peer_is_reached(
     rig.read(1)
     rig.wait_posted(1)
     rig.agent.posted[0].end = ""
+    wait_until(lambda: rig.landed.results)
+    assert rig.landed.results[0].transport == label
+    rig.transport.close()
+
+
+@pytest.mark.parametrize(
+    ("required", "has_rdma", "is_quick", "label"),
+    [
+        ("any", False, True, "shm"),
+        ("any", False, False, "tcp"),
+        ("any", True, True, "rdma"),
+        ("shm", True, True, "shm"),
+        ("tcp", False, False, "tcp"),
+        ("rdma", True, True, "rdma"),
+    ],
+)
+def test_on_a_gpu_the_label_goes_by_how_long_a_probe_takes(
+    monkeypatch: pytest.MonkeyPatch, required: str, has_rdma: bool, is_quick: bool, label: str
+) -> None:
+    monkeypatch.setattr(nixl_transport, "NixlAgent", FakeAgent)
+    monkeypatch.setattr(nixl_transport, "has_rdma_device", lambda: has_rdma)
+    rig = Rig(required)
+    rig.agent.is_synchronous = False
+    rig.agent.quick_probe_s = 1000.0 if is_quick else 1e-9
+    rig.connect()
+    rig.read(1)
+    rig.wait_posted(1)
+    rig.end_posted()
     wait_until(lambda: rig.landed.results)
     assert rig.landed.results[0].transport == label
     rig.transport.close()

@@ -1,17 +1,12 @@
 """D's transport with a P in another network namespace that it cannot reach, and one that it can."""
 
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN
 from support.network import Network, missing_for_partitions
+from support.transport_worker import TransportWorker
 from support.waiting import wait_until
 
 pytestmark = [
@@ -20,52 +15,20 @@ pytestmark = [
 ]
 
 
-class Worker:
-    """transport_process.py, started."""
-
-    def __init__(self, network: Network, name: str) -> None:
-        script = Path(__file__).parent / "transport_process.py"
-        self.process = subprocess.Popen(
-            [*network.command(name), sys.executable, str(script), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        watchdog = threading.Timer(60.0, self.process.kill)
-        watchdog.start()
-        line = self.process.stdout.readline()
-        watchdog.cancel()
-        assert line, "the worker has ended, or hung"
-        return line
-
-    def ask(self, *words: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(words) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.line())
-
-    def kill(self) -> str:
-        """Return what it has printed to stderr."""
-        self.process.kill()
-        return self.process.communicate()[1]
-
-
 class Neighbours:
     """D, connected to a P that is near: in its process. The other one is `far`."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.far, self.d = (Worker(network, name) for name in ("far", "d"))
-        self.far_welcome = self.far.line().strip()
-        self.d.line()
+        self.far, self.d = (
+            TransportWorker(name, command=network.command(name)) for name in ("far", "d")
+        )
+        self.far.start()
+        self.d.start()
         self.near = self.d.ask("add_near")
 
     def add_far(self) -> str:
-        return str(self.d.ask("add", self.far_welcome))
+        return str(self.d.ask("add", self.far.welcome))
 
     def read_near(self) -> None:
         assert self.d.ask("read", self.near) == ""

@@ -1,4 +1,4 @@
-"""A worker's transport alone, for test_unreachable_peer.py: transport_process.py ENGINE_ID.
+"""A worker's transport alone: transport_process.py ENGINE_ID [TRANSPORT [DEVICE [NUM_BLOCKS]]].
 
 UCX reads its settings once in a process, and the devices of a network namespace are few and stay.
 Prints its welcome in hex, then does what lines on stdin say and answers each with a line of JSON.
@@ -20,7 +20,7 @@ from pdserve_common.wire import (
 )
 from pdserve_engine.kv_transfer import nixl_transport
 from pdserve_engine.kv_transfer.factory import make_transport
-from support.handoff import Landed, make_identity, make_pool, num_fds, welcome_of
+from support.handoff import Landed, fill, make_identity, make_pool, num_fds, welcome_of
 from support.waiting import wait_until
 
 CONNECT_S = 0.5
@@ -29,10 +29,19 @@ CONNECT_S = 0.5
 class Transport:
     """Its methods are the lines that it obeys."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        require_transport: str = "tcp",
+        device: str = "cpu",
+        num_blocks: str = "64",
+    ) -> None:
         identity = make_identity(engine_id)
-        self.transport = make_transport(identity, require_transport="tcp")
-        self.transport.register(make_pool(1))
+        self.transport = make_transport(
+            identity, require_transport=require_transport, device=device
+        )
+        self.pool = make_pool(sum(engine_id.encode()), int(num_blocks), device=device)
+        self.transport.register(self.pool)
         self.transport.expect_peer()
         message = kv_link_response_to_proto(welcome_of(identity, self.transport))
         self.welcome = message.SerializeToString().hex()
@@ -59,6 +68,22 @@ class Transport:
         self.transport.read(peer, [1], [2], 60.0, landed.on_done, landed.on_stall)
         return str(wait_until(lambda: landed.results)[0].error)
 
+    def read_all(self, peer: str) -> tuple[str, str]:
+        """Read the peer's whole pool, the other way round; return how, and what went wrong."""
+        block_ids, landed = list(range(self.pool.num_blocks)), Landed()
+        self.transport.read(peer, block_ids, block_ids[::-1], 60.0, landed.on_done, landed.on_stall)
+        result = wait_until(lambda: landed.results)[0]
+        return result.transport, result.error
+
+    def checksums(self) -> tuple[int, ...]:
+        return self.pool.block_checksums(range(self.pool.num_blocks))
+
+    def export(self) -> None:
+        """Prove that bytes move, leave other ones in the pool, and let peers read them."""
+        self.transport.self_check()
+        fill(self.pool, 3)
+        self.transport.set_exporting(True)
+
     def lose(self, peer: str) -> str:
         """Remove a peer when it is lost, and return why it was."""
         reason = wait_until(lambda: self.lost)[0]
@@ -73,10 +98,10 @@ class Transport:
         return self.transport.failure
 
 
-def main(engine_id: str) -> None:
+def main(*arguments: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what UCX and NIXL say
-    worker = Transport(engine_id)
+    worker = Transport(*arguments)
     print(worker.welcome, file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()

@@ -46,8 +46,10 @@ SPEC = KVCacheSpec(
 )
 
 
-def make_pool(seed: int, num_blocks: int = NUM_BLOCKS, spec: KVCacheSpec = SPEC) -> KVCache:
-    pool = KVCache(spec, num_blocks=num_blocks, device=torch.device("cpu"))
+def make_pool(
+    seed: int, num_blocks: int = NUM_BLOCKS, spec: KVCacheSpec = SPEC, device: str = "cpu"
+) -> KVCache:
+    pool = KVCache(spec, num_blocks=num_blocks, device=torch.device(device))
     fill(pool, seed)
     return pool
 

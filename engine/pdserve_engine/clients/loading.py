@@ -203,7 +203,9 @@ def _make_transport(
 ) -> KVTransport | None:
     if config.kv_connector == "none":
         return None
-    transport = make_transport(identity, require_transport=config.require_transport)
+    transport = make_transport(
+        identity, require_transport=config.require_transport, device=config.device
+    )
     executor.register_kv_cache(transport)
     return transport
 

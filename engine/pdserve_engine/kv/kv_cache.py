@@ -11,6 +11,7 @@ import torch
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
 from pdserve_engine.kv.kv_groups import KVGroupLayers, group_layers
+from pdserve_engine.kv.memory import wait_for_stream
 from pdserve_kernels import select
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -123,7 +124,7 @@ class KVCache:
             self._tensor = self._map().view(spec.dtype).view(shape)
         else:
             self._tensor = torch.empty(shape, dtype=spec.dtype, device=device)
-        self._tensor.zero_()
+        self._zero()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -145,18 +146,19 @@ class KVCache:
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the CRC-32 of each block's bytes: shows in tests that a block arrived intact.
 
-        Raises ValueError for a pool on a GPU.
+        On a GPU it waits for the steps that are under way there.
         """
-        if self._tensor.is_cuda:
-            raise ValueError(
-                f"block_checksums needs a pool on the CPU, this is {self._tensor.device}"
-            )
-        rows = self._tensor.view(self.num_blocks, -1).view(torch.uint8).numpy()
-        return tuple(zlib.crc32(rows[block_id]) for block_id in block_ids)
+        rows = self._tensor.view(self.num_blocks, -1).view(torch.uint8)
+        return tuple(zlib.crc32(rows[block_id].cpu().numpy().data) for block_id in block_ids)
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks that are free with NaN: shows in tests that nobody uses them any more."""
+        """Fill blocks that are free with NaN: shows in tests that nobody uses them any more.
+
+        On a GPU it waits for the steps that are under way there: what is read into a block later
+        must not be overtaken.
+        """
         self._tensor[list(block_ids)] = torch.nan
+        wait_for_stream(self._tensor.device)
 
     def release(self) -> None:
         """Give the memory back until `restore`; what the blocks held is lost. Nothing may use the
@@ -173,7 +175,7 @@ class KVCache:
         """Take the memory back, zeroed."""
         if self._mapping is None:
             self._tensor.untyped_storage().resize_(self.num_bytes)
-        self._tensor.zero_()
+        self._zero()
 
     def close(self) -> None:
         """Give the memory back. Views that are still around read zeros on the CPU, and never fault.
@@ -185,6 +187,10 @@ class KVCache:
             # Not closed but emptied: tensors elsewhere may still point into it; the last unmaps it.
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._mapping = None
+
+    def _zero(self) -> None:
+        self._tensor.zero_()
+        wait_for_stream(self._tensor.device)
 
     def _map(self) -> torch.Tensor:
         # One huge page more than needed, so that the pool can start on a huge page's border.

@@ -74,6 +74,14 @@ def peak_growth(device: torch.device, run: Callable[[], None]) -> int:
     return max(0, _field(PROC / "self" / "status", "VmHWM:") * 1024 - before)
 
 
+def wait_for_stream(device: torch.device) -> None:
+    """Return when what this thread has begun on a GPU is done; at once on the CPU. NIXL's copies
+    wait for no stream of torch's.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def release_unused(device: torch.device) -> None:
     """Collect garbage, also what was frozen, and have the allocators give back what is free."""
     gc.unfreeze()

@@ -51,7 +51,7 @@ class ReadResult:
     num_bytes: int
     # From posting the first part.
     duration_s: float
-    # How the peer is reached: "shm", "tcp" or "rdma".
+    # How the peer is reached: "shm", which is CUDA IPC between GPUs, "tcp" or "rdma".
     transport: str
     error: str = ""
 

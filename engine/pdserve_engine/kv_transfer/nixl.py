@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
+from pdserve_engine.kv_transfer.cuda_ipc import check_cuda_ipc
 from pdserve_engine.kv_transfer.links import RecentKeys
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 # Registrations beyond 4 GiB are slow on some NICs.
 MAX_REGION_BYTES = 2 << 30
 PROBE_BYTES = 64
+# No copy of GPU memory is over when it is posted. What UCX copies through the host comes at
+# 0.5 GB/s, by CUDA IPC at 20 GB/s and more: that takes enough bytes to be seen.
+CUDA_PROBE_BYTES = 4 << 20
+MIN_IPC_BYTES_PER_S = 2e9
 # Peers whose links have ended, as when a network was down for some seconds.
 MAX_UNUSED_PEERS = 16
 # Connections to living peers that NIXL will never close. After this many a new process is cheaper.
@@ -59,19 +65,30 @@ class NixlAgent:
         """Register the pool in slices."""
         self._name = name
         self._block_bytes = kv_cache.block_bytes
-        memory_type = "VRAM" if kv_cache.tensor.is_cuda else "DRAM"
-        device_id = kv_cache.tensor.get_device() if kv_cache.tensor.is_cuda else 0
+        self._device = kv_cache.tensor.device
+        is_cuda = kv_cache.tensor.is_cuda
+        memory_type = "VRAM" if is_cuda else "DRAM"
+        device_id = kv_cache.tensor.get_device() if is_cuda else 0
+        if is_cuda:
+            # UCX goes by its thread's CUDA context, which a thread has from its first call on.
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize()
+            check_cuda_ipc(kv_cache.tensor)
         regions = _regions(kv_cache, device_id)
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = _api.nixl_agent(name, config)
-        self._scratch = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        # Of the pool's kind: bytes between the host and a GPU may go another way.
+        num_bytes = CUDA_PROBE_BYTES if is_cuda else PROBE_BYTES
+        self._scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        # A probe is over within so long of its post, 0: at once, if it goes through shared memory.
+        self.quick_probe_s = CUDA_PROBE_BYTES / MIN_IPC_BYTES_PER_S if is_cuda else 0.0
         memory = [
             (r.base_address, r.num_blocks * self._block_bytes, r.device_id, "") for r in regions
         ]
-        scratch = (self._scratch.ctypes.data, PROBE_BYTES, 0, "")
+        scratch = (self._scratch.data_ptr(), num_bytes, device_id, "")
         self._registrations = [
             self._agent.register_memory(memory, memory_type),
-            self._agent.register_memory([scratch], "DRAM"),
+            self._agent.register_memory([scratch], memory_type),
         ]
         self._local = self._prep("NIXL_INIT_AGENT", regions, memory_type)
         self._num_uses: dict[str, int] = {}
@@ -159,11 +176,14 @@ class NixlAgent:
         return self._agent.make_prepped_xfer("READ", self._local, local, dlist, remote)
 
     def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Any:
-        """Return the handle of a READ of a few bytes into scratch memory, not posted yet."""
-        agent, region = self._agent, endpoint.regions[0]
-        local = agent.get_xfer_descs([(self._scratch.ctypes.data, PROBE_BYTES, 0)], "DRAM")
+        """Return the handle of a READ of some bytes into scratch memory, not posted yet."""
+        agent, region, own = self._agent, endpoint.regions[0], self.endpoint
+        num_bytes = min(self._scratch.nbytes, region.num_blocks * self._block_bytes)
+        local = agent.get_xfer_descs(
+            [(self._scratch.data_ptr(), num_bytes, own.regions[0].device_id)], own.memory_type
+        )
         remote = agent.get_xfer_descs(
-            [(region.base_address, PROBE_BYTES, region.device_id)], endpoint.memory_type
+            [(region.base_address, num_bytes, region.device_id)], endpoint.memory_type
         )
         return agent.initialize_xfer("READ", local, remote, name)
 
@@ -195,8 +215,16 @@ class NixlAgent:
         """Let UCX work: for peers that connect to us or read, and for our own READs."""
         self._agent.get_new_notifs()
 
+    def wait_for_copies(self) -> None:
+        """Return when nothing lands any more of READs whose peer is gone: copies that UCX has begun
+        on a GPU go on, on streams of its own.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """Deregister; no READ may be outstanding and no peer in use."""
+        self.wait_for_copies()  # of probes
         self._forget_unused(max_kept=0)
         self._local.release()
         for registration in self._registrations:

@@ -62,9 +62,9 @@ CLOSE_MARGIN_S = 5.0
 LONG_ROUND_S = 0.1
 # No call into NIXL takes this long unless it hangs: copies through shared memory come in parts.
 HANG_S = 10.0
-# This many READs that are over when posted mean shared memory; while a connection is being set up
-# some are not, and on a network one might be by luck.
-NUM_SYNCHRONOUS = 3
+# This many READs that are over when posted, or on a GPU soon after, mean shared memory; while a
+# connection is being set up some are not, and on a network one might be by luck.
+NUM_QUICK = 3
 MAX_PROBES = 12
 
 
@@ -356,8 +356,9 @@ class NixlTransport(KVTransport):
     def _post_probe(self, peer: Peer) -> None:
         peer.probe = self._agent.make_probe(peer.agent_name, peer.rank)
         peer.num_probes += 1
-        self._poll_pace.restart(self._clock())
-        peer.num_synchronous += self._agent.post(peer.probe)
+        peer.probed_at = self._clock()
+        self._poll_pace.restart(peer.probed_at)
+        peer.is_probe_over = self._agent.post(peer.probe)
 
     def _poll_probe(self, peer: Peer, now: float) -> None:
         is_over, error = self._agent.poll(peer.probe)
@@ -366,12 +367,15 @@ class NixlTransport(KVTransport):
                 self._lose(peer, f"cannot connect within {CONNECT_S:g} s")
             return
         self._drop_probe(peer)
-        self._poll_pace.restart(self._clock())
+        polled_at = self._clock()
+        self._poll_pace.restart(polled_at)
         if error:
             self._lose(peer, f"cannot connect: {error}")
             return
         self._agent.mark_connected(peer.agent_name)
-        if peer.num_synchronous == NUM_SYNCHRONOUS or peer.num_probes == MAX_PROBES:
+        is_quick = polled_at - peer.probed_at < self._agent.quick_probe_s
+        peer.num_quick += peer.is_probe_over or is_quick
+        if peer.num_quick == NUM_QUICK or peer.num_probes == MAX_PROBES:
             self._label(peer)
         elif not peer.is_lost:
             try:
@@ -387,15 +391,18 @@ class NixlTransport(KVTransport):
 
     def _label(self, peer: Peer) -> None:
         """NIXL does not say how it reaches a peer. Only a copy through shared memory is over when
-        it is posted; networks then differ by whether there is an RDMA device, which UCX prefers.
+        it is posted, or soon after on a GPU, where RDMA is as quick; networks then differ by
+        whether there is an RDMA device, which UCX prefers.
         """
         required = self._require_transport
-        if peer.num_synchronous == NUM_SYNCHRONOUS:
+        on_network = "rdma" if has_rdma_device() else "tcp"
+        may_be_rdma = required == "any" and on_network == "rdma" and self._agent.quick_probe_s > 0
+        if peer.num_quick == NUM_QUICK and required != "rdma" and not may_be_rdma:
             found = "shm"
         elif required in ("tcp", "rdma"):
             found = required
         else:
-            found = "rdma" if has_rdma_device() else "tcp"
+            found = on_network
         if required == "shm" and found != "shm":
             self._lose(peer, f"require_transport is shm, but {peer.key} is reached by {found}")
         elif not peer.is_lost:

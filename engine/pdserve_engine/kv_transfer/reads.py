@@ -96,9 +96,11 @@ class Peer:
     # "" until connected.
     transport: str = ""
     probe: Any = None
+    probed_at: float = 0.0
+    is_probe_over: bool = False
     num_probes: int = 0
-    # Of these, over when they were posted.
-    num_synchronous: int = 0
+    # Of these, over as soon as shared memory allows.
+    num_quick: int = 0
     dlist: Any = None
     waiting: deque[ReadPart] = field(default_factory=deque)
     posted: list[ReadPart] = field(default_factory=list)
@@ -221,6 +223,7 @@ class Reads:
             self._settle(part, error, now)
         self._agent.progress()
         if part.settled_at is not None and now >= part.settled_at:
+            self._agent.wait_for_copies()
             self._land(peer, part)
             self._lose(peer, f"READ failed: {part.read.error}")
 

@@ -103,7 +103,9 @@ class Rank:
 
 
 def _is_pool_pinned(config: EngineConfig) -> bool:
-    """Does a transport hold on to the pool's memory, so that it cannot be given back?"""
+    """Does a transport hold on to the pool's memory, so that it cannot be given back? What peers
+    have opened by CUDA IPC must not be freed before they have closed it.
+    """
     if config.kv_connector == "none":
         return False
     may_use_rdma = config.require_transport in ("any", "rdma") and has_rdma_device()
