@@ -8,7 +8,7 @@ import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,18 @@ PORTS = re.compile(r"HTTP on (?P<http>\d+), metrics on (?P<metrics>\d+)")
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 50, "stream": True}
 
 
-def limit_descriptors(soft: int, hard: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+# The limits are set by a shell: a function between fork and exec would have gRPC's threads of this
+# process start in the child, whose descriptors are being closed.
+LIMITED = f'ulimit -Sn {NUM_DESCRIPTORS - 56} && ulimit -Hn {NUM_DESCRIPTORS} && exec "$@"'
 
 
 @contextlib.asynccontextmanager
 async def router_process(model_dir: Path, worker: FakeWorker) -> AsyncIterator[tuple[str, str]]:
     """The URLs of its HTTP API and of its metrics, once it is ready."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdserve_router", f"--model={model_dir}",
+        "sh", "-c", LIMITED, "sh", sys.executable, "-m", "pdserve_router", f"--model={model_dir}",
         f"--decode={worker.address}", "--host=127.0.0.1", "--http-port=0",
         "--grpc-port=0", "--metrics-port=0", stderr=asyncio.subprocess.PIPE, env={**os.environ},
-        preexec_fn=limit_descriptors(NUM_DESCRIPTORS - 56, NUM_DESCRIPTORS),
     )  # fmt: skip
     try:
         assert process.stderr is not None
