@@ -1092,7 +1092,7 @@ def _make_side(
         vocab_size=shape.vocab_size,
     )
     pool = KVCache(spec, num_blocks=num_blocks, device=torch.device(device))
-    transport = make_transport(identity)
+    transport = make_transport(identity, device=device)
     transport.register(pool)
     welcome = KVLinkWelcome(
         protocol_version=PROTOCOL_VERSION,
