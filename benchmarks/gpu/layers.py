@@ -1,0 +1,209 @@
+"""Every other kernel of a layer, and the sampling, against what its bytes or FLOPs take."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from gpu.bench import Bench, last_lines
+from gpu.measure import Call
+from gpu.shapes import BLOCK_SIZE, WEIGHT_STD, Shape
+
+from pdserve_kernels import select
+from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.sampling_batch import SamplingBatch
+
+EPS = 1e-5
+# Of the rotary embedding's table.
+NUM_POSITIONS = 4096
+# (name, top_k, top_p).
+FILTERS = (
+    ("temperature", 0, 1.0),
+    ("top-k 50", 50, 1.0),
+    ("top-p 0.9", 0, 0.9),
+    ("top-k 50, top-p 0.9", 50, 0.9),
+)
+
+
+class Case(NamedTuple):
+    """A call that is bound by the bytes it reads and writes."""
+
+    name: str
+    call: Call
+    num_bytes: int
+    # See Clock.measure_replays.
+    captured: Call | None = None
+
+
+def run(bench: Bench) -> None:
+    """See the module."""
+    for rows in (1, 64):
+        bench.attempt(_small_kernels, bench.large, rows)
+    for rows in (1, 64):
+        bench.attempt(_samplers, bench.small, rows)
+    for rows in bench.sizes.linear_rows:
+        bench.attempt(_linears, bench.large, rows)
+
+
+def _small_kernels(bench: Bench, shape: Shape, rows: int) -> None:
+    for cases in (_norms, _heads, _activation):
+        for case in cases(bench, shape, rows):
+            _record(bench, case, rows)
+
+
+def _record(bench: Bench, case: Case, rows: int) -> None:
+    name = f"{case.name} x {rows}"
+    try:
+        timing = bench.clock.measure_replays(case.call, captured=case.captured)
+    except Exception as error:  # whatever a kernel may raise
+        bench.record(name, error=last_lines(error))
+        return
+    bench.record(
+        name,
+        us=timing.device_s * 1e6,
+        host_us=timing.host_s * 1e6,
+        share_of_copy=case.num_bytes / bench.limits.copy / timing.device_s,
+    )
+
+
+def _norms(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
+    kernels, hidden = select(bench.device), shape.hidden_size
+    x, residual = (bench.normal(rows, hidden) for _ in range(2))
+    weight = torch.ones_like(x[0])
+    yield Case("rms_norm", lambda: kernels.rms_norm(x, weight, EPS), 2 * x.nbytes)
+    yield Case(
+        "fused_add_rms_norm",
+        lambda: kernels.fused_add_rms_norm(x, residual, weight, EPS),
+        4 * x.nbytes,
+    )
+
+
+def _heads(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
+    """What is done to heads between two products."""
+    kernels, kv_heads, head_dim = select(bench.device), shape.num_key_value_heads, shape.head_dim
+    query = bench.normal(rows, shape.num_attention_heads, head_dim)
+    key, value = (bench.normal(rows, kv_heads, head_dim) for _ in range(2))
+    positions = torch.arange(rows, device=bench.device)
+    cos_sin = torch.randn(NUM_POSITIONS, head_dim, device=bench.device)
+    yield Case(
+        "rotary_embedding",
+        lambda: kernels.rotary_embedding(positions, query, key, cos_sin),
+        2 * (query.nbytes + key.nbytes),
+    )
+    # A block for each row, and more than one layer, so that rows lie apart as in a pool.
+    kv_cache = bench.normal(rows, kv_heads, 4, 2, BLOCK_SIZE, head_dim)
+    slots = positions * BLOCK_SIZE
+    yield Case(
+        "reshape_and_cache",
+        lambda: kernels.reshape_and_cache(key, value, kv_cache, 1, slots),
+        4 * key.nbytes,
+    )
+    if bench.is_cuda:  # other sets have no such kernel
+        from pdserve_kernels.triton.heads import prepare_heads
+
+        qkv = bench.normal(rows, (shape.num_attention_heads + 2 * kv_heads) * head_dim)
+        decoder = _decoder(bench, shape, cos_sin)
+        arguments = (qkv, decoder, decoder.layers[0], positions, kv_cache, slots)
+        yield Case("prepare_heads", functools.partial(prepare_heads, *arguments), 2 * qkv.nbytes)
+
+
+def _decoder(bench: Bench, shape: Shape, cos_sin: torch.Tensor) -> Decoder:
+    """A decoder of one layer with norms as Qwen3 has them and, for its heads, no products."""
+    norm = torch.ones(shape.head_dim, dtype=torch.bfloat16, device=bench.device)
+    layer = DecoderLayer(
+        input_norm=norm,
+        q_norm=norm,
+        k_norm=norm,
+        post_attention_norm=norm,
+        group=0,
+        slot=1,
+        window=None,
+        **dict.fromkeys(("qkv", "attention_output", "gate_up", "down")),
+    )
+    return Decoder(
+        layers=(layer,),
+        final_norm=norm,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=EPS,
+        cos_sin_cache=cos_sin,
+    )
+
+
+def _activation(bench: Bench, shape: Shape, rows: int) -> Iterator[Case]:
+    kernels = select(bench.device)
+    gate_up = bench.normal(rows, 2 * shape.intermediate_size)
+    yield Case("silu_and_mul", lambda: kernels.silu_and_mul(gate_up), 3 * gate_up.nbytes // 2)
+
+
+def _samplers(bench: Bench, shape: Shape, rows: int) -> None:
+    kernels = select(bench.device)
+    # As wide and in the dtype in which models make them.
+    logits = bench.normal(rows, shape.vocab_size, std=3.0)
+    _record(bench, Case("argmax", lambda: kernels.argmax(logits), logits.nbytes), rows)
+    for name, top_k, top_p in FILTERS:
+        batch = _sampling_batch(rows, top_k, top_p)
+        call = functools.partial(kernels.sample, logits, batch)
+        captured = _staged(logits, batch) if bench.is_cuda else None
+        _record(bench, Case(f"sample, {name}", call, logits.nbytes, captured), rows)
+
+
+def _sampling_batch(rows: int, top_k: int, top_p: float) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=np.ones(rows, dtype=np.float32),
+        top_k=np.full(rows, top_k, dtype=np.int64),
+        top_p=np.full(rows, top_p, dtype=np.float64),
+        min_p=np.zeros(rows, dtype=np.float32),
+        seeds=np.arange(rows, dtype=np.int64),
+        positions=np.arange(rows, dtype=np.int64),
+    )
+
+
+def _staged(logits: torch.Tensor, batch: SamplingBatch) -> Call:
+    """Return a call that samples with the batch on the device already, as in the graphs of engines:
+    a graph cannot have its copy out of memory that is pinned for the time of the call.
+    """
+    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
+    from pdserve_kernels.triton.sampling import sample_staged
+
+    staged = DeviceSamplingBatch.stage(batch, logits.device)
+    is_filtered = has_filter(batch, logits.shape[1])
+    return functools.partial(sample_staged, logits, staged, is_filtered=is_filtered)
+
+
+def _linears(bench: Bench, shape: Shape, rows: int) -> None:
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    q_size = shape.num_attention_heads * shape.head_dim
+    qkv_size = q_size + 2 * shape.num_key_value_heads * shape.head_dim
+    # By name, features (out, in).
+    cases = {
+        "qkv": (qkv_size, hidden),
+        "attention output": (hidden, q_size),
+        "gate, up and silu": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    if rows <= 64:  # a prompt's last row alone gets there
+        cases["lm_head"] = (shape.vocab_size, hidden)
+    for name, features in cases.items():
+        _linear(bench, name, features, rows)
+
+
+def _linear(bench: Bench, name: str, features: tuple[int, int], rows: int) -> None:
+    kernels, (out_features, in_features) = select(bench.device), features
+    weight = bench.normal(*features, std=WEIGHT_STD)
+    x = bench.normal(rows, in_features)
+    is_mlp = name.startswith("gate")
+    packed = kernels.pack_linear(weight, num_parts=2 if is_mlp else 1)
+    linear = kernels.linear_silu_mul if is_mlp else kernels.linear
+    timing = bench.clock.measure_replays(functools.partial(linear, x, packed))
+    bytes_s = 2 * (weight.numel() + x.numel() + rows * out_features) / bench.limits.copy
+    flops_s = 2 * rows * weight.numel() / bench.limits.matrix
+    bench.record(
+        f"{name} {out_features} x {in_features}, {rows} rows",
+        us=timing.device_s * 1e6,
+        host_us=timing.host_s * 1e6,
+        share_of_bound=max(bytes_s, flops_s) / timing.device_s,
+        bound="bytes" if bytes_s >= flops_s else "FLOPs",
+    )
