@@ -53,7 +53,7 @@ def _serve(bench: Bench, num_prefill: int) -> None:
                 for _ in stack.wait_until_ready():
                     pass
                 _time_requests(bench, client, num_prefill)
-        except BaseException:
+        except Exception:  # whatever it was, the services' logs say more
             for log in Path(folder).glob("logs/*"):
                 print(f"{log.name}:\n{log.read_text(errors='replace')[-1500:]}", flush=True)
             raise

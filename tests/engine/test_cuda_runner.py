@@ -4,8 +4,6 @@ What it launches ahead must bring the tokens that the plain runner brings, whate
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
+from support.interpreted import run_interpreted
 from support.model_driver import Driver, make_prompt
 
 pytest.importorskip("triton")
@@ -32,16 +31,7 @@ PARAMS = (
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
 def test_it_agrees_with_the_plain_runner_in_the_interpreter() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(Path(__file__))
 
 
 class Event:

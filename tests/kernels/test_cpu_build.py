@@ -21,6 +21,7 @@ from pdserve_kernels.cpu import build as building
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.cpu import isa as isas
 from pdserve_kernels.cpu.build import build, compile_library
+from pdserve_kernels.cpu.build import library_name as library_name_of
 from pdserve_kernels.cpu.compiled import library as loaded_library
 from pdserve_kernels.cpu.isa import KernelsUnavailable, wanted_isas
 
@@ -80,7 +81,7 @@ def test_those_who_come_together_compile_once(
 
 
 def library_name() -> str:
-    return building.library_name(ISA)
+    return library_name_of(ISA)
 
 
 def test_a_prebuilt_library_needs_no_compiler(

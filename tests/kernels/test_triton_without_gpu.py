@@ -6,12 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from support.interpreted import run_interpreted
 
 pytestmark = pytest.mark.slow
 
@@ -42,18 +43,8 @@ EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block",
 
 
 def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
-    suite = Path(__file__).with_name("test_triton_kernels.py")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(suite)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
-    assert "skipped" not in result.stdout
+    output = run_interpreted(Path(__file__).with_name("test_triton_kernels.py"))
+    assert "skipped" not in output
 
 
 class Case(NamedTuple):
@@ -218,11 +209,16 @@ def test_every_kernel_has_a_case() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in all_cases()])
+@pytest.mark.parametrize(
+    ("case", "architecture"),
+    [
+        pytest.param(case, architecture, id=f"{case.name}-{architecture}")
+        for case in all_cases()
+        for architecture in ARCHITECTURES
+        if architecture >= case.min_architecture
+    ],
+)
 def test_kernels_take_what_the_table_says(case, architecture, tmp_path, monkeypatch) -> None:
-    if architecture < case.min_architecture:
-        pytest.skip("it has no tensor memory accelerator")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = case.compile(architecture)
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]

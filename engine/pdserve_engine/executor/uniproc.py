@@ -133,7 +133,7 @@ class UniprocExecutor:
         """Let an exception be the end of the steps behind, too."""
         try:
             yield
-        except BaseException:
+        except Exception:  # whatever a model raises: those behind lack what it would have told them
             self._is_broken_off = True
             raise
 

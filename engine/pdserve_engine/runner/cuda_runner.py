@@ -30,7 +30,6 @@ from pdserve_engine.runner.model_runner import (
     by_request,
 )
 from pdserve_engine.sampling.logits_rows import Rows
-from pdserve_engine.sampling.processors import NO_PROCESSORS, LogitsProcessorFactory
 from pdserve_engine.sampling.state import SampledTokens
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.device_batch import (
@@ -141,27 +140,15 @@ class _Graph:
 class CudaModelRunner(ModelRunner):
     """See ModelRunner. All calls come on one thread; results may be waited for on another."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        logits_processors: Mapping[str, LogitsProcessorFactory] = NO_PROCESSORS,
-    ) -> None:
-        super().__init__(
-            model,
-            kv_cache,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            logits_processors=logits_processors,
-        )
-        self._max_num_seqs = max_num_seqs
-        self._max_blocks = -(-max_model_len // self._block_size)
+    def __init__(self, model: Model, kv_cache: KVCache, **sizes: Any) -> None:
+        """Takes what ModelRunner takes."""
+        super().__init__(model, kv_cache, **sizes)
+        self._max_blocks = -(-self._max_model_len // self._block_size)
         self._num_groups = len(kv_cache.spec.groups)
         # By the batch's rows, what was sampled last; one more for what pads a graph's batch.
-        self._last_token_ids = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
+        self._last_token_ids = torch.zeros(
+            self._max_num_seqs + 1, dtype=torch.int64, device=model.device
+        )
         self._launched: deque[_Launched] = deque()
         # Of decodes and of steps with chunks, each from small to large.
         self._graphs: dict[bool, list[_Graph]] = {}

@@ -71,6 +71,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._device = model.device
         self._block_size = kv_cache.spec.block_size
         sampling = SamplingState(
