@@ -1,0 +1,47 @@
+"""What processes that share a model tell each other within a step."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+# Inputs of a product that is cut by inputs are summed in so many equal parts, which one binary tree
+# adds up: so a model cut into 1, 2, 4 or 8 ranks brings the same bits ("Deterministic Inference
+# across Tensor Parallel Sizes", arXiv:2511.17826).
+NUM_SUMS = 8
+
+
+class Group(Protocol):
+    """The ranks of one model, this one among them. All of them make the same calls in the same
+    order, from one thread; tensors are contiguous, of one shape and dtype on all ranks.
+
+    Every call raises RuntimeError if a rank does not come within a minute. The group is useless
+    then, and the process has to end.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum_rows(self, partial: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' fp32 [m, n], added as `tree_sum` does, on every rank."""
+        ...
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' parts, [size, *part.shape], on every rank."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor with that of rank 0."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add 1, 2, 4 or 8 tensors: neighbours first, then the sums of neighbours."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
