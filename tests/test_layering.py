@@ -29,7 +29,7 @@ OURS = {"pdserve", *PACKAGES}
 # A name without a folder is a module.
 FLOORS = {
     "pdserve_engine": (
-        ("config", "grammar"),
+        ("config", "frames", "grammar"),
         ("request",),
         ("kv", "sampling"),
         ("models",),

@@ -40,22 +40,21 @@ from pdserve_engine.clients import child as child_module
 from pdserve_engine.clients import subprocess as client_module
 from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.messages import (
+    CODEC,
     MESSAGES,
     Answer,
     Drain,
-    FrameReader,
     GetMetrics,
     LoadEngine,
     Message,
     MetricsSnapshot,
-    ProtocolError,
     Refusal,
     StartFailed,
-    encode,
 )
 from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.frames import FrameCodec, ProtocolError
 from support.waiting import until
 
 Children = Callable[[], list[psutil.Process]]
@@ -119,7 +118,7 @@ SAMPLES: list[Message] = [
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_survives_the_way(message: Message) -> None:
-    ((decoded, ref),) = FrameReader().feed(encode(message, 2**33))
+    ((decoded, ref),) = CODEC.reader().feed(CODEC.encode(message, 2**33))
     assert decoded == message
     assert type(decoded) is type(message)
     assert ref == 2**33
@@ -133,8 +132,8 @@ def test_every_type_is_there_once_and_frozen() -> None:
 
 @given(st.lists(st.sampled_from(SAMPLES), max_size=6), st.integers(1, 50))
 def test_frames_may_come_in_pieces(messages: list[Message], size: int) -> None:
-    data = b"".join(encode(message, number) for number, message in enumerate(messages))
-    reader = FrameReader()
+    data = b"".join(CODEC.encode(message, number) for number, message in enumerate(messages))
+    reader = CODEC.reader()
     found = [m for i in range(0, len(data), size) for m in reader.feed(data[i : i + size])]
     assert found == [(message, number) for number, message in enumerate(messages)]
 
@@ -142,12 +141,12 @@ def test_frames_may_come_in_pieces(messages: list[Message], size: int) -> None:
 @given(st.binary(max_size=200))
 def test_garbage_is_a_protocol_error_or_an_incomplete_frame(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
-        list(FrameReader().feed(data))
+        list(CODEC.reader().feed(data))
 
 
 def test_a_field_of_another_type_is_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match=r"Answer: Expected .* got `float` - at `\$.result`"):
-        list(FrameReader().feed(encode(Answer(1.5))))  # type: ignore[arg-type]
+        list(CODEC.reader().feed(CODEC.encode(Answer(1.5))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -169,13 +168,13 @@ def test_the_answer_to_a_call_has_the_type_of_its_results(
 
 
 def test_the_size_of_a_frame_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[encode.__module__]
-    frame = encode(Answer.of("x" * 200))
+    module = sys.modules[FrameCodec.__module__]
+    frame = CODEC.encode(Answer.of("x" * 200))
     monkeypatch.setattr(module, "MAX_FRAME_BYTES", 100)
     with pytest.raises(ProtocolError, match="Answer has"):
-        encode(Answer.of("x" * 200))
+        CODEC.encode(Answer.of("x" * 200))
     with pytest.raises(ProtocolError, match="a frame of type"):
-        list(FrameReader().feed(frame))
+        list(CODEC.reader().feed(frame))
 
 
 # ---- the channel
@@ -395,6 +394,7 @@ PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.frames import FrameCodec, ProtocolError
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 
 async def main():

@@ -8,7 +8,7 @@ import pytest
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVLinkHeartbeat, SessionEnded, SessionEndReason
 from pdserve_engine.clients.link_proxies import ConsumerProxy, LinkHost, ProducerProxy
-from pdserve_engine.clients.messages import FrameReader, LinkMessage, encode
+from pdserve_engine.clients.messages import CODEC, LinkMessage
 from pdserve_engine.kv_transfer.ports import (
     BlocksLanded,
     PullFinished,
@@ -39,11 +39,11 @@ class Split:
         return len(self.proxy._links) + len(self.host._links)
 
     def _to_host(self, message: LinkMessage, number: int) -> None:
-        for decoded, ref in FrameReader().feed(encode(message, number)):
+        for decoded, ref in CODEC.reader().feed(CODEC.encode(message, number)):
             self.host.handle(decoded, ref)  # type: ignore[arg-type]
 
     def _to_proxy(self, message: LinkMessage, number: int) -> None:
-        for decoded, ref in FrameReader().feed(encode(message, number)):
+        for decoded, ref in CODEC.reader().feed(CODEC.encode(message, number)):
             self.proxy.deliver(decoded, ref)
 
 

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
-from pdserve_engine.clients.messages import FrameReader, Message, ProtocolError, encode
+from pdserve_engine.clients.messages import CODEC, Message
+from pdserve_engine.frames import ProtocolError
 
 # Above this an end that does not read counts as stalled ...
 STALL_BYTES = 1024 * 1024
@@ -28,7 +29,7 @@ class Channel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
         self._on_lost = on_lost
-        self._reader = FrameReader()
+        self._reader = CODEC.reader()
         self._lock = threading.Lock()
         self._unsent: list[bytes] = []  # guarded by _lock
         self._stall: asyncio.TimerHandle | None = None
@@ -39,7 +40,7 @@ class Channel(asyncio.Protocol):
         """Queue a message, in the order of the calls. Any thread; forgotten if the connection has
         ended. Raises ProtocolError if it is too large.
         """
-        frame = encode(message, ref)
+        frame = CODEC.encode(message, ref)
         with self._lock:
             self._unsent.append(frame)
             is_first = len(self._unsent) == 1

@@ -30,6 +30,7 @@ from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost, host_links
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
+from pdserve_engine.frames import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class _EngineProcess:
         elif isinstance(message, messages.Close):
             self._close_asked.set()
         elif self._engine is None:
-            raise messages.ProtocolError(f"{type(message).__name__} before the engine is loaded")
+            raise ProtocolError(f"{type(message).__name__} before the engine is loaded")
         else:
             self._on_request(self._engine, message, ref)
 
@@ -187,7 +188,7 @@ class _EngineProcess:
         elif isinstance(message, Call):
             self._calls[ref] = asyncio.create_task(self._answer(engine, message, ref))
         else:
-            raise messages.ProtocolError(f"unexpected {type(message).__name__}")
+            raise ProtocolError(f"unexpected {type(message).__name__}")
 
     def _add(self, engine: EngineClient, request: EngineCoreRequest) -> None:
         index = self._client_indexes.get(request.client_index, NO_CLIENT)

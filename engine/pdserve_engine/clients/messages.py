@@ -1,12 +1,8 @@
-"""What crosses between a worker and its engine process, and its encoding.
-
-A frame is a header (bytes of the body, type of the message, what it refers to) and the message
-in msgpack. It is decoded into exactly the type the header names. Both ends are one build on one
-machine: types are numbered by their place in MESSAGES, and time.monotonic() means the same.
+"""What crosses between a worker and its engine process. Both ends are on one machine:
+time.monotonic() means the same.
 """
 
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,18 +36,8 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.frames import FrameCodec, ProtocolError
 from pdserve_engine.kv_transfer.base import KVIdentity
-
-# Far above what a step of the largest batch with all its logprobs takes.
-MAX_FRAME_BYTES = 256 * 1024 * 1024
-
-_HEADER = struct.Struct("!IHQ")
-_encode_body = msgspec.msgpack.Encoder().encode
-
-
-class ProtocolError(Exception):
-    """The other end sent, or is to be sent, what no correct end sends."""
-
 
 # ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise
 
@@ -140,7 +126,7 @@ class Answer:
 
     @classmethod
     def of(cls, result: object) -> "Answer":
-        return cls(_encode_body(result))
+        return cls(msgspec.msgpack.encode(result))
 
     def result_of(self, call: Call[ResultT]) -> ResultT:
         """Raises ProtocolError if it is not of the type of the call's results."""
@@ -257,42 +243,4 @@ Message = _OneWay | Call[Any]
 
 MESSAGES: tuple[type, ...] = (*get_args(_OneWay), Drain, GetMetrics, *VERBS)
 
-_TYPE_IDS = {cls: number for number, cls in enumerate(MESSAGES)}
-_DECODERS = [msgspec.msgpack.Decoder[Message](cls) for cls in MESSAGES]
-
-
-def encode(message: Message, ref: int = 0) -> bytes:
-    """Return the frame. Raises ProtocolError for one that is too large."""
-    body = _encode_body(message)
-    if len(body) > MAX_FRAME_BYTES:
-        name = type(message).__name__
-        raise ProtocolError(f"{name} has {len(body)} bytes, at most {MAX_FRAME_BYTES} fit")
-    return _HEADER.pack(len(body), _TYPE_IDS[type(message)], ref) + body
-
-
-class FrameReader:
-    """Turns a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[Message, int]]:
-        """Yield what is complete: messages and what they refer to. Raises ProtocolError."""
-        self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
-            size, type_id, ref = _HEADER.unpack_from(self._buffer)
-            if size > MAX_FRAME_BYTES or type_id >= len(MESSAGES):
-                raise ProtocolError(f"a frame of type {type_id} with {size} bytes")
-            end = _HEADER.size + size
-            if len(self._buffer) < end:
-                return
-            message = self._decode(type_id, end)
-            del self._buffer[:end]
-            yield message, ref
-
-    def _decode(self, type_id: int, end: int) -> Message:
-        with memoryview(self._buffer) as buffer, buffer[_HEADER.size : end] as body:
-            try:
-                return _DECODERS[type_id].decode(body)
-            except msgspec.DecodeError as error:
-                raise ProtocolError(f"{MESSAGES[type_id].__name__}: {error}") from error
+CODEC: FrameCodec[Message] = FrameCodec(MESSAGES)

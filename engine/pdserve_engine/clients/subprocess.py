@@ -34,6 +34,7 @@ from pdserve_engine.clients.link_proxies import ConsumerProxy, ProducerProxy
 from pdserve_engine.clients.metrics import EngineProcessCollector
 from pdserve_engine.clients.owners import RequestOwners
 from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.frames import ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,7 @@ class SubprocessEngineClient:
         elif isinstance(message, messages.EngineReady | messages.StartFailed):
             self._on_started(message)
         else:
-            raise messages.ProtocolError(f"unexpected {type(message).__name__}")
+            raise ProtocolError(f"unexpected {type(message).__name__}")
 
     def _on_started(self, message: messages.EngineReady | messages.StartFailed) -> None:
         if self._ready.done():
