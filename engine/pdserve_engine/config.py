@@ -76,6 +76,9 @@ class EngineConfig:
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."
     )
     device: Device = opt("cpu", "Where the model runs.")
+    tensor_parallel_size: int = opt(
+        1, "Cut each layer over so many processes, ranks: 1, 2, 4 or 8; on CPU, for our own models."
+    )
     engine_process: Literal["auto", "inproc", "subprocess"] = opt(
         "auto", "Run the engine in the worker's process or in its own; auto: its own on CUDA."
     )
@@ -152,7 +155,7 @@ class EngineConfig:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size is {self.block_size}, must be one of {sizes}")
-        for name in ("max_num_seqs", "max_num_partial_prefills"):
+        for name in ("max_num_seqs", "max_num_partial_prefills", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         for name in (
@@ -181,6 +184,10 @@ class EngineConfig:
             raise ValueError(
                 f"num_threads is {self.num_threads}, cpu_cores has {len(self.cores)} cores"
             )
+        if self.tensor_parallel_size > 1 and self.device != "cpu":
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, device {self.device} has 1"
+            )
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
@@ -193,6 +200,8 @@ class EngineConfig:
     @property
     def has_engine_process(self) -> bool:
         """Does the engine run in a process of its own?"""
+        if self.tensor_parallel_size > 1:
+            return False  # the ranks keep the worker's process free of steps
         if self.engine_process == "auto":
             return self.device == "cuda"
         return self.engine_process == "subprocess"

@@ -14,16 +14,22 @@ from pdserve_kernels import name_of, select
 CPU = torch.device("cpu")
 
 
+class TransformersConfig(types.SimpleNamespace):
+    pass
+
+
 class Native:
     is_row_independent = True
+    config_class = types.SimpleNamespace
 
     def __init__(self, dtype: torch.dtype = torch.float32, head_dim: int = 64) -> None:
         name = str(dtype).removeprefix("torch.")
-        self.config = types.SimpleNamespace(dtype=dtype, dtype_name=name, head_dim=head_dim)
+        self.config = self.config_class(dtype=dtype, dtype_name=name, head_dim=head_dim)
 
 
 class Transformers(Native):
     is_row_independent = False
+    config_class = TransformersConfig
 
 
 def in_bfloat16() -> Native:

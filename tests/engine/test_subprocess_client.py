@@ -42,7 +42,6 @@ from pdserve_engine.clients.channel import Channel
 from pdserve_engine.clients.messages import (
     CODEC,
     MESSAGES,
-    Answer,
     Drain,
     GetMetrics,
     LoadEngine,
@@ -54,7 +53,7 @@ from pdserve_engine.clients.messages import (
 from pdserve_engine.clients.metrics import EngineProcessCollector, take_snapshot
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import FrameCodec, ProtocolError
+from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
 from support.waiting import until
 
 Children = Callable[[], list[psutil.Process]]
@@ -394,7 +393,7 @@ PARENT = """
 import asyncio, json, sys
 from prometheus_client import CollectorRegistry
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.frames import FrameCodec, ProtocolError
+from pdserve_engine.frames import Answer, FrameCodec, ProtocolError
 from pdserve_engine.clients.subprocess import SubprocessEngineClient
 
 async def main():

@@ -58,7 +58,7 @@ class Driver:
         self.cache = KVCache(spec, num_blocks=num_blocks, device=device)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
-        self.runner = runner_class(device)(
+        self.runner = runner_class(model)(
             model, self.cache, max_num_seqs=8, max_model_len=model.config.max_model_len
         )
         self._groups = spec.groups

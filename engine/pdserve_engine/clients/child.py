@@ -30,7 +30,7 @@ from pdserve_engine.clients.inproc import InprocEngineClient
 from pdserve_engine.clients.link_proxies import LinkHost, host_links
 from pdserve_engine.clients.metrics import take_snapshot
 from pdserve_engine.clients.stats import EngineStatsRecorder
-from pdserve_engine.frames import ProtocolError
+from pdserve_engine.frames import Answer, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class _EngineProcess:
     async def _answer(self, engine: EngineClient, call: Call[Any], call_id: int) -> None:
         answer: messages.CallAnswer
         try:
-            answer = messages.Answer.of(await self._perform(engine, call))
+            answer = Answer.of(await self._perform(engine, call))
         except PdserveError as error:
             answer = messages.Refusal(error.to_engine_error())
         finally:

@@ -18,6 +18,7 @@ from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.executor import Executor, LoadedModel
 from pdserve_engine.core.scheduler import Scheduler
+from pdserve_engine.executor.multiproc import MultiprocExecutor
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
@@ -105,13 +106,39 @@ def load_engine(
     ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
     of memory.
     """
-    started = time.monotonic()
     load_general_plugins()
     source = ModelSource(config)
-    identity = source.identify(engine_id)
-    executor = UniprocExecutor(
-        Rank(config, source, name=engine_id), async_scheduling=config.has_async_scheduling
-    )
+    executor = _make_executor(config, source, engine_id)
+    try:
+        return _load(
+            config,
+            source,
+            executor,
+            role=role,
+            identity=source.identify(engine_id),
+            metrics=metrics,
+            grammar_metrics=grammar_metrics,
+            wakeup=wakeup,
+            take_aborts=take_aborts,
+        )
+    except BaseException:
+        executor.abort()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    source: ModelSource,
+    executor: Executor,
+    *,
+    role: Role,
+    identity: KVIdentity,
+    metrics: KVTransferMetrics,
+    grammar_metrics: GrammarMetrics | None,
+    wakeup: Callable[[], None],
+    take_aborts: Callable[[], Iterable[str]],
+) -> LoadedEngine:
+    started = time.monotonic()
     model = executor.load()
     manager, max_model_len = _make_pool(config, source, executor)
     if config.poison_freed_blocks:
@@ -162,6 +189,13 @@ def load_engine(
         logs_iterations=config.log_iterations,
         compiler=compiler,
     )
+
+
+def _make_executor(config: EngineConfig, source: ModelSource, name: str) -> Executor:
+    if config.tensor_parallel_size == 1:
+        rank = Rank(config, source, name=name)
+        return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
+    return MultiprocExecutor(config, name=name)
 
 
 def _make_watch(config: EngineConfig) -> StepWatch:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import (
     EngineCoreOutputs,
@@ -34,9 +32,9 @@ from pdserve_common.kv_types import (
     Revoke,
     SessionEnded,
 )
-from pdserve_common.verbs import VERBS, Call, ResultT
+from pdserve_common.verbs import VERBS, Call
 from pdserve_engine.config import EngineConfig, Role
-from pdserve_engine.frames import FrameCodec, ProtocolError
+from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.kv_transfer.base import KVIdentity
 
 # ---- to the engine process; refers to a client (0 to the engine as a whole) unless said otherwise
@@ -116,25 +114,6 @@ class StartFailed:
 
     kind: Literal["value", "os", "pdserve"]
     error: EngineError
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A call's result, in msgpack."""
-
-    result: bytes
-
-    @classmethod
-    def of(cls, result: object) -> "Answer":
-        return cls(msgspec.msgpack.encode(result))
-
-    def result_of(self, call: Call[ResultT]) -> ResultT:
-        """Raises ProtocolError if it is not of the type of the call's results."""
-        try:
-            result: ResultT = msgspec.msgpack.decode(self.result, type=call.result_type())
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"answer to {type(call).__name__}: {error}") from error
-        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,8 @@ class EngineCore:
         logger.error(
             "a step failed: %r; it was %s", error, dump_step(scheduled, stats), exc_info=error
         )
-        if scheduled.num_scheduled_tokens.keys() == {PROBE_ID}:
+        is_lost = self.executor.failure() is not None
+        if is_lost or scheduled.num_scheduled_tokens.keys() == {PROBE_ID}:
             raise error
         steps = [scheduled]
         while self._batch_queue:

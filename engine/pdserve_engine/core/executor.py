@@ -118,6 +118,10 @@ class Executor(Protocol):
         """End after the steps in flight; False if one of them hangs."""
         ...
 
+    def abort(self) -> None:
+        """End what there is: the engine cannot be loaded."""
+        ...
+
     def close(self) -> None:
         """Give the pool's memory back. Stopped, and no transfer is under way."""
         ...

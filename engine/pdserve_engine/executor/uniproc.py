@@ -93,6 +93,9 @@ class UniprocExecutor:
         is_over = self._model_thread.close(STOP_TIMEOUT_S)
         return is_over and self._results_thread.close(STOP_TIMEOUT_S)
 
+    def abort(self) -> None:
+        """Nothing outlives whoever has called."""
+
     def close(self) -> None:
         self.rank.close()
 

@@ -10,15 +10,17 @@ from torch.nn import functional as F
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.loader import Checkpoint
+from pdserve_engine.models.loader import Checkpoint, WeightPart
 from pdserve_engine.models.quantized_weights import (
     check_unused_biases,
     read_projection,
     stored_shapes,
 )
 from pdserve_engine.models.rope import build_cos_sin_cache
+from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.groups import Group
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax
 
@@ -32,15 +34,28 @@ LM_HEAD = "lm_head.weight"
 class _Projection(NamedTuple):
     """One matrix product; its weights may be several checkpoint entries, stacked by rows."""
 
-    parts: tuple[tuple[str, int], ...]
+    # Of each weight the rows that there are, and this rank's part of them.
+    parts: tuple[tuple[str, int, slice], ...]
     in_features: int
     has_bias: bool
+    # This rank's part of the inputs.
+    columns: slice = slice(None)
 
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, rows in self.parts:
-            yield f"{prefix}{name}.weight", (rows, self.in_features)
+        for name, num_rows, _ in self.parts:
+            yield f"{prefix}{name}.weight", (num_rows, self.in_features)
             if self.has_bias:
-                yield f"{prefix}{name}.bias", (rows,)
+                yield f"{prefix}{name}.bias", (num_rows,)
+
+    def weights(self, prefix: str) -> list[tuple[WeightPart, tuple[int, int]]]:
+        """Return this rank's parts, with the shapes of the whole weights."""
+        return [
+            (WeightPart(prefix + name, rows, self.columns), (num_rows, self.in_features))
+            for name, num_rows, rows in self.parts
+        ]
+
+    def biases(self, prefix: str) -> list[WeightPart]:
+        return [WeightPart(f"{prefix}{name}.bias", rows) for name, _, rows in self.parts]
 
 
 class _LayerSpec(NamedTuple):
@@ -53,27 +68,43 @@ class _LayerSpec(NamedTuple):
     norms: dict[str, int]
 
     @classmethod
-    def of(cls, config: LlamaConfig) -> "_LayerSpec":
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+    def of(cls, config: LlamaConfig, shard: Shard = WHOLE) -> "_LayerSpec":
+        head_dim, hidden = config.head_dim, config.hidden_size
+        q_size, kv_size = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
         attention, mlp = "self_attn.", "mlp."
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
         if config.has_qk_norm:
-            norms |= dict.fromkeys((attention + "q_norm", attention + "k_norm"), config.head_dim)
+            norms |= dict.fromkeys((attention + "q_norm", attention + "k_norm"), head_dim)
+        q_rows = shard.part(q_size)
+        kv_heads = shard.kv_heads(config.num_kv_heads)
+        kv_rows = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
         qkv_parts = (
-            (attention + "q_proj", q_size),
-            (attention + "k_proj", kv_size),
-            (attention + "v_proj", kv_size),
+            (attention + "q_proj", q_size, q_rows),
+            (attention + "k_proj", kv_size, kv_rows),
+            (attention + "v_proj", kv_size, kv_rows),
         )
-        gate_up_parts = ((mlp + "gate_proj", intermediate), (mlp + "up_proj", intermediate))
+        intermediate = config.intermediate_size
+        mlp_rows = shard.part(intermediate)
+        gate_up_parts = (
+            (mlp + "gate_proj", intermediate, mlp_rows),
+            (mlp + "up_proj", intermediate, mlp_rows),
+        )
+        all_rows = slice(0, hidden)
         return cls(
             qkv=_Projection(qkv_parts, hidden, config.has_qkv_bias),
             attention_output=_Projection(
-                ((attention + "o_proj", hidden),), q_size, config.has_attention_output_bias
+                ((attention + "o_proj", hidden, all_rows),),
+                q_size,
+                config.has_attention_output_bias,
+                q_rows,
             ),
             gate_up=_Projection(gate_up_parts, hidden, config.has_mlp_bias),
-            down=_Projection(((mlp + "down_proj", hidden),), intermediate, config.has_mlp_bias),
+            down=_Projection(
+                ((mlp + "down_proj", hidden, all_rows),),
+                intermediate,
+                config.has_mlp_bias,
+                mlp_rows,
+            ),
             norms=norms,
         )
 
@@ -103,13 +134,26 @@ def _layer_prefix(layer: int) -> str:
 class LlamaModel:
     """The family behind the interface of `models.base.Model`."""
 
-    def __init__(self, config: LlamaConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        group: Group | None = None,
+    ) -> None:
+        """A group makes it one rank's part: `forward` is all ranks' work and brings each of them
+        the same states, logits are those of the rank's `vocabulary`. Raises ModelError.
+        """
         dense = weight_shapes(config)
         expected = stored_shapes(dense, checkpoint.names, config.quantization)
         checkpoint.check(expected, optional=(LM_HEAD,))
         check_unused_biases(checkpoint, dense.keys())
         self.config = config
         self.device = device
+        self.group = group
+        self._shard = WHOLE if group is None else Shard(group.rank, group.size)
+        check_shards(config, self._shard.size)
+        self.vocabulary = self._shard.vocabulary(config.vocab_size)
         self._checkpoint = checkpoint
         self._kernels = select(device)
         _warn_if_integers_save_nothing(config, self._kernels)
@@ -143,19 +187,20 @@ class LlamaModel:
         best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head, mask=mask)
         return best
 
-    def _read(self, *names: str) -> torch.Tensor:
-        return self._checkpoint.read(*names, dtype=self.config.dtype, device=self.device)
+    def _read(self, *weights: str | WeightPart) -> torch.Tensor:
+        return self._checkpoint.read(*weights, dtype=self.config.dtype, device=self.device)
 
     def _read_decoder(self) -> Decoder:
-        config, spec = self.config, _LayerSpec.of(self.config)
+        config, spec = self.config, _LayerSpec.of(self.config, self._shard)
+        kv_heads = self._shard.kv_heads(config.num_kv_heads)
         places = slots_of(group_layers(config.attention_windows))
         return Decoder(
             layers=tuple(
                 self._read_layer(spec, layer, *place) for layer, place in enumerate(places)
             ),
             final_norm=self._read(FINAL_NORM),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=config.num_attention_heads // self._shard.size,
+            num_kv_heads=kv_heads.stop - kv_heads.start,
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
             cos_sin_cache=build_cos_sin_cache(
@@ -187,26 +232,25 @@ class LlamaModel:
         config, device = self.config, self.device
         if config.tie_word_embeddings and device.type != "cpu":
             return self._embedding  # on the CPU packing the map would pull all of it into memory
+        name = EMBEDDING if config.tie_word_embeddings else LM_HEAD
+        part = WeightPart(name.removesuffix(".weight"), self.vocabulary)
         return read_projection(
             self._checkpoint,
-            [(EMBEDDING if config.tie_word_embeddings else LM_HEAD).removesuffix(".weight")],
+            [(part, (config.vocab_size, config.hidden_size))],
             config.quantization and config.quantization.of_lm_head,
-            shape=(config.vocab_size, config.hidden_size),
             dtype=config.dtype,
             device=device,
         )
 
     def _pack(self, prefix: str, projection: _Projection, *, num_parts: int = 1) -> Any:
-        names = [prefix + name for name, _ in projection.parts]
         weight = read_projection(
             self._checkpoint,
-            names,
+            projection.weights(prefix),
             self.config.quantization,
-            shape=(sum(rows for _, rows in projection.parts), projection.in_features),
             dtype=self.config.dtype,
             device=self.device,
         )
-        bias = self._read(*(f"{name}.bias" for name in names)) if projection.has_bias else None
+        bias = self._read(*projection.biases(prefix)) if projection.has_bias else None
         return self._kernels.pack_linear(weight, bias, num_parts=num_parts)
 
 

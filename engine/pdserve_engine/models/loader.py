@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +39,20 @@ DIGEST_SAMPLE_BYTES = 4096
 
 # Called as progress(weights_read, weights_total).
 Progress = Callable[[int, int], None]
+
+
+class WeightPart(NamedTuple):
+    """Some rows of a weight, and of these some columns if it has any."""
+
+    name: str
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the part's, given the whole's."""
+        cuts = (self.rows, self.columns)[: len(whole)]
+        cut = [len(range(size)[part]) for size, part in zip(whole, cuts, strict=False)]
+        return (*cut, *whole[len(cut) :])
 
 
 class Checkpoint:
@@ -79,18 +93,21 @@ class Checkpoint:
                         )
         self._num_expected = len(expected)
 
-    def read(self, *names: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def read(
+        self, *weights: str | WeightPart, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Return a copy of some weights, stacked by rows; nothing keeps pointing into the files.
 
         Files are mapped for a piece at a time: the pages go straight into the new tensor and leave
         the process at once.
         """
-        shapes = [self._shape(name) for name in names]
+        parts = [WeightPart(part) if isinstance(part, str) else part for part in weights]
+        shapes = [part.shape(self._shape(part.name)) for part in parts]
         sizes = [shape[0] for shape in shapes]
         stacked = torch.empty((sum(sizes), *shapes[0][1:]), dtype=dtype, device=device)
-        for name, target in zip(names, torch.split_with_sizes(stacked, sizes), strict=True):
-            self._read_into(target, name)
-            self._count_read(name)
+        for part, target in zip(parts, torch.split_with_sizes(stacked, sizes), strict=True):
+            self._read_into(target, part)
+            self._count_read(part.name)
         return stacked
 
     def map(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -112,11 +129,15 @@ class Checkpoint:
             dtype = file.get_slice(name)[:0].dtype
         return self.read(name, dtype=dtype, device=torch.device("cpu"))
 
-    def _read_into(self, target: torch.Tensor, name: str) -> None:
-        rows = max(1, PIECE_BYTES * len(target) // max(1, target.nbytes))
-        for start in range(0, len(target), rows):
-            with _open(self._files[name]) as file:
-                target[start : start + rows].copy_(file.get_slice(name)[start : start + rows])
+    def _read_into(self, target: torch.Tensor, part: WeightPart) -> None:
+        num_rows = max(1, PIECE_BYTES * len(target) // max(1, target.nbytes))
+        first = part.rows.start or 0
+        for start in range(0, len(target), num_rows):
+            piece = target[start : start + num_rows]
+            rows = slice(first + start, first + start + len(piece))
+            wanted = (rows, part.columns)[: target.dim()]
+            with _open(self._files[part.name]) as file:
+                piece.copy_(file.get_slice(part.name)[wanted])
 
     def _count_read(self, name: str) -> None:
         with self._lock:  # transformers reads on several threads

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from pdserve_engine.models.config import ModelError
-from pdserve_engine.models.loader import Checkpoint
+from pdserve_engine.models.loader import Checkpoint, WeightPart
 from pdserve_engine.models.quantization import Quantization
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize, stack
 
@@ -65,41 +65,54 @@ def check_unused_biases(checkpoint: Checkpoint, used: Collection[str]) -> None:
 
 def read_projection(
     checkpoint: Checkpoint,
-    names: Sequence[str],
+    weights: Sequence[tuple[WeightPart, tuple[int, int]]],
     quantization: Quantization | None,
     *,
-    shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor | QuantizedWeight:
-    """Return some weights, named without `.weight`, stacked by rows, for activations of `dtype`.
+    """Return parts of weights, named without `.weight` and given with the whole weight's shape,
+    stacked by rows, for activations of `dtype`.
 
-    Integers if the checkpoint has them or they are to be made at load time. Raises ModelError if
-    some of the weights are quantized and others are not, for integers that do not fit `shape`, or
-    weights that differ in how they are quantized.
+    Integers if the checkpoint has them or they are to be made at load time: made of whole rows, so
+    that no cut changes them. Raises ModelError if some of the weights are quantized and others are
+    not, for integers that do not fit their shape or that a cut divides, or weights that differ in
+    how they are quantized.
     """
-    dense_names = [name + WEIGHT for name in names if name + WEIGHT in checkpoint.names]
-    if quantization is None or len(dense_names) == len(names):
-        weight = checkpoint.read(*dense_names, dtype=dtype, device=device)
-        if quantization is None or quantization.method != "load":
-            return weight
-        return quantize(weight, bits=quantization.bits, group_size=quantization.group_size)
-    if dense_names:
+    names = [part.name for part, _ in weights]
+    dense = [part._replace(name=part.name + WEIGHT) for part, _ in weights]
+    num_dense = sum(part.name in checkpoint.names for part in dense)
+    if quantization is None or (num_dense == len(dense) and quantization.method != "load"):
+        return checkpoint.read(*dense, dtype=dtype, device=device)
+    if 0 < num_dense < len(dense):
         raise ModelError(f"of {', '.join(names)}, which are one product, only some are quantized")
-    weights = [_read_integers(checkpoint, name, quantization, dtype) for name in names]
     try:
-        stacked = _without_idle_zeros(stack(weights))
+        if num_dense:
+            rows = checkpoint.read(
+                *(part._replace(columns=slice(None)) for part in dense), dtype=dtype, device=device
+            )
+            made = quantize(rows, bits=quantization.bits, group_size=quantization.group_size)
+            (columns,) = {(part.columns.start, part.columns.stop) for part, _ in weights}
+            return made.columns(slice(*columns))
+        stored = [
+            _read_integers(checkpoint, part.name, quantization, dtype, shape)
+            .rows(part.rows)
+            .columns(part.columns)
+            for part, shape in weights
+        ]
+        return _without_idle_zeros(stack(stored))
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"{', '.join(names)}: {error}") from error
-    if stacked.shape != shape:
-        raise ModelError(
-            f"{', '.join(names)}: shape is {tuple(stacked.shape)}, the config asks {shape}"
-        )
-    return stacked
 
 
 def _read_integers(
-    checkpoint: Checkpoint, name: str, quantization: Quantization, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    name: str,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
 ) -> QuantizedWeight:
     parts = [stored for stored in checkpoint.names if stored.rpartition(".")[0] == name]
     tensors = {
@@ -109,9 +122,12 @@ def _read_integers(
     }
     try:
         integers = _DECODERS[quantization.method](tensors, quantization)
-        return _signed(integers, quantization, dtype)
+        weight = _signed(integers, quantization, dtype)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
+    if weight.shape != shape:
+        raise ModelError(f"{name}: shape is {tuple(weight.shape)}, the config asks {shape}")
+    return weight
 
 
 def _signed(integers: _Integers, quantization: Quantization, dtype: torch.dtype) -> QuantizedWeight:

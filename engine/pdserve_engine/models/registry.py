@@ -1,9 +1,8 @@
 """Which code runs a model: the one call that reads its config, and the one that loads it."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -25,6 +24,7 @@ from pdserve_engine.models.loader import (
     large_tensors_mapped_apart,
     show_progress,
 )
+from pdserve_kernels.groups import Group
 
 logger = logging.getLogger(__name__)
 
@@ -84,25 +84,26 @@ def load_model(
     *,
     device: torch.device,
     progress: Progress | None = None,
+    group: Group | None = None,
 ) -> Model:
-    """Load the weights onto `device`; raise ModelError when they do not fit the config.
+    """Load the weights onto `device`, of one rank if there is a group; raise ModelError when they
+    do not fit the config.
 
-    Without `progress` a bar is drawn where stderr is a terminal, lines are logged elsewhere.
+    Without `progress` a bar is drawn where stderr is a terminal, lines are logged elsewhere; of
+    ranks the first does.
     """
     if config.quantization is not None and device.type != "cpu":
         raise ModelError(
             f"quantization is {config.quantization.method}, device is {device.type}: kernels for "
             "integer weights exist for cpu only"
         )
-    checkpoint = Checkpoint(model_dir, progress=progress or show_progress())
+    if progress is None and (group is None or group.rank == 0):
+        progress = show_progress()
+    checkpoint = Checkpoint(model_dir, progress=progress)
     with large_tensors_mapped_apart():
-        return _model_class(config)(config, checkpoint, device)
+        if isinstance(config, LlamaConfig):
+            return LlamaModel(config, checkpoint, device, group)
+        # Takes seconds to import, and most models need none of it.
+        from pdserve_engine.models.transformers_backend import TransformersModel
 
-
-def _model_class(config: ModelConfig) -> Callable[[Any, Checkpoint, torch.device], Model]:
-    if isinstance(config, LlamaConfig):
-        return LlamaModel
-    # Takes seconds to import, and most models need none of it.
-    from pdserve_engine.models.transformers_backend import TransformersModel
-
-    return TransformersModel
+        return TransformersModel(config, checkpoint, device)

@@ -60,7 +60,7 @@ def measure_largest_step(
     max_model_len = model.config.max_model_len
     try:
         scheduler = _make_plain_scheduler(config, pool)
-        runner = runner_class(device)(
+        runner = runner_class(model)(
             model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
         )
         for index, length in enumerate(lengths):

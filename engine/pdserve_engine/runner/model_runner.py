@@ -75,18 +75,22 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._device = model.device
         self._block_size = kv_cache.spec.block_size
-        sampling = SamplingState(
-            max_num_seqs=max_num_seqs,
-            vocab_size=model.config.vocab_size,
-            device=model.device,
-            logits_processors=logits_processors,
-        )
         self._batch = InputBatch(
-            sampling,
+            self._make_sampling(max_num_seqs, logits_processors),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=self._block_size,
             num_groups=len(kv_cache.spec.groups),
+        )
+
+    def _make_sampling(
+        self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
+    ) -> SamplingState:
+        return SamplingState(
+            max_num_seqs=max_num_seqs,
+            vocab_size=self.model.config.vocab_size,
+            device=self._device,
+            logits_processors=logits_processors,
         )
 
     @torch.inference_mode()
@@ -139,12 +143,15 @@ class ModelRunner:
         """Leave out requests that got no token in the step before, though this one was planned to
         compute it.
         """
-        batch = self._batch
-        if not batch.sampling.grammars.num_rows:
+        if not self._may_be_late():
             return num_scheduled_tokens
+        batch = self._batch
         rows = [batch.row_of(request_id) for request_id in num_scheduled_tokens]
         has_token = batch.num_computed_tokens[rows] < batch.num_tokens[rows]
         return dict(itertools.compress(num_scheduled_tokens.items(), has_token.tolist()))
+
+    def _may_be_late(self) -> bool:
+        return self._batch.sampling.grammars.num_rows > 0
 
     def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
         batch = self._batch

@@ -1,5 +1,7 @@
 """The model that a config names, and the device it runs on."""
 
+from dataclasses import replace
+
 import torch
 
 from pdserve_common.kv_types import new_epoch
@@ -10,14 +12,21 @@ from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
 from pdserve_engine.models.base import Model
+from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
+from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.models.shard import Shard, check_shards
 from pdserve_engine.runner.plugins import load_logits_processors
+from pdserve_engine.runner.sharded_model import ShardedModel
+from pdserve_kernels.groups import Group
 
 
 class ModelSource:
     """The model that a config names: what it is, and its weights, now and after a sleep."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
+        """A group makes it one rank's: `spec` and `load` are of its part. Raises ModelError."""
+        self._group = group
         self.device = _device(config)
         self.logits_processors = load_logits_processors()
         self.config = read_model_config(
@@ -27,9 +36,14 @@ class ModelSource:
             model_impl=config.model_impl,
             quantization=config.quantization,
         )
-        self.spec = KVCacheSpec.from_model(
+        _check_size(self.config, config.tensor_parallel_size)
+        # Of the whole model, and of what this process's pool has of it.
+        self._whole_spec = self.spec = KVCacheSpec.from_model(
             self.config, block_size=config.block_size, device=self.device
         )
+        if group is not None:
+            heads = Shard(group.rank, group.size).kv_heads(self.config.num_kv_heads)
+            self.spec = replace(self.spec, num_kv_heads=heads.stop - heads.start)
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -39,7 +53,7 @@ class ModelSource:
             engine_id=engine_id,
             epoch=new_epoch(),
             compatibility_hash=self.compatibility_hash,
-            layout=self.spec.layout(),
+            layout=self._whole_spec.layout(),
             vocab_size=self.config.vocab_size,
         )
 
@@ -56,7 +70,12 @@ class ModelSource:
         )
 
     def load(self) -> Model:
-        return load_model(self._model_dir, self.config, device=self.device)
+        group = self._group
+        model = load_model(self._model_dir, self.config, device=self.device, group=group)
+        if group is not None and group.rank == 0:
+            assert isinstance(model, LlamaModel)
+            return ShardedModel(model, group)
+        return model
 
     def reload(self) -> Model:
         """As `load`. Raises ValueError if the folder has changed: peers were told its digest."""
@@ -68,8 +87,18 @@ class ModelSource:
         return compatibility_hash(
             self._model_dir,
             self.config,
-            self.spec.layout(),
+            self._whole_spec.layout(),
             logits_processors=tuple(self.logits_processors),
+        )
+
+
+def _check_size(config: ModelConfig, tensor_parallel_size: int) -> None:
+    if isinstance(config, LlamaConfig):
+        check_shards(config, tensor_parallel_size)
+    elif tensor_parallel_size > 1:
+        raise ModelError(
+            f"tensor_parallel_size is {tensor_parallel_size}, {config.architecture} runs on the "
+            "transformers backend, which has 1"
         )
 
 

@@ -24,8 +24,9 @@ def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str
     Digested are: our version, which fixes the kernels and their tiles; torch's, which fixes the
     libraries under it; the processor's or GPU's model and instruction set, by which those choose
     their code; our kernel set and the instruction set it is compiled for; dtype, quantization at
-    load time, block size, whose code the model is, and compute threads where bits depend on them.
-    It errs on the safe side: workers whose ids differ may still agree. Weights are left to the
+    load time, block size, whose code the model is (by its config), and compute threads where bits
+    depend on them. The number of ranks is not: where bits depend on it no model is exact. It errs
+    on the safe side: workers whose ids differ may still agree. Weights are left to the
     compatibility hash.
     """
     kernels = select(device)
@@ -34,7 +35,7 @@ def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str
         torch.__version__,
         *_machine(device),
         name_of(kernels),
-        type(model).__name__,
+        type(model.config).__name__,
         model.config.dtype_name,
         config.quantization,
         config.block_size,

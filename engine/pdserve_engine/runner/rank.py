@@ -58,7 +58,7 @@ class Rank:
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         source = self._source
         self.kv_cache = KVCache(source.spec, num_blocks=num_blocks, device=source.device)
-        self._runner = runner_class(source.device)(
+        self._runner = runner_class(self._model)(
             self._model,
             self.kv_cache,
             max_num_seqs=self._config.scheduler.max_batch_size,

@@ -55,6 +55,25 @@ class QuantizedWeight:
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
 
+    def columns(self, part: slice) -> "QuantizedWeight":
+        """Some inputs, which share this weight's memory. Raises ValueError if they begin or end
+        within a group, unless there is one for the whole row.
+        """
+        begin, end, step = part.indices(self.shape[1])
+        size = self.group_size
+        assert step == 1, part
+        if self.scales.shape[1] == 1:
+            return replace(self, values=self.values[:, part], group_size=end - begin)
+        if begin % size or (end % size and end != self.shape[1]):
+            raise ValueError(
+                f"inputs {begin} to {end} of {self.shape[1]} are not whole groups of {size}"
+            )
+        groups = slice(begin // size, -(-end // size))
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(
+            self, values=self.values[:, part], scales=self.scales[:, groups], zeros=zeros
+        )
+
     def dequantize(self) -> torch.Tensor:
         """Return the dense weight [n, k], computed in fp32 and rounded to `dtype`."""
         dense = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash
 from pdserve_engine.models.config import ModelError
-from pdserve_engine.models.loader import Checkpoint
+from pdserve_engine.models.loader import Checkpoint, WeightPart
 from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.quantized_weights import read_projection
 from pdserve_engine.models.registry import load_model, read_model_config
@@ -463,9 +463,11 @@ def test_zero_points_that_are_all_at_the_middle_are_left_out(
     quantization = read_quantization({"quantization_config": FROM_GPTQMODEL}, None)
     weight = read_projection(
         Checkpoint(folder),
-        [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"],
+        [
+            (WeightPart(f"model.layers.0.self_attn.{name}_proj"), (64 if name == "q" else 32, 64))
+            for name in "qkv"
+        ],
         quantization,
-        shape=(128, 64),
         dtype=torch.bfloat16,
         device=CPU,
     )

@@ -1,0 +1,118 @@
+"""A model over several ranks: rank 0 samples, the others compute their part of what it asks for.
+
+All ranks have the same states behind the last layer, and each the logits of its own part of the
+vocabulary. Rank 0 says what it needs of them, as often as it likes, and at the end which tokens
+there are: what depends on a request's parameters, or on time, is decided there alone.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from pdserve_engine.models.base import ForwardInputs
+from pdserve_engine.models.config import ModelConfig
+from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.models.shard import vocab_share
+from pdserve_engine.sampling.logits_rows import Rows
+from pdserve_kernels import select
+from pdserve_kernels.groups import Group
+from pdserve_kernels.sampling_batch import Argmax
+
+
+class _Ask(IntEnum):
+    """What rank 0 wants of the others."""
+
+    # Logits of some rows of states.
+    LOGITS = 1
+    # The step is over, with so many tokens.
+    TOKENS = 2
+    # The step has failed.
+    FAILED = 3
+
+
+class StepTokens(NamedTuple):
+    """What a step has brought."""
+
+    # [num_requests] int64: how many tokens each request got.
+    counts: Rows
+    # [counts.sum()] int64
+    token_ids: Rows
+
+
+class ShardedModel:
+    """All ranks' parts of a model, as rank 0 sees them (`models.base.Model`)."""
+
+    def __init__(self, part: LlamaModel, group: Group) -> None:
+        self._part = part
+        self._group = group
+        self._kernels = select(part.device)
+        self.config: ModelConfig = part.config
+        self.device = part.device
+        self.is_row_independent = part.is_row_independent
+        self.can_be_captured = False
+
+    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
+        """See `models.base.Model`. Every rank calls its part's with the same inputs."""
+        return self._part.forward(inputs)
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """See `models.base.Model`."""
+        self._say(_Ask.LOGITS, len(hidden_rows))
+        self._group.broadcast(hidden_rows.contiguous())
+        parts = _gather_logits(self._part, self._group, hidden_rows)
+        logits = parts.transpose(0, 1).reshape(len(hidden_rows), -1)
+        return logits[:, : self.config.vocab_size].contiguous()
+
+    def choose_greedily(
+        self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
+        """See `models.base.Model`."""
+        return self._kernels.argmax(self.compute_logits(hidden_rows), mask=mask)
+
+    def tell_tokens(self, tokens: StepTokens) -> None:
+        """End the step on the other ranks."""
+        self._say(_Ask.TOKENS, len(tokens.token_ids))
+        for array in tokens:
+            self._group.broadcast(torch.from_numpy(array))
+
+    def tell_failure(self) -> None:
+        """End the step on the other ranks: it has failed here."""
+        self._say(_Ask.FAILED, 0)
+
+    def _say(self, ask: _Ask, count: int) -> None:
+        self._group.broadcast(torch.tensor([ask, count]))
+
+
+def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
+    """On another rank than 0, behind `forward`: answer rank 0 until the step is over.
+
+    Raises RuntimeError if it has failed there.
+    """
+    while True:
+        said = torch.empty(2, dtype=torch.int64)
+        group.broadcast(said)
+        ask, count = said.tolist()
+        if ask == _Ask.TOKENS:
+            return StepTokens(_receive(group, num_requests), _receive(group, count))
+        if ask == _Ask.FAILED:
+            raise RuntimeError("the step has failed on rank 0")
+        config = part.config
+        rows = torch.empty(count, config.hidden_size, dtype=config.dtype, device=part.device)
+        group.broadcast(rows)
+        _gather_logits(part, group, rows)
+
+
+def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) -> torch.Tensor:
+    """Return all ranks' logits [size, n, vocab_share]; the last rank's end in zeros."""
+    logits = part.compute_logits(hidden_rows)
+    missing = vocab_share(part.config.vocab_size, group.size) - logits.shape[1]
+    return group.gather(F.pad(logits, (0, missing)).contiguous())
+
+
+def _receive(group: Group, count: int) -> Rows:
+    numbers = torch.empty(count, dtype=torch.int64)
+    group.broadcast(numbers)
+    return np.asarray(numbers)

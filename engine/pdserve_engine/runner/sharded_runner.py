@@ -1,0 +1,80 @@
+"""The runners of a model over several ranks: rank 0's, and those that follow it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.request.sched_output import ModelRunnerOutput, NewRequestData
+from pdserve_engine.runner.model_runner import ModelRunner, StepPlan
+from pdserve_engine.runner.sharded_model import ShardedModel, StepTokens, follow
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
+from pdserve_engine.sampling.processors import LogitsProcessorFactory
+from pdserve_engine.sampling.state import SamplingState
+
+
+class LeaderRunner(ModelRunner):
+    """Rank 0's."""
+
+    model: ShardedModel
+
+    def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
+        try:
+            output = super()._compute(plan)
+        except Exception:  # whatever a model raises: the others wait for word of it
+            self.model.tell_failure()
+            raise
+        sampled = output.sampled_token_ids
+        counts = np.array([len(tokens) for tokens in sampled], dtype=np.int64)
+        token_ids = np.array([token for tokens in sampled for token in tokens], dtype=np.int64)
+        self.model.tell_tokens(StepTokens(counts, token_ids))
+        return output
+
+
+class FollowerRunner(ModelRunner):
+    """Any other rank's."""
+
+    model: LlamaModel
+
+    def _make_sampling(
+        self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
+    ) -> SamplingState:
+        return _NoSampling(
+            max_num_seqs=max_num_seqs,
+            vocab_size=self.model.config.vocab_size,
+            device=self.model.device,
+        )
+
+    def _may_be_late(self) -> bool:
+        return True  # rank 0 knows
+
+    def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
+        self.model.forward(self._make_inputs(plan))
+        assert self.model.group is not None
+        counts, token_ids = follow(self.model, self.model.group, len(plan.request_ids))
+        self._batch.append_tokens(self._next_rows(plan.rows, counts), token_ids)
+        pieces = np.split(token_ids, counts.cumsum()[:-1])
+        return ModelRunnerOutput(
+            request_ids=plan.request_ids,
+            sampled_token_ids=tuple(tuple(piece.tolist()) for piece in pieces),
+        )
+
+    def _next_rows(self, batch_rows: Rows, counts: Rows) -> LogitsRows:
+        """Return so many rows for each of `batch_rows`, behind the tokens it has."""
+        rows = self._batch.next_rows(batch_rows.repeat(counts))
+        first = counts.cumsum() - counts
+        positions = rows.positions + np.arange(len(rows)) - first.repeat(counts)
+        return LogitsRows(rows.batch_rows, positions)
+
+
+class _NoSampling(SamplingState):
+    """Of a rank that does not sample."""
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        pass
+
+    def remove(self, row: int) -> None:
+        pass
+
+    def append_tokens(self, batch_rows: Rows, token_ids: Rows) -> None:
+        pass
