@@ -40,6 +40,15 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
+def check_num_sums(num_sums: int, in_features: int) -> None:
+    """Raise ValueError unless so many inputs fall into so many sums of an even number each."""
+    if num_sums not in (1, 2, 4, NUM_SUMS) or (num_sums > 1 and in_features % (2 * num_sums)):
+        raise ValueError(
+            f"num_sums is {num_sums}; it must be 1, 2, 4 or {NUM_SUMS}, "
+            f"and cut {in_features} inputs into equal, even parts"
+        )
+
+
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add 1, 2, 4 or 8 tensors: neighbours first, then the sums of neighbours."""
     while len(parts) > 1:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import cpu, reference
+from pdserve_kernels.groups import NUM_SUMS, tree_sum
 
 # Fewer, as many and more than a tile and a block of rows have, and what lies between.
 ROW_COUNTS = [*range(71), 129, 192, 193, 400]
@@ -129,3 +130,78 @@ def test_refuses_what_does_not_fit():
         cpu.pack_linear(bf16(20, 33), num_parts=3)
     with pytest.raises(ValueError, match=r"bias is torch\.bfloat16 \[19\]"):
         cpu.pack_linear(bf16(20, 33), bf16(19))
+
+
+def with_bias(sums, bias):
+    return (sums if bias is None else sums + bias.float()).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_product_in_eight_sums_is_the_tree_of_its_parts(seed):
+    torch.manual_seed(seed)
+    choose = random.Random(seed).choice
+    rows, out_features = random.Random(seed).randint(1, 200), choose([1, 63, 64, 65, 128, 320])
+    in_features = 16 * choose([1, 2, 5, 16, 64, 65, 128, 192])
+    weight, x = bf16(out_features, in_features), bf16(rows, in_features)
+    bias = bf16(out_features) * 30 if seed % 2 else None
+    whole = cpu.pack_linear(weight, bias, num_sums=NUM_SUMS)
+    columns = in_features // NUM_SUMS
+    slices = zip(x.split(columns, 1), weight.split(columns, 1), strict=True)
+    parts = [cpu.linear_sums(part, cpu.pack_linear(cut)) for part, cut in slices]
+    assert torch.equal(cpu.linear_sums(x, whole), tree_sum(parts))
+    assert torch.equal(cpu.linear(x, whole), with_bias(tree_sum(parts), bias))
+    assert_near(cpu.linear(x, whole), x, weight, bias)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("in_features", [64, 1040, 3072])
+def test_ranks_with_a_part_of_the_inputs_bring_the_bits_of_one(size, in_features):
+    weight = bf16(100, in_features)
+    whole = cpu.pack_linear(weight, num_sums=NUM_SUMS)
+    columns = in_features // size
+    ranks = [cpu.pack_linear(cut, num_sums=NUM_SUMS // size) for cut in weight.split(columns, 1)]
+    for rows in (1, 2, 7, 50, 193, 200):
+        x = bf16(rows, in_features)
+        inputs = zip(x.split(columns, 1), ranks, strict=True)
+        total = tree_sum([cpu.linear_sums(part, rank) for part, rank in inputs])
+        assert torch.equal(total, cpu.linear_sums(x, whole))
+
+
+def test_a_row_in_eight_sums_has_the_same_bits_in_any_batch(set_threads):
+    weight, x = bf16(100, 2064), bf16(ROW_COUNTS[-1], 2064)
+    packed = cpu.pack_linear(weight, num_sums=NUM_SUMS)
+    together = cpu.linear_sums(x, packed)
+    for threads in (1, 2, 5):
+        set_threads(threads)
+        for count in ROW_COUNTS[1::9]:
+            assert torch.equal(cpu.linear_sums(x[:count], packed), together[:count])
+            assert torch.equal(cpu.linear_sums(x[-count:], packed), together[-count:])
+
+
+def test_sums_of_other_dtypes_are_the_reference_s():
+    weight, bias, x = torch.randn(20, 48), torch.randn(20), torch.randn(2, 4, 48)
+    packed = cpu.pack_linear(weight, bias, num_sums=2)
+    sums = cpu.linear_sums(x, packed)
+    assert sums.shape == (2, 4, 20)
+    torch.testing.assert_close(sums + bias, cpu.linear(x, packed))
+
+
+def test_the_reference_s_sums_are_not_rounded_to_bf16():
+    weight, bias, x = bf16(40, 256), bf16(40), bf16(5, 256)
+    sums = reference.linear_sums(x, reference.pack_linear(weight, bias))
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums, F.linear(x.double(), weight.double()).float())
+
+
+def test_it_says_whose_bits_depend_on_the_shards():
+    assert cpu.is_shard_independent(torch.bfloat16)
+    assert not cpu.is_shard_independent(torch.float32)
+    assert not reference.is_shard_independent(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_refuses_sums_that_are_not_equal_parts(kernels):
+    for num_sums, in_features in ((3, 48), (16, 64), (8, 40), (2, 33), (0, 16)):
+        message = f"num_sums is {num_sums}; it must be .* cut {in_features} inputs"
+        with pytest.raises(ValueError, match=message):
+            kernels.pack_linear(bf16(20, in_features), num_sums=num_sums)

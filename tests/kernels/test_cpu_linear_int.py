@@ -1,5 +1,6 @@
 """The C++ linear of integer weights: close to fp64, and each row by itself."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import cpu, reference
+from pdserve_kernels.groups import tree_sum
 from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
 
 ROW_COUNTS = [*range(1, 14), 64, 129, 193]
@@ -98,6 +100,47 @@ def test_gate_and_up_in_one_pass_are_what_they_are_one_by_one(kind, part):
     gate_up = cpu.linear(x, packed)
     assert torch.equal(gate_up, cpu.linear(x, cpu.pack_linear(weight, bias)))
     assert torch.equal(cpu.linear_silu_mul(x, packed), cpu.silu_and_mul(gate_up))
+
+
+def cut_columns(weight, columns):
+    """The weight in pieces of so many inputs, cut between groups or within the only one."""
+    for first in range(0, weight.shape[1], columns):
+        groups = slice(0, 1)
+        if weight.scales.shape[1] > 1:
+            assert columns % weight.group_size == 0
+            groups = slice(first // weight.group_size, (first + columns) // weight.group_size)
+        yield dataclasses.replace(
+            weight,
+            values=weight.values[:, first : first + columns],
+            scales=weight.scales[:, groups],
+            zeros=None if weight.zeros is None else weight.zeros[:, groups],
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 6, 7, 50, 193, 200])
+def test_a_product_in_eight_sums_is_the_tree_of_its_parts(kind, rows):
+    torch.manual_seed(rows)
+    columns = (kind[1] or 66) * random.Random(rows).randint(1, 3)
+    weight, bias = make_weight(100, 8 * columns, *kind), bf16(100)
+    x = bf16(rows, 8 * columns)
+    whole = cpu.pack_linear(weight, bias, num_sums=8)
+    assert_near(cpu.linear(x, whole), x, exact(weight), bias)
+    for size in (2, 4, 8):
+        of_rank = columns * 8 // size
+        ranks = [cpu.pack_linear(cut, num_sums=8 // size) for cut in cut_columns(weight, of_rank)]
+        inputs = zip(x.split(of_rank, 1), ranks, strict=True)
+        total = tree_sum([cpu.linear_sums(part, rank) for part, rank in inputs])
+        assert torch.equal(total, cpu.linear_sums(x, whole))
+        assert torch.equal((total + bias.float()).to(torch.bfloat16), cpu.linear(x, whole))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_that_end_within_a_group_share_its_scale(kind):
+    torch.manual_seed(0)
+    weight, x = make_weight(70, 16 * 9, *kind), bf16(9, 16 * 9)
+    packed = cpu.pack_linear(weight, num_sums=8)
+    assert_near(cpu.linear(x, packed), x, exact(weight))
 
 
 def test_greedy_tokens_are_chosen_from_an_integer_lm_head():

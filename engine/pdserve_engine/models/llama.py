@@ -158,7 +158,9 @@ class LlamaModel:
         self._kernels = select(device)
         _warn_if_integers_save_nothing(config, self._kernels)
         self.can_be_captured = True
-        self.is_row_independent = self._kernels.is_row_independent(config.dtype)
+        self.is_row_independent = self._kernels.is_row_independent(config.dtype) and (
+            group is None or self._kernels.is_shard_independent(config.dtype)
+        )
         # The largest come first: while one is packed, memory holds it twice.
         self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
         self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
@@ -219,10 +221,16 @@ class LlamaModel:
             qkv=self._pack(prefix, spec.qkv),
             q_norm=norms.get("self_attn.q_norm"),
             k_norm=norms.get("self_attn.k_norm"),
-            attention_output=self._pack(prefix, spec.attention_output),
+            attention_output=self._pack(
+                prefix,
+                spec.attention_output,
+                num_sums=self._shard.num_sums(spec.attention_output.in_features),
+            ),
             post_attention_norm=norms["post_attention_layernorm"],
             gate_up=self._pack(prefix, spec.gate_up, num_parts=2),
-            down=self._pack(prefix, spec.down),
+            down=self._pack(
+                prefix, spec.down, num_sums=self._shard.num_sums(spec.down.in_features)
+            ),
             group=group,
             slot=slot,
             window=self.config.attention_windows[layer],
@@ -242,7 +250,9 @@ class LlamaModel:
             device=device,
         )
 
-    def _pack(self, prefix: str, projection: _Projection, *, num_parts: int = 1) -> Any:
+    def _pack(
+        self, prefix: str, projection: _Projection, *, num_parts: int = 1, num_sums: int = 1
+    ) -> Any:
         weight = read_projection(
             self._checkpoint,
             projection.weights(prefix),
@@ -251,7 +261,7 @@ class LlamaModel:
             device=self.device,
         )
         bias = self._read(*projection.biases(prefix)) if projection.has_bias else None
-        return self._kernels.pack_linear(weight, bias, num_parts=num_parts)
+        return self._kernels.pack_linear(weight, bias, num_parts=num_parts, num_sums=num_sums)
 
 
 def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> None:

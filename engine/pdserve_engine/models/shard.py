@@ -25,6 +25,12 @@ class Shard:
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
+    def num_sums(self, in_features: int) -> int:
+        """Return in how many sums this rank adds up its part of so many inputs: all ranks together
+        have NUM_SUMS, or each has one where the inputs have not so many equal parts.
+        """
+        return NUM_SUMS // self.size if in_features % (2 * NUM_SUMS) == 0 else 1
+
     def kv_heads(self, num_kv_heads: int) -> slice:
         """Return this rank's KV heads: those of its query heads. Where there are more ranks than
         heads, neighbours have the same one.

@@ -25,6 +25,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pds_pin_threads": (POINTER, INT),
     "pds_pack_linear": (POINTER, INT, INT, INT, INT, POINTER),
     "pds_linear": (POINTER, INT, POINTER, POINTER),
+    "pds_linear_sums": (POINTER, INT, POINTER, POINTER),
     "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
     "pds_argmax": (POINTER, *(INT,) * 4, POINTER, POINTER),
     "pds_count_nans": (POINTER, *(INT,) * 4, POINTER, POINTER),

@@ -11,6 +11,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled import address, library
 from pdserve_kernels.cpu.linear_int import PANEL, IntegerPanels, pack_integers
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.groups import check_num_sums
 from pdserve_kernels.reference.quantization import QuantizedWeight
 
 
@@ -27,6 +28,7 @@ class LinearWeight:
     out_features: int
     in_features: int
     num_parts: int
+    num_sums: int
 
 
 class PackedLinear(ctypes.Structure):
@@ -38,6 +40,7 @@ class PackedLinear(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
         ("num_parts", ctypes.c_int64),
+        ("num_sums", ctypes.c_int64),
         ("bits", ctypes.c_int64),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
@@ -48,7 +51,7 @@ class PackedLinear(ctypes.Structure):
     @classmethod
     def of(cls, weight: LinearWeight) -> "PackedLinear":
         n, k = weight.out_features, weight.in_features + weight.in_features % 2
-        shape = (address(weight.bias), n, k, weight.num_parts)
+        shape = (address(weight.bias), n, k, weight.num_parts, weight.num_sums)
         panels = weight.panels
         if isinstance(panels, torch.Tensor):
             return cls(panels.data_ptr(), *shape, bits=16)
@@ -72,15 +75,19 @@ def pack_linear(
     bias: torch.Tensor | None = None,
     *,
     num_parts: int = 1,
+    num_sums: int = 1,
 ) -> AnyLinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
 
     A weight is copied and not kept; drop yours to free its memory. A gate and an up projection
-    in one weight are two parts: `linear_silu_mul` wants that. Other dtypes go to the reference.
+    in one weight are two parts: `linear_silu_mul` wants that. The inputs are added up in num_sums
+    equal parts, 1, 2, 4 or 8, and these as `groups.tree_sum` adds them. Other dtypes go to the
+    reference. Raises ValueError for numbers that do not fit together.
     """
     if weight.dtype != torch.bfloat16:
-        return reference.pack_linear(weight, bias)
+        return reference.pack_linear(weight, bias, num_parts=num_parts, num_sums=num_sums)
     _check_weight(weight, bias, num_parts)
+    check_num_sums(num_sums, weight.shape[1])
     return LinearWeight(
         panels=pack_integers(weight, num_parts=num_parts)
         if isinstance(weight, QuantizedWeight)
@@ -89,6 +96,7 @@ def pack_linear(
         out_features=weight.shape[0],
         in_features=weight.shape[1],
         num_parts=num_parts,
+        num_sums=num_sums,
     )
 
 
@@ -102,6 +110,19 @@ def linear(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
     x = rows_for(x, packed)
     out = x.new_empty(*x.shape[:-1], packed.out_features)
     library().pds_linear(*kernel_arguments(x, packed), out.data_ptr())
+    return out
+
+
+def linear_sums(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
+    """x [..., in_features] @ weight^T -> fp32 [..., out_features], without the bias.
+
+    `linear` is this and the bias, rounded. A bf16 row's bits depend on the row alone.
+    """
+    if isinstance(packed, reference.LinearWeight):
+        return reference.linear_sums(x, packed)
+    x = rows_for(x, packed)
+    out = x.new_empty(*x.shape[:-1], packed.out_features, dtype=torch.float32)
+    library().pds_linear_sums(*kernel_arguments(x, packed), out.data_ptr())
     return out
 
 
@@ -126,6 +147,11 @@ def linear_silu_mul(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
 def is_row_independent(dtype: torch.dtype) -> bool:
     """Whether a row of `dtype` gets the same bits in any batch: bf16 does, by construction."""
     return dtype == torch.bfloat16 or reference.is_row_independent(dtype)
+
+
+def is_shard_independent(dtype: torch.dtype) -> bool:
+    """See the reference: bf16 is, by construction."""
+    return dtype == torch.bfloat16 or reference.is_shard_independent(dtype)
 
 
 def _pack_bf16(weight: torch.Tensor, num_parts: int) -> torch.Tensor:

@@ -14,9 +14,11 @@ from pdserve_kernels.reference.layers import (
 from pdserve_kernels.reference.linear import (
     LinearWeight,
     is_row_independent,
+    is_shard_independent,
     is_thread_independent,
     linear,
     linear_silu_mul,
+    linear_sums,
     pack_linear,
 )
 from pdserve_kernels.reference.sampling import argmax, count_nans, linear_argmax, sample
@@ -27,11 +29,13 @@ __all__ = [
     "count_nans",
     "fused_add_rms_norm",
     "is_row_independent",
+    "is_shard_independent",
     "is_thread_independent",
     "kv_tile_format",
     "linear",
     "linear_argmax",
     "linear_silu_mul",
+    "linear_sums",
     "pack_decoder",
     "pack_linear",
     "paged_attention",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.groups import check_num_sums
 from pdserve_kernels.reference.layers import silu_and_mul
 from pdserve_kernels.reference.quantization import QuantizedWeight
 
@@ -29,16 +30,23 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None, *, num_parts: int = 1
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    num_parts: int = 1,
+    num_sums: int = 1,
 ) -> LinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features] for `linear`.
 
     A gate and an up projection in one weight, one after the other, are two parts, which some sets
-    keep apart: `linear_silu_mul` wants that. A bf16 or fp32 weight on CPU is copied into oneDNN's
-    layout and not kept; drop yours to free its memory. Integers are dequantized here: they save
-    nothing in this set, and their product is that of the weight rounded to its dtype.
+    keep apart: `linear_silu_mul` wants that. num_sums says in how many parts the inputs are added
+    up, where a set can tell (`is_shard_independent`): see `groups.NUM_SUMS`. Here it is one whole
+    product. A bf16 or fp32 weight on CPU is copied into oneDNN's layout and not kept; drop yours to
+    free its memory. Integers are dequantized here: they save nothing in this set, and their product
+    is that of the weight rounded to its dtype.
     """
     del num_parts
+    check_num_sums(num_sums, weight.shape[1])
     weight = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.detach()
     is_packed = _can_pack(weight)
     return LinearWeight(
@@ -63,6 +71,17 @@ def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
         padded[:num_rows] = x.reshape(num_rows, packed.in_features)
         return _linear(padded, packed)[:num_rows].reshape(*x.shape[:-1], packed.out_features)
     return _linear(x, packed)
+
+
+def linear_sums(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x [..., in_features] @ weight^T -> fp32 [..., out_features], without the bias.
+
+    What ranks add up that have a part of the inputs each. It is the product of the operands in
+    fp32, at the price of turning the weight into fp32 at every call: of bf16 products each rank's
+    would be rounded, and the sum of s ranks sqrt(s) times as wrong as one product.
+    """
+    weight = packed.weight.to_dense() if packed.is_packed else packed.weight
+    return F.linear(x.float(), weight.float())
 
 
 def linear_silu_mul(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
@@ -120,6 +139,15 @@ def _has_row_independent_products() -> bool:
             if not torch.equal(torch.bmm(query[:, :num_rows], key_t), together[:, :num_rows]):
                 return False
     return True
+
+
+def is_shard_independent(dtype: torch.dtype) -> bool:
+    """Whether a model in `dtype` has the same bits however many ranks it is cut into, of 1, 2, 4
+    and `groups.NUM_SUMS`: an output's bits do not depend on how many others its weight has, and
+    inputs are added up as `pack_linear` is told. Never here: neither holds.
+    """
+    del dtype
+    return False
 
 
 def is_thread_independent(dtype: torch.dtype, block_size: int, head_dim: int) -> bool:

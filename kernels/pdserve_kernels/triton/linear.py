@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pdserve_kernels.groups import check_num_sums
 from pdserve_kernels.triton.layers import silu_and_mul
 
 
@@ -19,10 +20,15 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, num_parts: int = 1
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    num_parts: int = 1,
+    num_sums: int = 1,
 ) -> LinearWeight:
     """Prepare weight [out_features, in_features] and bias [out_features]; shares their memory."""
     del num_parts
+    check_num_sums(num_sums, weight.shape[1])
     return LinearWeight(
         weight=weight.detach(),
         bias=None if bias is None else bias.detach(),
@@ -36,6 +42,15 @@ def linear(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     return F.linear(x, packed.weight, packed.bias)
 
 
+def linear_sums(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
+    """x [..., in_features] @ weight^T -> fp32 [..., out_features], without the bias.
+
+    The sums of bf16 are rounded to it first: cuBLAS writes its outputs in the operands' dtype, and
+    a weight in fp32 would be read five times as long.
+    """
+    return F.linear(x, packed.weight).float()
+
+
 def linear_silu_mul(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     """x [T, in_features] -> silu(gate) * up; see the reference."""
     return silu_and_mul(linear(x, packed))
@@ -43,6 +58,12 @@ def linear_silu_mul(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
 
 def is_row_independent(dtype: torch.dtype) -> bool:
     """False: cuBLAS picks its kernel by the number of rows."""
+    del dtype
+    return False
+
+
+def is_shard_independent(dtype: torch.dtype) -> bool:
+    """False: cuBLAS picks its kernel by the weight's shape."""
     del dtype
     return False
 

@@ -50,6 +50,10 @@ void pds_linear(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight, 
   pds::run_team([&](const pds::Team& team) { pds::linear(team, x, m, *weight, out); });
 }
 
+void pds_linear_sums(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight, float* out) {
+  pds::run_team([&](const pds::Team& team) { pds::linear_sums(team, x, m, *weight, out); });
+}
+
 void pds_linear_silu_mul(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight,
                          pds::bf16* out) {
   pds::run_team([&](const pds::Team& team) { pds::linear_silu_mul(team, x, m, *weight, out); });

@@ -3,7 +3,9 @@
 // The weight lies in panels of 64 outputs, so that a thread streams it once, in order, and the sums
 // of a tile of rows by 64 outputs stay in registers. Every sum is one chain of `dot_pairs` over
 // ascending k, whatever the number of rows or threads and wherever the row lies: its bits depend on
-// nothing else.
+// nothing else. A weight may ask for several sums, each of an equal part of the inputs. They are added
+// as a binary tree, neighbours first, so that half of the inputs brings one half of the last addition,
+// whoever computes it.
 #pragma once
 
 #include <xmmintrin.h>
@@ -71,15 +73,15 @@ PDS_INLINE void add_products_of(int64_t rows, Args... args) {
   if constexpr (ROWS > 1) add_products_of<ROWS - 1>(rows, args...);
 }
 
-// sums [rows][PANEL] = x [rows, k] @ panel^T, for a panel of bf16.
+// sums [rows][PANEL] = x [rows, k] @ panel^T of some inputs, for a panel of bf16.
 inline void multiply_bf16_panel(const bf16* x, int64_t rows, const bf16* panel, int64_t k,
-                                const bf16* next, float* sums) {
+                                Range inputs, const bf16* next, float* sums) {
   std::fill(sums, sums + rows * PANEL, 0.0f);
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   // A tile alone reads memory all the time; the hardware's prefetchers follow it best undisturbed.
   const int64_t lines_per_step = tiles == 1 ? 0 : (STEP_LINES + tiles - 1) / tiles;
-  for (int64_t done = 0; done < k / 2; done += CHUNK_PAIRS) {
-    const int64_t pairs = std::min(CHUNK_PAIRS, k / 2 - done);
+  for (int64_t done = inputs.begin / 2; done < inputs.end / 2; done += CHUNK_PAIRS) {
+    const int64_t pairs = std::min(CHUNK_PAIRS, inputs.end / 2 - done);
     const bf16* weight = panel + done * PANEL * 2;
     const bf16* after = done + pairs < k / 2 ? weight + pairs * PANEL * 2 : next;
     Prefetch prefetch{reinterpret_cast<const char*>(after), lines_per_step};
@@ -94,14 +96,30 @@ inline void multiply_bf16_panel(const bf16* x, int64_t rows, const bf16* panel, 
   }
 }
 
+// sums [rows][PANEL] = x [rows, k] @ panel^T of some inputs, which are added up in `num_sums` parts.
+inline void multiply_inputs(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
+                            int64_t next, Range inputs, int64_t num_sums, float* sums) {
+  if (num_sums > 1) {
+    const int64_t middle = (inputs.begin + inputs.end) / 2;
+    multiply_inputs(x, rows, weight, panel, next, {inputs.begin, middle}, num_sums / 2, sums);
+    alignas(64) float others[MAX_BLOCK_ROWS * PANEL];
+    multiply_inputs(x, rows, weight, panel, next, {middle, inputs.end}, num_sums / 2, others);
+    for (int64_t i = 0; i < rows * PANEL; i += LANES)
+      store(sums + i, add(load(sums + i), load(others + i)));
+  } else if (weight.bits != 16) {
+    multiply_int_panel(x, rows, weight, panel, inputs, sums);
+  } else {
+    multiply_bf16_panel(x, rows, reinterpret_cast<const bf16*>(weight.panel(panel)), weight.k,
+                        inputs, reinterpret_cast<const bf16*>(weight.panel(next)), sums);
+  }
+}
+
 }  // namespace detail
 
 // sums [rows][PANEL] = x [rows, k] @ panel^T. `next` is the panel that this thread reads after it.
 inline void multiply_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
                            int64_t next, float* sums) {
-  if (weight.bits != 16) return multiply_int_panel(x, rows, weight, panel, sums);
-  detail::multiply_bf16_panel(x, rows, reinterpret_cast<const bf16*>(weight.panel(panel)), weight.k,
-                              reinterpret_cast<const bf16*>(weight.panel(next)), sums);
+  detail::multiply_inputs(x, rows, weight, panel, next, {0, weight.k}, weight.num_sums, sums);
 }
 
 namespace detail {
@@ -168,6 +186,19 @@ inline void linear(const Team& team, const bf16* x, int64_t m, const PackedLinea
       store_row(out + row * weight.n + weight.first_output(panel), width,
                 [&](int v) { return biases.add_to(row_sums, v); });
     }
+  });
+}
+
+// out [m, n] = x [m, k] @ weight^T, neither rounded nor with a bias.
+inline void linear_sums(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight,
+                        float* out) {
+  using namespace detail;
+  alignas(64) float sums[MAX_BLOCK_ROWS * PANEL];
+  for_each_panel(team, m, weight.num_panels(), [&](Range rows, int64_t panel, int64_t next) {
+    multiply_panel(x + rows.begin * weight.k, rows.end - rows.begin, weight, panel, next, sums);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      std::copy_n(sums + (row - rows.begin) * PANEL, weight.num_outputs(panel),
+                  out + row * weight.n + weight.first_output(panel));
   });
 }
 

@@ -52,20 +52,22 @@ PDS_INLINE F32 load_scale(const IntegerScales& integers, int64_t offset) {
                           : load_bf16(static_cast<const bf16*>(integers.scales) + offset);
 }
 
-// sums [ROWS][PANEL] = x [ROWS, k] @ panel^T, of the panel's vectors from FIRST on.
+// sums [ROWS][PANEL] = x [ROWS, k] @ panel^T of some inputs, of the panel's vectors from FIRST on.
 template <typename Group, int ROWS, int FIRST = 0>
 __attribute__((noinline)) void multiply_int_tile(const bf16* x, const PackedLinear& weight,
-                                                 int64_t panel, float* sums) {
+                                                 int64_t panel, Range inputs, float* sums) {
   const IntegerScales& integers = weight.integers;
   const int64_t num_groups = (weight.k + integers.group_size - 1) / integers.group_size;
-  const uint8_t* p = weight.panel(panel);
+  const uint8_t* p = weight.panel(panel) + inputs.begin / 2 * Group::BYTES;
   F32 totals[ROWS][TILE_VECTORS];
   for (auto& row : totals)
     for (F32& total : row) total = zero();
-  int64_t k = 0;
-  for (int64_t g = panel * num_groups; g < (panel + 1) * num_groups; ++g) {
+  int64_t k = inputs.begin;
+  int64_t group_end = k / integers.group_size * integers.group_size;
+  for (int64_t g = panel * num_groups + k / integers.group_size; k < inputs.end; ++g) {
+    group_end += integers.group_size;
     const Group group{integers.zeros == nullptr ? nullptr : integers.zeros + g * PANEL * 2};
-    const int64_t end = std::min(weight.k, k + integers.group_size);
+    const int64_t end = std::min(inputs.end, group_end);
     F32 tile[ROWS][TILE_VECTORS];
     for (auto& row : tile)
       for (F32& sum : row) sum = zero();
@@ -88,7 +90,7 @@ __attribute__((noinline)) void multiply_int_tile(const bf16* x, const PackedLine
     for (int v = 0; v < TILE_VECTORS; ++v)
       store(sums + row * PANEL + (FIRST + v) * LANES, totals[row][v]);
   if constexpr (FIRST + TILE_VECTORS < PANEL_VECTORS)
-    multiply_int_tile<Group, ROWS, FIRST + TILE_VECTORS>(x, weight, panel, sums);
+    multiply_int_tile<Group, ROWS, FIRST + TILE_VECTORS>(x, weight, panel, inputs, sums);
 }
 
 template <typename Group, int ROWS = TILE_ROWS, typename... Args>
@@ -99,26 +101,27 @@ PDS_INLINE void multiply_int_tile_of(int64_t rows, const Args&... args) {
 
 template <typename Group>
 void multiply_int_rows(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                       float* sums) {
+                       Range inputs, float* sums) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     // Of nearly equal height: low ones use the registers badly.
     const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-    multiply_int_tile_of<Group>(end - row, x + row * weight.k, weight, panel, sums + row * PANEL);
+    multiply_int_tile_of<Group>(end - row, x + row * weight.k, weight, panel, inputs,
+                                sums + row * PANEL);
   }
 }
 
 }  // namespace
 
 void multiply_int_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                        float* sums) {
+                        Range inputs, float* sums) {
   const bool has_zeros = weight.integers.zeros != nullptr;
   const auto multiply = weight.bits == 8
                             ? (has_zeros ? &multiply_int_rows<Int8Group<true>>
                                          : &multiply_int_rows<Int8Group<false>>)
                             : (has_zeros ? &multiply_int_rows<Int4Group<true>>
                                          : &multiply_int_rows<Int4Group<false>>);
-  multiply(x, rows, weight, panel, sums);
+  multiply(x, rows, weight, panel, inputs, sums);
 }
 
 }  // namespace pds

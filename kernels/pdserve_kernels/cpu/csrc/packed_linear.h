@@ -35,6 +35,7 @@ struct PackedLinear {
   const bf16* bias;  // [n], or null
   int64_t n, k;      // k is even: an odd one is padded with a zero, as x must be
   int64_t num_parts = 1;
+  int64_t num_sums = 1;  // what the inputs are added up in: 1, 2, 4 or 8 equal, even parts
   int64_t bits = 16;
   IntegerScales integers = {};
 
