@@ -17,7 +17,7 @@ class DistributedGroup:
     def __init__(self, store_path: str, *, rank: int, size: int) -> None:
         """The ranks find each other by a file that does not exist yet, in a folder of their own."""
         self.rank, self.size = rank, size
-        store = distributed.FileStore(store_path, size)
+        store = distributed.FileStore(store_path, size)  # type: ignore[attr-defined]
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
         )

@@ -38,8 +38,9 @@ class _Projection(NamedTuple):
     parts: tuple[tuple[str, int, slice], ...]
     in_features: int
     has_bias: bool
-    # This rank's part of the inputs.
+    # This rank's part of the inputs, and in how many sums it adds them up.
     columns: slice = slice(None)
+    num_sums: int = 1
 
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, num_rows, _ in self.parts:
@@ -97,6 +98,7 @@ class _LayerSpec(NamedTuple):
                 q_size,
                 config.has_attention_output_bias,
                 q_rows,
+                shard.num_sums(q_size),
             ),
             gate_up=_Projection(gate_up_parts, hidden, config.has_mlp_bias),
             down=_Projection(
@@ -104,6 +106,7 @@ class _LayerSpec(NamedTuple):
                 intermediate,
                 config.has_mlp_bias,
                 mlp_rows,
+                shard.num_sums(intermediate),
             ),
             norms=norms,
         )
@@ -221,16 +224,10 @@ class LlamaModel:
             qkv=self._pack(prefix, spec.qkv),
             q_norm=norms.get("self_attn.q_norm"),
             k_norm=norms.get("self_attn.k_norm"),
-            attention_output=self._pack(
-                prefix,
-                spec.attention_output,
-                num_sums=self._shard.num_sums(spec.attention_output.in_features),
-            ),
+            attention_output=self._pack(prefix, spec.attention_output),
             post_attention_norm=norms["post_attention_layernorm"],
             gate_up=self._pack(prefix, spec.gate_up, num_parts=2),
-            down=self._pack(
-                prefix, spec.down, num_sums=self._shard.num_sums(spec.down.in_features)
-            ),
+            down=self._pack(prefix, spec.down),
             group=group,
             slot=slot,
             window=self.config.attention_windows[layer],
@@ -250,9 +247,7 @@ class LlamaModel:
             device=device,
         )
 
-    def _pack(
-        self, prefix: str, projection: _Projection, *, num_parts: int = 1, num_sums: int = 1
-    ) -> Any:
+    def _pack(self, prefix: str, projection: _Projection, *, num_parts: int = 1) -> Any:
         weight = read_projection(
             self._checkpoint,
             projection.weights(prefix),
@@ -261,7 +256,9 @@ class LlamaModel:
             device=self.device,
         )
         bias = self._read(*projection.biases(prefix)) if projection.has_bias else None
-        return self._kernels.pack_linear(weight, bias, num_parts=num_parts, num_sums=num_sums)
+        return self._kernels.pack_linear(
+            weight, bias, num_parts=num_parts, num_sums=projection.num_sums
+        )
 
 
 def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> None:
