@@ -27,6 +27,7 @@ from machine import describe
 from nixl_pair import BLOCK_BYTES, SPEC, DSide, run_pair, seconds
 
 from pdserve_engine.kv.kv_cache import KVCache
+from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
 
 SMALL_BLOCK_BYTES = 1024
 POST_BLOCKS = (1, 8, 32)
@@ -136,12 +137,21 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
         data_ptr=d.pool.data_ptr,
         block_bytes=SMALL_BLOCK_BYTES,
         num_blocks=d.pool.num_bytes // SMALL_BLOCK_BYTES,
+        spec=d.pool.spec,
     )
     agent = NixlAgent(f"small-{count}-{step}", small)
     (rank,) = d.welcome.endpoint.ranks
     region = replace(rank.regions[0], num_blocks=small.num_blocks)
-    p_name = f"{d.welcome.engine_id}.{d.welcome.epoch}"
-    blocks = agent.add_peer(p_name, replace(rank, regions=(region,)))
+    peer = KVPeer(
+        engine_id=d.welcome.engine_id,
+        epoch=d.welcome.epoch,
+        agent_name=f"{d.welcome.engine_id}.{d.welcome.epoch}",
+        endpoint=replace(rank, regions=(region,)),
+        num_blocks=small.num_blocks,
+        block_bytes=SMALL_BLOCK_BYTES,
+        slices=(KVSlice(0, 0, SMALL_BLOCK_BYTES),),
+    )
+    blocks = agent.add_peer(peer)
     ids = np.arange(0, count * step, step, dtype=np.int32)
     times = []
     for _ in range(1 + rounds):
@@ -154,7 +164,7 @@ def post_seconds(d: DSide, count: int, step: int, rounds: int) -> float:
             is_over, error = agent.poll(handle)
             assert not error, error
         agent.release(handle)
-    agent.remove_peer(p_name, blocks, is_broken=False)
+    agent.remove_peer(peer.agent_name, blocks, is_broken=False)
     agent.close()
     return statistics.median(times[1:])  # the first one connects
 

@@ -19,6 +19,7 @@ from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
 from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 
 # Blocks of 1.75 MiB: those of Qwen3-0.6B.
 SPEC = KVCacheSpec(
@@ -183,8 +184,9 @@ def _make_side(engine_id: str, transport_name: str, num_blocks: int) -> tuple[An
         vocab_size=32_000,
     )
     pool = KVCache(SPEC, num_blocks=num_blocks, device=torch.device("cpu"))
-    transport = make_transport(identity, require_transport=transport_name)
-    transport.register(pool)
+    rank = make_transport(identity, require_transport=transport_name)
+    rank.register(pool)
+    transport = ShardedTransport([rank], layout=identity.layout)
     welcome = KVLinkWelcome(
         protocol_version=PROTOCOL_VERSION,
         engine_id=engine_id,

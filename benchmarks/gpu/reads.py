@@ -25,6 +25,7 @@ from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.factory import make_transport
+from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 
 # Until a process has started, or has read blocks ten times.
 ANSWER_S = 60.0
@@ -161,8 +162,9 @@ def _make_side(engine_id: str, setting: Setting) -> Side:
         vocab_size=shape.vocab_size,
     )
     pool = KVCache(spec, num_blocks=setting.num_blocks, device=torch.device(device))
-    transport = make_transport(identity, device=device)
-    transport.register(pool)
+    rank = make_transport(identity, device=device)
+    rank.register(pool)
+    transport = ShardedTransport([rank], layout=identity.layout)
     welcome = KVLinkWelcome(
         protocol_version=PROTOCOL_VERSION,
         engine_id=engine_id,

@@ -8,8 +8,10 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MIN_PROTOCOL_VERSION = 3
+# From this version on workers may have several ranks, and checksums are one a block and head.
+RANKS_PROTOCOL_VERSION = 4
 
 
 def new_epoch() -> str:
@@ -52,12 +54,28 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What a block's bytes mean; both sides must agree."""
+    """What the bytes of a block of the whole model mean; both sides must agree.
+
+    A block is [num_kv_heads, num_slots, k|v, block_size, head_dim].
+    """
 
     groups: tuple[KVGroup, ...]
     block_size: int
     block_bytes: int
     tile_format: str = "row_major"
+    num_kv_heads: int
+    # Of one KV head in a block, all slots.
+    head_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        """Layers that a block has room for."""
+        return max(len(group.layers) for group in self.groups)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one layer of one KV head in a block, K and V."""
+        return self.head_bytes // self.num_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +103,34 @@ class KVMemoryRegion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVShard:
+    """What the pool of one rank holds of a block of the whole model: some slots of some heads.
+    Ranks that hold the same are copies of each other.
+    """
+
+    first_kv_head: int
+    num_kv_heads: int
+    first_slot: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVRankEndpoint:
     """How the other side reaches the KV pool of one rank."""
 
-    nixl_metadata: bytes
+    rank: int = 0
+    # None: all of every block; version 3 has no words for it.
+    shard: KVShard | None = None
     memory_type: str
     regions: tuple[KVMemoryRegion, ...]
+    nixl_metadata: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEndpoint:
     """How the other side reaches this worker's KV: what a welcome carries of the transport."""
 
-    # In the order of the ranks. The message has room for one.
+    # In the order of the ranks.
     ranks: tuple[KVRankEndpoint, ...]
     transport: str
 
@@ -205,7 +238,8 @@ class BlocksReady:
     # For each KV group, physical ids on P in logical order, equally many. Those before a sliding
     # group's window at the prompt's end mean nothing: D does not read them.
     block_ids: tuple[tuple[int, ...], ...]
-    # Parallel to block_ids, CRC-32 of each block's bytes; empty unless switched on.
+    # For each KV group one number a block and KV head of the whole model, block by block, as
+    # `KVCache.block_checksums`; empty unless switched on.
     checksums: tuple[tuple[int, ...], ...] = ()
 
 

@@ -120,9 +120,18 @@ def announced_blocks() -> st.SearchStrategy[kv_types.BlocksReady]:
     )
 
 
-def an_endpoint() -> st.SearchStrategy[kv_types.KVEndpoint]:
-    """The message has room for one rank."""
-    return built(kv_types.KVEndpoint, ranks=st.tuples(values(kv_types.KVRankEndpoint)))
+def an_endpoint() -> st.SearchStrategy[kv_types.KVRankEndpoint]:
+    return built(kv_types.KVRankEndpoint, shard=values(kv_types.KVShard))
+
+
+def a_welcome() -> st.SearchStrategy[kv_types.KVLinkWelcome]:
+    """Of version 4 and later, with any ranks, or of an earlier one."""
+    versions = st.integers(kv_types.RANKS_PROTOCOL_VERSION, 2**32 - 1)
+    old_rank = built(kv_types.KVRankEndpoint, rank=st.just(0), shard=st.none())
+    old_endpoint = built(kv_types.KVEndpoint, ranks=st.tuples(old_rank))
+    return built(kv_types.KVLinkWelcome, protocol_version=versions) | built(
+        kv_types.KVLinkWelcome, protocol_version=st.just(3), endpoint=old_endpoint
+    )
 
 
 DEPENDENT: Mapping[Any, Callable[[], st.SearchStrategy[Any]]] = {
@@ -130,7 +139,8 @@ DEPENDENT: Mapping[Any, Callable[[], st.SearchStrategy[Any]]] = {
     StructuredOutputsParams: a_grammar,
     types.LogprobsLists: any_logprobs,
     kv_types.BlocksReady: announced_blocks,
-    kv_types.KVEndpoint: an_endpoint,
+    kv_types.KVRankEndpoint: an_endpoint,
+    kv_types.KVLinkWelcome: a_welcome,
 }
 BY_HAND = {
     types.LogprobsLists: (wire.logprobs_to_proto, wire.logprobs_from_proto),
@@ -147,7 +157,7 @@ KV_LINK = [
     *((cls, *KV_RESPONSE) for cls in get_args(kv_types.KVLinkResponseMessage)),
 ]
 # These cross as parts of others only.
-PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint, kv_types.KVRankEndpoint)
+PARTS = (types.EngineCoreEvent, kv_types.KVEndpoint, kv_types.KVShard)
 ENGINE = [
     (cls, *BY_HAND.get(cls, (wire.to_proto, partial(wire.from_proto, cls))))
     for cls in (*vars(types).values(), *vars(kv_types).values())
@@ -183,33 +193,66 @@ def test_every_message_of_the_kv_link_has_its_dataclass() -> None:
         assert len(message.DESCRIPTOR.fields) == len(get_args(kinds))
 
 
-@pytest.mark.parametrize("num_ranks", [0, 1, 2])
-def test_the_fields_of_a_ranks_endpoint_stand_in_the_welcome(num_ranks: int) -> None:
-    region = kv_types.KVMemoryRegion(base_address=1 << 40, first_block=0, num_blocks=9)
-    rank = kv_types.KVRankEndpoint(nixl_metadata=b"m", memory_type="DRAM", regions=(region,))
-    welcome = kv_types.KVLinkWelcome(
-        protocol_version=3,
-        engine_id="p0",
-        epoch="e",
-        compatibility_hash="h",
-        link=2,
-        endpoint=kv_types.KVEndpoint(ranks=(rank,) * num_ranks, transport="shm"),
-    )
-    if num_ranks != 1:
-        with pytest.raises(ValueError, match=rf"KVEndpoint\.ranks has {num_ranks} entries"):
-            wire.kv_link_response_to_proto(welcome)
-        return
-    assert wire.kv_link_response_to_proto(welcome).welcome == kv_pb2.KvLinkWelcome(
-        protocol_version=3,
-        engine_id="p0",
-        epoch="e",
-        compatibility_hash="h",
-        link=2,
-        nixl_metadata=b"m",
-        memory_type="DRAM",
-        regions=[kv_pb2.KvMemoryRegion(base_address=1 << 40, num_blocks=9)],
+REGION = kv_types.KVMemoryRegion(base_address=1 << 40, first_block=0, num_blocks=9)
+WELCOME = kv_types.KVLinkWelcome(
+    protocol_version=3,
+    engine_id="p0",
+    epoch="e",
+    compatibility_hash="h",
+    link=2,
+    endpoint=kv_types.KVEndpoint(
+        ranks=(kv_types.KVRankEndpoint(memory_type="DRAM", regions=(REGION,), nixl_metadata=b"m"),),
         transport="shm",
+    ),
+)
+# What a worker of protocol version 3 has sent.
+HELLO_OF_VERSION_3 = (
+    "0a2f080310031a026430220265322a016832180a0612020001180110101880402209726f775f6d616a6f723a04"
+    "6e69786c"
+)
+WELCOME_OF_VERSION_3 = (
+    "0a270803120270301a0165220168280232016d3a044452414d42090880808080802018094a0373686d"
+)
+
+
+def test_what_version_3_sent_is_still_understood() -> None:
+    response = kv_pb2.KvLinkResponse.FromString(bytes.fromhex(WELCOME_OF_VERSION_3))
+    assert wire.kv_link_response_from_proto(response) == WELCOME
+    request = kv_pb2.KvLinkRequest.FromString(bytes.fromhex(HELLO_OF_VERSION_3))
+    group = kv_types.KVGroup(id=0, layers=(0, 1), kind=kv_types.KVGroupKind.FULL)
+    assert wire.kv_link_request_from_proto(request) == kv_types.KVLinkHello(
+        min_protocol_version=3,
+        max_protocol_version=3,
+        engine_id="d0",
+        epoch="e2",
+        compatibility_hash="h",
+        layout=kv_types.KVLayout(
+            groups=(group,), block_size=16, block_bytes=8192, num_kv_heads=0, head_bytes=0
+        ),
+        connector="nixl",
     )
+
+
+def test_version_3_finds_an_only_rank_where_it_looks() -> None:
+    shard = kv_types.KVShard(first_kv_head=0, num_kv_heads=2, first_slot=0, num_slots=4)
+    (rank,) = WELCOME.endpoint.ranks
+    endpoint = dataclasses.replace(
+        WELCOME.endpoint, ranks=(dataclasses.replace(rank, shard=shard),)
+    )
+    sent = dataclasses.replace(WELCOME, endpoint=endpoint)
+    message = wire.kv_link_response_to_proto(sent)
+    assert [rank.num_kv_heads for rank in message.welcome.ranks] == [2]
+    message.welcome.ClearField("ranks")
+    assert message.SerializeToString().hex() == WELCOME_OF_VERSION_3
+
+
+def test_only_one_rank_stands_where_version_3_looks() -> None:
+    endpoint = dataclasses.replace(WELCOME.endpoint, ranks=WELCOME.endpoint.ranks * 2)
+    sent = dataclasses.replace(WELCOME, protocol_version=4, endpoint=endpoint)
+    message = wire.kv_link_response_to_proto(sent).welcome
+    assert len(message.ranks) == 2
+    assert not message.nixl_metadata + message.memory_type.encode()
+    assert not message.regions
 
 
 def test_a_field_that_the_message_lacks_is_named() -> None:

@@ -173,12 +173,12 @@ class Nic(KVTransport):
         region = KVMemoryRegion(
             base_address=1, first_block=0, num_blocks=self._worker.pool.num_blocks
         )
-        rank = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
+        rank = KVRankEndpoint(memory_type="DRAM", regions=(region,), nixl_metadata=b"")
         return KVEndpoint(ranks=(rank,), transport="")
 
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        key = f"{welcome.engine_id}#{next(self._numbers)}"
-        self._peers[key] = (self._worker.world.workers[welcome.engine_id], on_lost)
+    def add_peer(self, peer: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
+        key = f"{peer.engine_id}#{next(self._numbers)}"
+        self._peers[key] = (self._worker.world.workers[peer.engine_id], on_lost)
         return key
 
     def remove_peer(self, peer: str) -> None:
@@ -349,7 +349,13 @@ class Worker:
             engine_id=self.name,
             epoch=new_epoch(),
             compatibility_hash="",
-            layout=KVLayout(groups=groups, block_size=BLOCK_SIZE, block_bytes=8 * BLOCK_SIZE),
+            layout=KVLayout(
+                groups=groups,
+                block_size=BLOCK_SIZE,
+                block_bytes=8 * BLOCK_SIZE,
+                num_kv_heads=1,
+                head_bytes=8 * BLOCK_SIZE,
+            ),
             vocab_size=EOS,
         )
         common: dict[str, Any] = {

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve_common.kv_types import KVGroup, KVGroupKind
 from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
+from pdserve_engine.kv_transfer.shards import merge_checksums
 from pdserve_engine.models.registry import read_model_config
 from pdserve_kernels import select
+from support.shards import cut
 
 SPEC = KVCacheSpec(
     groups=group_layers([None] * 3),
@@ -48,10 +52,40 @@ def test_checksums_tell_blocks_apart_by_every_byte() -> None:
     cache = KVCache(SPEC, num_blocks=4, device=torch.device("cpu"))
     cache.tensor[1:].fill_(1.5)
     cache.tensor[3, -1, -1, -1, -1, -1] = 2.0
-    zeros, same, equal, other = cache.block_checksums(range(4))
-    assert same == equal == zlib.crc32(cache.tensor[1].view(torch.uint8).numpy())
-    assert len({zeros, same, other}) == 3
-    assert cache.block_checksums([3, 0]) == (other, zeros)
+    sums = cache.block_checksums(range(4))
+    zeros, same, equal, other = zip(sums[::2], sums[1::2], strict=True)  # of two heads each
+    slot = zlib.crc32(cache.tensor[1, 0, 0].view(torch.uint8).numpy())
+    assert same == equal == (3 * slot % 2**32,) * 2
+    assert other[0] == same[0]
+    assert len({*zeros, *same, *other}) == 3
+    assert cache.block_checksums([3, 0]) == (*other, *zeros)
+
+
+@given(st.data())
+def test_the_checksums_of_ranks_make_those_of_whole_blocks(data: st.DataObject) -> None:
+    num_heads, num_slots = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 5))
+    spec = dataclasses.replace(
+        SPEC, groups=group_layers([None] * num_slots), num_kv_heads=num_heads
+    )
+    whole = KVCache(spec, num_blocks=3, device=torch.device("cpu"))
+    seed = data.draw(st.integers(0, 99))
+    whole.tensor.copy_(
+        torch.rand(whole.tensor.shape, generator=torch.Generator().manual_seed(seed))
+    )
+    tp_size = data.draw(st.sampled_from([1, 2, 4, 8]))
+    pp_size = data.draw(st.integers(1, min(2, num_slots)))
+    shards = cut(num_heads, num_slots, tp_size, pp_size)
+    sums = []
+    for shard in shards:
+        part = KVCache(
+            dataclasses.replace(spec, shard=shard), num_blocks=3, device=torch.device("cpu")
+        )
+        heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
+        slots = slice(shard.first_slot, shard.first_slot + shard.num_slots)
+        part.tensor.copy_(whole.tensor[:, heads, slots])
+        sums.append(part.block_checksums([2, 0]))
+        assert part.spec.layout() == spec.layout()
+    assert merge_checksums(shards, sums, num_heads) == whole.block_checksums([2, 0])
 
 
 def test_poison_fills_the_named_blocks_alone() -> None:

@@ -109,7 +109,7 @@ async def test_p_answers_a_release_in_the_midst_of_a_step(
     monkeypatch.setattr(
         loading,
         "make_transport",
-        lambda identity, **options: LocalTransport(identity.agent_name, registry),
+        lambda identity, **options: LocalTransport(identity.agent_name(), registry),
     )
     engine = await launch(make_model(), role="prefill")
     connector, wire = engine.connector, Wire()

@@ -18,8 +18,8 @@ from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
 from pdserve_engine.kv_transfer.prefix_producer import MAX_PREFIXES, PrefixProducer
-from support.handoff import FaultTransport, Wire, make_identity
-from support.local_transport import LocalRegistry, LocalTransport
+from support.handoff import FaultTransport, Wire, make_identity, make_transport
+from support.local_transport import LocalRegistry
 from support.metrics import value
 from support.scripted_engine import BLOCK_SIZE, Engine, ScriptedProducer, expected, next_token
 from support.waiting import wait_until
@@ -51,10 +51,8 @@ class Pair:
         d_identity, p_identity = (
             make_identity(name, layout=spec.layout()) for name in ("d0", "p0")
         )
-        d_transport = LocalTransport(d_identity.agent_name, registry)
-        self.transport = FaultTransport(LocalTransport(p_identity.agent_name, registry))
-        d_transport.register(self.d_pool)
-        self.transport.register(self.p_pool)
+        d_transport = make_transport("local", d_identity, registry, self.d_pool)
+        self.transport = FaultTransport(make_transport("local", p_identity, registry, self.p_pool))
         self.metrics = KVTransferMetrics(CollectorRegistry())
         self.d_metrics = KVTransferMetrics(CollectorRegistry())
 

@@ -36,6 +36,8 @@ LAYOUT = kv_pb2.KvLayout(
     block_size=16,
     block_bytes=3 * 2 * 2 * 16 * 16 * 4,
     tile_format="row_major",
+    num_kv_heads=2,
+    head_bytes=3 * 2 * 16 * 16 * 4,
 )
 READY = re.compile(r"ready on [\d.]+:(\d+)")
 

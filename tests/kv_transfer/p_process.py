@@ -19,12 +19,12 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.rpc import RpcServer
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import BlocksFreed, StartAllowed
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.request import Request, RequestStatus
 from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
-from support.handoff import BLOCK_SIZE, Blocks, fill, make_identity, make_pool
+from support.handoff import BLOCK_SIZE, Blocks, fill, make_identity, make_pool, make_transport
+from support.local_transport import LocalRegistry
 
 CHUNK = 4 * BLOCK_SIZE
 
@@ -35,9 +35,10 @@ class Prefills:
     def __init__(self, engine_id: str, compatibility_hash: str, require_transport: str) -> None:
         identity = make_identity(engine_id, compatibility_hash=compatibility_hash)
         self._loop = asyncio.get_running_loop()
-        transport = make_transport(identity, require_transport=require_transport)
         pool = make_pool(1)
-        transport.register(pool)
+        transport = make_transport(
+            "nixl", identity, LocalRegistry(), pool, require_transport=require_transport
+        )
         transport.self_check()
         self.connector = ProducerConnector(
             transport,

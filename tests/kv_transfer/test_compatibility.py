@@ -40,13 +40,19 @@ LAYOUT = KVLayout(
     block_size=16,
     block_bytes=4096,
     tile_format="row_major",
+    num_kv_heads=2,
+    head_bytes=2048,
 )
 OTHER_LAYOUTS: dict[str, Any] = {
     "groups": (KVGroup(id=0, layers=(0, 1), kind=KVGroupKind.SLIDING, window=8),),
     "block_size": 32,
     "block_bytes": 8192,
     "tile_format": "vnni16",
+    "num_kv_heads": 1,
+    "head_bytes": 4096,
 }
+# The model's shape implies them.
+NOT_IN_THE_HASH = ("num_kv_heads", "head_bytes")
 OTHER_CONFIGS: dict[str, Any] = {
     "architecture": "Qwen2ForCausalLM",
     "vocab_size": 257,
@@ -117,6 +123,7 @@ CHANGES: dict[str, Callable[[Setup], Setup]] = {
             layout=replace(LAYOUT, **{name: OTHER_LAYOUTS[name]})
         )
         for name in OTHER_LAYOUTS
+        if name not in NOT_IN_THE_HASH
     },
     **{name: rewrite(name) for name in (*TOKENIZER_FILES, "config.json")},
     "weights": retrain,

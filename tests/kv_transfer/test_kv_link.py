@@ -22,7 +22,6 @@ from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.nixl_transport import CONNECT_S
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
@@ -33,7 +32,8 @@ from pdserve_engine.kv_transfer.ports import (
 from pdserve_engine.request.request import Request
 from pdserve_worker import kv_link_client
 from pdserve_worker.kv_link_client import MAX_BACKOFF_S, MIN_BACKOFF_S, KVLinkPool
-from support.handoff import FaultTransport, make_identity, make_pool
+from support.handoff import FaultTransport, make_identity, make_pool, make_transport
+from support.local_transport import LocalRegistry
 from support.metrics import value
 
 pytestmark = pytest.mark.slow
@@ -108,8 +108,8 @@ class D:
     def __init__(self, read_timeout_s: float) -> None:
         self.pool = make_pool(2)
         identity = make_identity("d0")
-        self.transport = FaultTransport(make_transport(identity))
-        self.transport.register(self.pool)
+        inner = make_transport("nixl", identity, LocalRegistry(), self.pool)
+        self.transport = FaultTransport(inner)
         self.transport.self_check()
         self.metrics = KVTransferMetrics(CollectorRegistry())
         self.connector = ConsumerConnector(

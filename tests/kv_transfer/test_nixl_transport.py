@@ -20,8 +20,9 @@ from pdserve_engine.kv_transfer import nixl_transport, reads
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NixlAgent, RemoteDisconnectError
 from pdserve_engine.kv_transfer.nixl_transport import HANG_S, MAX_POLL_S, MAX_PUMP_S
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
+from pdserve_engine.kv_transfer.shards import KVPeer, KVSlice
 from pdserve_engine.request.watchdog import MAX_LOOK_S, StepWatch
-from support.handoff import SPEC, Landed, make_identity, make_pool, welcome_of
+from support.handoff import SPEC, Landed, make_pool
 from support.waiting import wait_until
 
 BLOCK_BYTES = 1 << 20
@@ -43,7 +44,7 @@ class FakeAgent:
     def __init__(self, name: str, kv_cache: Any) -> None:
         FakeAgent.newest = self
         region = KVMemoryRegion(base_address=4096, first_block=0, num_blocks=kv_cache.num_blocks)
-        self.endpoint = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
+        self.endpoint = KVRankEndpoint(memory_type="DRAM", regions=(region,), nixl_metadata=b"")
         self.posted: list[Handle] = []
         self.own_read_end: str | None = ""
         self.probe_end: str | None = ""
@@ -60,24 +61,24 @@ class FakeAgent:
         self.progressed_at: list[float] = []
         self.is_closed = False
 
-    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> str:
-        self.peers.append(name)
-        return name
+    def add_peer(self, peer: KVPeer) -> str:
+        self.peers.append(peer.agent_name)
+        return peer.agent_name
 
     def mark_connected(self, name: str) -> None:
         self.connected.add(name)
 
-    def remove_peer(self, name: str, dlist: str, *, is_broken: bool) -> None:
+    def remove_peer(self, name: str, blocks: str, *, is_broken: bool) -> None:
         assert not self.posted, "a READ is still outstanding"
         self.peers.remove(name)
 
     def prep_own_pool(self) -> SimpleNamespace:
         return SimpleNamespace(release=lambda: None)
 
-    def make_read(self, dlist: Any, remote: Any, local: Any) -> Handle:
-        return Handle(remote, local, None if isinstance(dlist, str) else self.own_read_end)
+    def make_read(self, blocks: Any, remote: Any, local: Any) -> Handle:
+        return Handle(remote, local, None if isinstance(blocks, str) else self.own_read_end)
 
-    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Handle:
+    def make_probe(self, peer: KVPeer) -> Handle:
         return Handle([], [], self.probe_end)
 
     def post(self, handle: Handle) -> bool:
@@ -129,8 +130,16 @@ class Rig:
         self.lost: list[str] = []
 
     def connect(self) -> None:
-        self.welcome = welcome_of(make_identity("p0"), self.transport)
-        self.peer = self.transport.add_peer(self.welcome, self.lost.append)
+        rank = KVPeer(
+            engine_id="p0",
+            epoch="x",
+            agent_name="p0.x",
+            endpoint=self.transport.endpoint(),
+            num_blocks=256,
+            block_bytes=BLOCK_BYTES,
+            slices=(KVSlice(0, 0, BLOCK_BYTES),),
+        )
+        self.peer = self.transport.add_peer(rank, self.lost.append)
 
     def read(self, num_blocks: int, timeout_s: float = 60.0) -> None:
         ids = list(range(num_blocks))
@@ -581,9 +590,18 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(rig: Rig) 
 @pytest.mark.slow
 def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
     p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
+    peer = KVPeer(
+        engine_id="p0",
+        epoch="x",
+        agent_name="p0.x",
+        endpoint=p.endpoint,
+        num_blocks=p.endpoint.regions[0].num_blocks,
+        block_bytes=SPEC.block_bytes,
+        slices=(KVSlice(0, 0, SPEC.block_bytes),),
+    )
 
     def come_and_go(*, is_broken: bool, has_answered: bool = True) -> None:
-        blocks = d.add_peer("p0.x", p.endpoint)
+        blocks = d.add_peer(peer)
         if has_answered:
             d.mark_connected("p0.x")
         d.remove_peer("p0.x", blocks, is_broken=is_broken)

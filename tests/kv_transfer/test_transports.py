@@ -54,9 +54,10 @@ def two(kind: str) -> Iterator[Two]:
     registry = LocalRegistry()
     pools = [make_pool(1), make_pool(2)]
     identities = [make_identity("p0"), make_identity("d0")]
-    p, d = (make_transport(kind, identity, registry) for identity in identities)
-    p.register(pools[0])
-    d.register(pools[1])
+    p, d = (
+        make_transport(kind, identity, registry, pool)
+        for identity, pool in zip(identities, pools, strict=True)
+    )
     welcome = welcome_of(identities[0], p)
     lost: list[str] = []
     p.expect_peer()
@@ -90,9 +91,8 @@ def test_a_read_lands_exactly_the_named_blocks(two: Two) -> None:
 
 
 def test_a_self_check_leaves_the_pool_as_new(kind: str) -> None:
-    transport = make_transport(kind, make_identity("p0"), LocalRegistry())
     pool = KVCache(SPEC, num_blocks=3, device=torch.device("cpu"))
-    transport.register(pool)
+    transport = make_transport(kind, make_identity("p0"), LocalRegistry(), pool)
     transport.self_check()
     transport.close()
     assert not pool.tensor.any()
@@ -201,21 +201,12 @@ def test_regions_that_make_no_sense_are_refused(two: Two, change: Callable[[Any]
         two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
 
 
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_a_peer_of_several_ranks_is_refused(two: Two, num_ranks: int) -> None:
-    endpoint = replace(two.welcome.endpoint, ranks=two.welcome.endpoint.ranks * num_ranks)
-    with pytest.raises(KVTransferError, match=f"P p0 has {num_ranks} ranks, D reads from one"):
-        two.d.add_peer(replace(two.welcome, endpoint=endpoint), two.lost.append)
-
-
 def test_a_transport_gives_back_its_descriptors_and_threads(kind: str) -> None:
     def use() -> None:
         registry = LocalRegistry()
         identity = make_identity("p0")
-        p = make_transport(kind, identity, registry)
-        d = make_transport(kind, make_identity("d0"), registry)
-        p.register(make_pool(1))
-        d.register(make_pool(2))
+        p = make_transport(kind, identity, registry, make_pool(1))
+        d = make_transport(kind, make_identity("d0"), registry, make_pool(2))
         p.expect_peer()
         peer = d.add_peer(welcome_of(identity, p), lambda reason: None)
         landed = Landed()

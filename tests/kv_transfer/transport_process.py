@@ -19,8 +19,16 @@ from pdserve_common.wire import (
     kv_link_response_to_proto,
 )
 from pdserve_engine.kv_transfer import nixl_transport
-from pdserve_engine.kv_transfer.factory import make_transport
-from support.handoff import Landed, fill, make_identity, make_pool, num_fds, welcome_of
+from support.handoff import (
+    Landed,
+    fill,
+    make_identity,
+    make_pool,
+    make_transport,
+    num_fds,
+    welcome_of,
+)
+from support.local_transport import LocalRegistry
 from support.waiting import wait_until
 
 CONNECT_S = 0.5
@@ -37,11 +45,9 @@ class Transport:
         num_blocks: str = "64",
     ) -> None:
         identity = make_identity(engine_id)
-        self.transport = make_transport(
-            identity, require_transport=require_transport, device=device
-        )
         self.pool = make_pool(sum(engine_id.encode()), int(num_blocks), device=device)
-        self.transport.register(self.pool)
+        options = {"require_transport": require_transport, "device": device}
+        self.transport = make_transport("nixl", identity, LocalRegistry(), self.pool, **options)
         self.transport.expect_peer()
         message = kv_link_response_to_proto(welcome_of(identity, self.transport))
         self.welcome = message.SerializeToString().hex()

@@ -19,7 +19,7 @@ from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer import factory
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, PoolTransport, ReadResult
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.ports import (
@@ -30,6 +30,7 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.session_machine import Checksum
+from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.request.request import Request, RequestStatus
 from support.local_transport import LocalRegistry, LocalTransport
 from support.metrics import value
@@ -69,10 +70,18 @@ def make_identity(engine_id: str, **changes: Any) -> KVIdentity:
     return KVIdentity(engine_id=engine_id, **fields)
 
 
-def make_transport(kind: str, identity: KVIdentity, registry: LocalRegistry) -> KVTransport:
-    if kind == "local":
-        return LocalTransport(identity.agent_name, registry)
-    return factory.make_transport(identity)
+def make_transport(
+    kind: str, identity: KVIdentity, registry: LocalRegistry, *pools: KVCache, **options: Any
+) -> KVTransport:
+    """Return the transport of a worker whose ranks have these pools; options are NIXL's."""
+    ranks: list[PoolTransport] = []
+    for rank, pool in enumerate(pools):
+        if kind == "local":
+            ranks.append(LocalTransport(identity.agent_name(rank), registry))
+        else:
+            ranks.append(factory.make_transport(identity, rank=rank, **options))
+        ranks[-1].register(pool)
+    return ShardedTransport(ranks, layout=identity.layout)
 
 
 def welcome_of(identity: KVIdentity, transport: KVTransport, link: int = 1) -> KVLinkWelcome:
@@ -151,17 +160,14 @@ class FaultTransport(KVTransport):
         for args in self.held:
             args[5]()
 
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        peer = self.inner.add_peer(welcome, on_lost)
-        self.on_lost[peer] = on_lost
-        return peer
+    def add_peer(self, peer: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
+        key = self.inner.add_peer(peer, on_lost)
+        self.on_lost[key] = on_lost
+        return key
 
     def remove_peer(self, peer: str) -> None:
         if not self.is_holding:  # held READs have to find their peer
             self.inner.remove_peer(peer)
-
-    def register(self, kv_cache: KVCache) -> None:
-        self.inner.register(kv_cache)
 
     def endpoint(self) -> Any:
         return self.inner.endpoint()
@@ -240,8 +246,7 @@ class PSide:
 
     def start_p(self, **options: Any) -> None:
         identity = make_identity("p0", layout=self.layout)
-        self.p_transport = make_transport(self.kind, identity, self.registry)
-        self.p_transport.register(self.p_pool)
+        self.p_transport = make_transport(self.kind, identity, self.registry, self.p_pool)
         self.p_transport.self_check()
         self.p_identity = identity
         self.p = ProducerConnector(
@@ -333,8 +338,8 @@ class Pair(PSide):
         self.checksum: Checksum = self.d_pool.block_checksums
         self.dialed: list[str] = []
         d_identity = make_identity("d0", layout=self.layout)
-        self.transport = FaultTransport(make_transport(kind, d_identity, self.registry))
-        self.transport.register(self.d_pool)
+        inner = make_transport(kind, d_identity, self.registry, self.d_pool)
+        self.transport = FaultTransport(inner)
         self.transport.self_check()
         self.d = ConsumerConnector(
             self.transport,

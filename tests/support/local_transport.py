@@ -1,4 +1,4 @@
-"""A KV transport inside one process, without NIXL."""
+"""A rank's KV transport inside one process, without NIXL."""
 
 import ctypes
 import queue
@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVMemoryRegion, KVRankEndpoint
-from pdserve_engine.kv_transfer.base import (
-    KVTransport,
-    ReadDone,
-    ReadResult,
-    check_block_ids,
-    num_region_blocks,
-)
+from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
+from pdserve_engine.kv_transfer.base import PoolTransport, ReadDone, ReadResult, check_block_ids
+from pdserve_engine.kv_transfer.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache
@@ -34,8 +29,7 @@ class LocalRegistry:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    name: str
-    num_blocks: int
+    rank: KVPeer
     on_lost: Callable[[str], None]
     is_lost: bool = False
 
@@ -48,7 +42,7 @@ class _Read:
     on_done: ReadDone
 
 
-class LocalTransport(KVTransport):
+class LocalTransport(PoolTransport):
     """Copies blocks on a thread of its own."""
 
     name = "local"
@@ -69,14 +63,18 @@ class LocalTransport(KVTransport):
             self._registry.pools[self._agent_name] = kv_cache
         self._thread.start()
 
-    def endpoint(self) -> KVEndpoint:
+    def endpoint(self) -> KVRankEndpoint:
         region = KVMemoryRegion(
             base_address=self._kv_cache.data_ptr,
             first_block=0,
             num_blocks=self._kv_cache.num_blocks,
         )
-        rank = KVRankEndpoint(nixl_metadata=b"", memory_type="DRAM", regions=(region,))
-        return KVEndpoint(ranks=(rank,), transport="local")
+        return KVRankEndpoint(
+            shard=self._kv_cache.spec.part,
+            memory_type="DRAM",
+            regions=(region,),
+            nixl_metadata=b"",
+        )
 
     def expect_peer(self) -> None:
         """Peers need no help."""
@@ -90,13 +88,11 @@ class LocalTransport(KVTransport):
     def self_check(self) -> None:
         """A copy within a process needs no proof."""
 
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        name = f"{welcome.engine_id}.{welcome.epoch}"
-        num_blocks = num_region_blocks(welcome, self._kv_cache.block_bytes)
+    def add_peer(self, peer: KVPeer, on_lost: Callable[[str], None]) -> str:
         with self._lock:
             self._num_peers += 1
-            key = f"{name}#{self._num_peers}"
-            self._peers[key] = _Peer(name, num_blocks, on_lost)
+            key = f"{peer.agent_name}#{self._num_peers}"
+            self._peers[key] = _Peer(peer, on_lost)
         return key
 
     def remove_peer(self, peer: str) -> None:
@@ -118,7 +114,7 @@ class LocalTransport(KVTransport):
             target = self._peers.get(peer)
             if target is None or target.is_lost or self._is_closed:
                 raise KVTransferError(f"no connection to {peer}")
-            check_block_ids(remote_block_ids, target.num_blocks, "remote")
+            check_block_ids(remote_block_ids, target.rank.num_blocks, "remote")
             check_block_ids(local_block_ids, self._kv_cache.num_blocks, "local")
             if len(remote_block_ids) != len(local_block_ids):
                 raise KVTransferError("remote and local block ids differ in number")
@@ -144,7 +140,7 @@ class LocalTransport(KVTransport):
                 read.peer.is_lost |= bool(error)
             result = ReadResult(
                 is_ok=not error,
-                num_bytes=len(read.local_block_ids) * self._kv_cache.block_bytes,
+                num_bytes=len(read.local_block_ids) * read.peer.rank.read_bytes,
                 duration_s=time.monotonic() - start,
                 transport=self.name,
                 error=error,
@@ -155,16 +151,17 @@ class LocalTransport(KVTransport):
 
     def _copy(self, read: _Read) -> str:
         """Return what went wrong, or nothing."""
+        rank = read.peer.rank
         if read.peer.is_lost:
-            return f"connection to {read.peer.name} was closed"
-        size = self._kv_cache.block_bytes
+            return f"connection to {rank.agent_name} was closed"
         with self._registry.lock:
-            source = self._registry.pools.get(read.peer.name)
+            source = self._registry.pools.get(rank.agent_name)
             if source is None:
-                return f"{read.peer.name} is gone"
+                return f"{rank.agent_name} is gone"
             pairs = zip(read.remote_block_ids, read.local_block_ids, strict=True)
             for remote, local in pairs:
-                ctypes.memmove(
-                    self._kv_cache.data_ptr + local * size, source.data_ptr + remote * size, size
-                )
+                theirs = source.data_ptr + remote * rank.block_bytes
+                ours = self._kv_cache.data_ptr + local * self._kv_cache.block_bytes
+                for there, here, num_bytes in rank.slices:
+                    ctypes.memmove(ours + here, theirs + there, num_bytes)
         return ""

@@ -31,8 +31,8 @@ T = TypeVar("T")
 # None: as it is.
 Convert = Callable[[Any], Any] | None
 
-# Converted by hand in `output.py`, as each token pays for it, and in `kv_link.py`; and the parts of
-# an endpoint, whose fields stand among the welcome's own.
+# Converted by hand in `output.py`, as each token pays for it, and in `kv_link.py`; and those whose
+# fields stand among the ones of what holds them.
 _NOT_HERE = (
     engine_types.LogprobsLists,
     engine_types.EngineCoreEvent,
@@ -41,7 +41,7 @@ _NOT_HERE = (
     kv_types.BlocksReady,
     kv_types.PrefixReady,
     kv_types.KVEndpoint,
-    kv_types.KVRankEndpoint,
+    kv_types.KVShard,
 )
 _MESSAGES = {
     name.lower(): GetMessageClass(descriptor)
@@ -160,9 +160,8 @@ class Codec:
         self._none: dict[str, None] = {}
         # Read in any case.
         self._always: list[tuple[str, str, Convert]] = []
-        # Dataclasses whose fields stand among the message's own, also the only one of a tuple.
+        # Dataclasses whose fields stand among the message's own. None leaves them unset.
         self._flat: list[tuple[str, Codec]] = []
-        self._only: list[tuple[str, Codec]] = []
         hints = get_type_hints(cls)
         for field in fields(cls):
             self._add(field, hints[field.name])
@@ -181,9 +180,6 @@ class Codec:
             key, encode, decode = f"{name[:-2]}_ns", seconds_to_ns, ns_to_seconds
         elif isinstance(hint, type) and is_dataclass(hint):
             self._flat.append((name, Codec(hint, self._message_class)))
-            return
-        elif get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
-            self._only.append((name, Codec(get_args(hint)[0], self._message_class)))
             return
         if key not in by_name:
             raise TypeError(f"{self._cls.__name__}.{name} has no field in the message")
@@ -209,9 +205,8 @@ class Codec:
             if field or (has_presence and field is not None):
                 values[key] = field
         for name, codec in self._flat:
-            values |= codec.values(getattr(value, name))
-        for name, codec in self._only:
-            values |= codec.values(_only_of(getattr(value, name), f"{self._cls.__name__}.{name}"))
+            part = getattr(value, name)
+            values |= {} if part is None else codec.values(part)
         return values
 
     def to_proto(self, value: Any) -> Message:
@@ -232,15 +227,7 @@ class Codec:
                     values[name] = value if decode is None else decode(value)
         for name, codec in self._flat:
             values[name] = codec.from_proto(message)
-        for name, codec in self._only:
-            values[name] = (codec.from_proto(message),)
         return self._cls(**values)
-
-
-def _only_of(items: tuple[Any, ...], path: str) -> Any:
-    if len(items) != 1:
-        raise ValueError(f"{path} has {len(items)} entries, the message has room for one")
-    return items[0]
 
 
 def _converters(hint: Any, path: str) -> tuple[Convert, Convert]:

@@ -1,5 +1,6 @@
 """The KvLink's messages to and from protobuf."""
 
+from dataclasses import replace
 from typing import Any
 
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
@@ -48,6 +49,8 @@ def kv_link_response_to_proto(message: kv_types.KVLinkResponseMessage) -> kv_pb2
         return kv_pb2.KvLinkResponse(blocks_ready=_blocks_ready_to_proto(message))
     if isinstance(message, kv_types.PrefixReady):
         return kv_pb2.KvLinkResponse(prefix_ready=_prefix_ready_to_proto(message))
+    if isinstance(message, kv_types.KVLinkWelcome):
+        return kv_pb2.KvLinkResponse(welcome=_welcome_to_proto(message))
     return kv_pb2.KvLinkResponse(**{_NAMES[type(message)]: to_proto(message)})
 
 
@@ -60,8 +63,33 @@ def kv_link_response_from_proto(message: kv_pb2.KvLinkResponse) -> kv_types.KVLi
         return _blocks_ready_from_proto(message.blocks_ready)
     if kind == "prefix_ready":
         return _prefix_ready_from_proto(message.prefix_ready)
+    if kind == "welcome":
+        return _welcome_from_proto(message.welcome)
     response: kv_types.KVLinkResponseMessage = from_proto(_TYPES[kind], getattr(message, kind))
     return response
+
+
+def _welcome_to_proto(welcome: kv_types.KVLinkWelcome) -> kv_pb2.KvLinkWelcome:
+    """An only rank's endpoint is where version 3 looks for it as well."""
+    message: kv_pb2.KvLinkWelcome = to_proto(welcome)
+    if len(message.ranks) == 1:
+        (rank,) = message.ranks
+        message.nixl_metadata = rank.nixl_metadata
+        message.memory_type = rank.memory_type
+        message.regions.extend(rank.regions)
+    return message
+
+
+def _welcome_from_proto(message: kv_pb2.KvLinkWelcome) -> kv_types.KVLinkWelcome:
+    welcome = from_proto(kv_types.KVLinkWelcome, message)
+    if welcome.protocol_version >= kv_types.RANKS_PROTOCOL_VERSION:
+        return welcome
+    rank = kv_types.KVRankEndpoint(
+        memory_type=message.memory_type,
+        regions=tuple(from_proto(kv_types.KVMemoryRegion, region) for region in message.regions),
+        nixl_metadata=message.nixl_metadata,
+    )
+    return replace(welcome, endpoint=replace(welcome.endpoint, ranks=(rank,)))
 
 
 def _blocks_ready_to_proto(ready: kv_types.BlocksReady) -> kv_pb2.BlocksReady:

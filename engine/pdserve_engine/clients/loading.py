@@ -31,6 +31,7 @@ from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
 from pdserve_engine.kv_transfer.prefix_producer import PrefixProducer
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.session_machine import Checksum
+from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
@@ -237,11 +238,11 @@ def _make_transport(
 ) -> KVTransport | None:
     if config.kv_connector == "none":
         return None
-    transport = make_transport(
+    rank = make_transport(
         identity, require_transport=config.require_transport, device=config.device
     )
-    executor.register_kv_cache(transport)
-    return transport
+    executor.register_kv_cache(rank)
+    return ShardedTransport([rank], layout=identity.layout, transport=config.require_transport)
 
 
 T = TypeVar("T")

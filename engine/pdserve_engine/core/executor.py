@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-from pdserve_engine.kv_transfer.base import KVTransport
+from pdserve_engine.kv_transfer.base import PoolTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -45,7 +45,7 @@ class Executor(Protocol):
         """Allocate the pool, zeroed, and what requests of that many tokens need."""
         ...
 
-    def register_kv_cache(self, transport: KVTransport) -> None:
+    def register_kv_cache(self, transport: PoolTransport) -> None:
         """Register the pool's memory with a transport, which has to prove that it moves bytes.
         Raises KVTransferError.
         """
@@ -109,7 +109,9 @@ class Executor(Protocol):
         ...
 
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the CRC-32 of each block's bytes. Any thread."""
+        """Return for each block one number for each KV head of the whole model, block by block, as
+        `KVCache.block_checksums` and `merge_checksums`. Any thread.
+        """
         ...
 
     # ---- the end

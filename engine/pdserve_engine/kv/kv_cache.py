@@ -1,6 +1,8 @@
 """The KV pool: one tensor that holds every block, and what a block's bytes mean."""
 
 import contextlib
+import dataclasses
+import math
 import mmap
 import zlib
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout
+from pdserve_common.kv_types import KVGroup, KVGroupKind, KVLayout, KVShard
 from pdserve_engine.kv.kv_groups import KVGroupLayers, group_layers
 from pdserve_engine.kv.memory import wait_for_stream
 from pdserve_kernels import select
@@ -36,7 +38,8 @@ class KVCacheSpec:
 
     A block belongs to the group that allocated it and holds block_size tokens of that group's
     layers: [num_kv_heads, num_slots, k|v, block_size, head_dim]. With full attention alone there is
-    one group, of all layers.
+    one group, of all layers. A rank of a model that is cut holds a part of each block, its `shard`;
+    `groups` and `num_kv_heads` are the whole model's.
     """
 
     groups: tuple[KVGroupLayers, ...]
@@ -46,6 +49,8 @@ class KVCacheSpec:
     dtype: torch.dtype
     # How a [block_size, head_dim] tile lies in memory: what the kernels say by `kv_tile_format`.
     tile_format: str = "row_major"
+    # What of each block the pool holds; None: all.
+    shard: KVShard | None = None
 
     @classmethod
     def from_model(
@@ -61,9 +66,14 @@ class KVCacheSpec:
         )
 
     @property
-    def num_slots(self) -> int:
-        """Layers that a block has room for."""
-        return max(len(group.layers) for group in self.groups)
+    def part(self) -> KVShard:
+        """What of each block the pool holds."""
+        if self.shard is not None:
+            return self.shard
+        num_slots = max(len(group.layers) for group in self.groups)
+        return KVShard(
+            first_kv_head=0, num_kv_heads=self.num_kv_heads, first_slot=0, num_slots=num_slots
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -72,12 +82,14 @@ class KVCacheSpec:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_kv_heads, self.num_slots, 2, self.block_size, self.head_dim)
+        """Of the part that the pool holds."""
+        part = self.part
+        return (part.num_kv_heads, part.num_slots, 2, self.block_size, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        elements = 2 * self.num_kv_heads * self.num_slots * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
+        """Of the part that the pool holds."""
+        return math.prod(self.block_shape) * self.dtype.itemsize
 
     def num_blocks_for_budget(self, num_bytes: int) -> int:
         """Return how many whole blocks fit; raise ValueError when none does."""
@@ -88,7 +100,7 @@ class KVCacheSpec:
         return num_bytes // self.block_bytes
 
     def layout(self) -> KVLayout:
-        """Return what a peer must agree on before it reads our blocks."""
+        """Return what a peer must agree on before it reads our blocks: the whole model's."""
         groups = (
             KVGroup(
                 id=index,
@@ -98,11 +110,14 @@ class KVCacheSpec:
             )
             for index, group in enumerate(self.groups)
         )
+        whole = dataclasses.replace(self, shard=None)
         return KVLayout(
             groups=tuple(groups),
             block_size=self.block_size,
-            block_bytes=self.block_bytes,
+            block_bytes=whole.block_bytes,
             tile_format=self.tile_format,
+            num_kv_heads=self.num_kv_heads,
+            head_bytes=whole.block_bytes // self.num_kv_heads,
         )
 
 
@@ -128,7 +143,9 @@ class KVCache:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """[num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim], contiguous."""
+        """[num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim], contiguous; of a rank's
+        part of each block its heads and slots.
+        """
         return self._tensor
 
     @property
@@ -144,12 +161,20 @@ class KVCache:
         return self.num_blocks * self.block_bytes
 
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the CRC-32 of each block's bytes: shows in tests that a block arrived intact.
+        """Return for each block one number for each KV head, block by block: shows in tests that
+        they arrived intact, also between workers that are cut differently.
 
-        On a GPU it waits for the steps that are under way there.
+        It is the sum modulo 2^32 of the CRC-32s of its slots' bytes, so that those of pipeline
+        stages add up. On a GPU it waits for the steps that are under way there.
         """
-        rows = self._tensor.view(self.num_blocks, -1).view(torch.uint8)
-        return tuple(zlib.crc32(rows[block_id].cpu().numpy().data) for block_id in block_ids)
+        part = self.spec.part
+        shape = (self.num_blocks, part.num_kv_heads, part.num_slots, -1)
+        slots = self._tensor.view(shape).view(torch.uint8)
+        return tuple(
+            sum(zlib.crc32(slot.data) for slot in head) % (1 << 32)
+            for block_id in block_ids
+            for head in slots[block_id].cpu().numpy()
+        )
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill blocks that are free with NaN: shows in tests that nobody uses them any more.

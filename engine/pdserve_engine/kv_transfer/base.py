@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLayout, KVLinkWelcome, KVRankEndpoint
 from pdserve_engine.kv.kv_groups import num_skipped_blocks
+from pdserve_engine.kv_transfer import shards
+from pdserve_engine.kv_transfer.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache
@@ -23,11 +25,12 @@ class KVIdentity:
     layout: KVLayout
     # Token ids are below this.
     vocab_size: int
+    # Processes that the worker's model is cut over.
+    num_ranks: int = 1
 
-    @property
-    def agent_name(self) -> str:
-        """Names this start of this worker to transports (rule K1)."""
-        return f"{self.engine_id}.{self.epoch}"
+    def agent_name(self, rank: int = 0) -> str:
+        """Names a rank of this start of this worker to transports (rule K1)."""
+        return shards.agent_name(self.engine_id, self.epoch, rank, self.num_ranks)
 
 
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
@@ -58,10 +61,14 @@ class ReadResult:
 
 ReadDone = Callable[[ReadResult], None]
 
+# Whom a transport reads from, and what it says of its own side.
+PeerT = TypeVar("PeerT")
+EndpointT = TypeVar("EndpointT")
 
-class KVTransport(ABC):
-    """Moves blocks between the KV pools of two workers. Thread-safe; callbacks run on its own
-    thread, never inside a call.
+
+class Transport(ABC, Generic[PeerT, EndpointT]):
+    """Moves blocks from peers to here. Thread-safe; calls return at once unless they say otherwise;
+    callbacks run on a thread of its own, never inside a call.
     """
 
     name: str
@@ -74,17 +81,13 @@ class KVTransport(ABC):
         return None
 
     @abstractmethod
-    def register(self, kv_cache: "KVCache") -> None:
-        """Register the whole pool, once, before any other call."""
-
-    @abstractmethod
-    def endpoint(self) -> KVEndpoint:
-        """What a peer needs to read from this pool."""
+    def endpoint(self) -> EndpointT:
+        """What a peer needs to read from here."""
 
     @abstractmethod
     def self_check(self) -> None:
-        """Prove that bytes move, within seconds: once, after `register` and before anything uses
-        the pool, which is zeroed again after it.
+        """Prove that bytes move, within seconds: once, before anything uses the pool, which is
+        zeroed again after it.
 
         Raises KVTransferError that says what to do; the process must then end.
         """
@@ -104,13 +107,13 @@ class KVTransport(ABC):
         """
 
     @abstractmethod
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        """Start to connect to the pool behind `welcome` and return the peer's key.
+    def add_peer(self, peer: PeerT, on_lost: Callable[[str], None]) -> str:
+        """Start to connect to a peer and return its key.
 
         READs may follow at once. `on_lost(reason)` runs at most once, when the peer cannot be
         reached or a READ failed or stalled: READs that were not posted fail, later ones are
         refused, and only remove_peer and a new add_peer mend it. Raises KVTransferError if
-        `welcome` makes no sense.
+        what `peer` says makes no sense.
         """
 
     @abstractmethod
@@ -129,7 +132,7 @@ class KVTransport(ABC):
         on_done: ReadDone,
         on_stall: Callable[[], None],
     ) -> None:
-        """Read whole blocks. `on_done` runs exactly once, when nothing can land any more (rule K5).
+        """Read blocks. `on_done` runs exactly once, when nothing can land any more (rule K5).
 
         `on_stall` runs at most once, when `timeout_s` passed without progress of a posted READ:
         the caller gives the request up but keeps its blocks until `on_done`. Raises
@@ -143,6 +146,26 @@ class KVTransport(ABC):
         A READ that has not landed by then never gets its `on_done`: the process must end. So it
         must if the thread hangs: after 10 s it is left behind, and `failure` says so.
         """
+
+
+class RankTransport(Transport[KVPeer, KVRankEndpoint]):
+    """Moves what two ranks have in common of blocks between their pools. The rank may be in another
+    process.
+    """
+
+
+class PoolTransport(RankTransport):
+    """A RankTransport in the process of its pool."""
+
+    @abstractmethod
+    def register(self, kv_cache: "KVCache") -> None:
+        """Register the whole pool, once, before any other call. May take minutes. Raises
+        KVTransferError.
+        """
+
+
+class KVTransport(Transport[KVLinkWelcome, KVEndpoint]):
+    """Moves whole blocks between two workers, over however many ranks each has."""
 
 
 def first_read_blocks(layout: KVLayout, num_tokens: int) -> list[int]:
@@ -161,26 +184,3 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int, whose: str) -> No
         raise KVTransferError(
             f"{whose} block ids {min(block_ids)} to {max(block_ids)} leave a pool of {num_blocks}"
         )
-
-
-def rank_to_read(welcome: KVLinkWelcome) -> KVRankEndpoint:
-    """Return the rank of P whose pool this D reads. Raises KVTransferError if P has several."""
-    ranks = welcome.endpoint.ranks
-    if len(ranks) != 1:
-        raise KVTransferError(f"P {welcome.engine_id} has {len(ranks)} ranks, D reads from one")
-    return ranks[0]
-
-
-def num_region_blocks(welcome: KVLinkWelcome, block_bytes: int) -> int:
-    """Return the size of a peer's pool. Raises KVTransferError unless its regions follow on one
-    another and hold addresses.
-    """
-    num_blocks = 0
-    for region in rank_to_read(welcome).regions:
-        end = region.base_address + region.num_blocks * block_bytes
-        if region.first_block != num_blocks or region.num_blocks < 1 or not 0 < end < 1 << 64:
-            raise KVTransferError(f"P {welcome.engine_id} sent a memory region that is not one")
-        num_blocks += region.num_blocks
-    if num_blocks == 0:
-        raise KVTransferError(f"P {welcome.engine_id} sent no memory region")
-    return num_blocks

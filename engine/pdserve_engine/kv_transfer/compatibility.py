@@ -26,15 +26,19 @@ def compatibility_hash(
     reading of them. Hello and welcome compare protocol versions themselves.
 
     max_model_len is left out: P and D may differ in it, requests are checked against each. But it
-    must not be within a sliding window on one of them only: that one has other KV groups.
+    must not be within a sliding window on one of them only: that one has other KV groups. How many
+    ranks a worker has is left out as well.
     """
     shape = dataclasses.asdict(config)
     del shape["max_model_len"]
+    block = dataclasses.asdict(layout)
+    # The model's shape implies them, and workers that speak version 3 do not know them.
+    del block["num_kv_heads"], block["head_bytes"]
     parts = {
         "model": shape,
         "weights": weights_digest(model_dir),
         "tokenizer": _tokenizer_digest(Path(model_dir)),
-        "layout": dataclasses.asdict(layout),
+        "layout": block,
         "logits_processors": sorted(logits_processors),
         "xgrammar": xgrammar_version(),
     }

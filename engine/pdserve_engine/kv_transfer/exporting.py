@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
-    PROTOCOL_VERSION,
     CancelRequest,
     Granted,
     KVLinkHeartbeat,
@@ -28,7 +27,7 @@ from pdserve_common.kv_types import (
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport
 from pdserve_engine.kv_transfer.connector import Connector
-from pdserve_engine.kv_transfer.links import KVLink, find_mismatch
+from pdserve_engine.kv_transfer.links import KVLink, common_version, find_mismatch
 from pdserve_engine.kv_transfer.ports import KVEvent
 from pdserve_engine.kv_transfer.protocol import PRODUCER, ProducerEvent, ProducerState
 from pdserve_engine.kv_transfer.session import Session
@@ -53,7 +52,7 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
         checksum: Checksum | None,
         clock: Callable[[], float],
     ) -> None:
-        """`checksum` returns a CRC-32 for each of the blocks it is given; None: send none.
+        """`checksum` does what `Executor.block_checksums` does; None: send none.
 
         A session that makes no progress for `session_timeout_s` is over, whatever it waits for.
         """
@@ -99,7 +98,8 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
             raise KVTransferError(mismatch)
         with self._lock:
             self._replace_link(hello.engine_id)
-            link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle)
+            version = common_version(hello)
+            link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle, version)
             self._next_link += 1
             self._add_link(link)
             self._transport.expect_peer()
@@ -164,7 +164,7 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
 
     def _welcome(self, link: KVLink) -> KVLinkResponseMessage:
         return KVLinkWelcome(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=link.protocol_version,
             engine_id=self._identity.engine_id,
             epoch=self._identity.epoch,
             compatibility_hash=self._identity.compatibility_hash,

@@ -1,8 +1,8 @@
-"""Makes the transport under a connector; loads NIXL only if it is wanted."""
+"""Makes the transport of a rank; loads NIXL only if it is wanted."""
 
 import os
 
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.base import KVIdentity, PoolTransport
 
 # What UCX may use. Shared memory (CMA) moves the bytes, but UCX cannot do its own messages over it
 # and sets up over TCP; that it is not used for more is checked at each peer.
@@ -17,9 +17,9 @@ _CUDA_UCX_TLS = {
 
 
 def make_transport(
-    identity: KVIdentity, *, require_transport: str = "any", device: str = "cpu"
-) -> KVTransport:
-    """Return an unregistered transport for a pool on a device, "cpu" or "cuda"."""
+    identity: KVIdentity, *, rank: int = 0, require_transport: str = "any", device: str = "cpu"
+) -> PoolTransport:
+    """Return an unregistered transport for a rank's pool on a device, "cpu" or "cuda"."""
     # UCX reads its settings when NIXL loads it.
     if require_transport in _UCX_TLS:
         names = [_UCX_TLS[require_transport]]
@@ -36,4 +36,4 @@ def make_transport(
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     from pdserve_engine.kv_transfer.nixl_transport import NixlTransport
 
-    return NixlTransport(identity.agent_name, require_transport=require_transport)
+    return NixlTransport(identity.agent_name(rank), require_transport=require_transport)

@@ -9,6 +9,7 @@ from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
     MIN_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    RANKS_PROTOCOL_VERSION,
     KVLayout,
     KVLinkHeartbeat,
     KVLinkHello,
@@ -17,6 +18,9 @@ from pdserve_common.kv_types import (
 )
 from pdserve_common.liveness import HEARTBEAT_S, SILENCE_S, AwakeClock
 from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle
+
+# Version 3 has no words for these.
+RANKS_LAYOUT_FIELDS = ("num_kv_heads", "head_bytes")
 
 # What both sides log of a session that will not bring its KV to D: id and peer, the state that it
 # was in, its age, why, and what comes of it.
@@ -32,6 +36,8 @@ class KVLink:
     epoch: str
     # Takes responses on P, requests on D.
     handle: KVLinkHandle[Any]
+    # What both ends speak.
+    protocol_version: int = PROTOCOL_VERSION
     # By its table's AwakeClock.
     last_heard: float = 0.0
     # D: the transport's key of this peer.
@@ -122,8 +128,9 @@ class RecentKeys:
 
 def make_hello(identity: KVIdentity, connector: str) -> KVLinkHello:
     """D: what to send first on a new link."""
+    has_ranks = identity.num_ranks > 1
     return KVLinkHello(
-        min_protocol_version=MIN_PROTOCOL_VERSION,
+        min_protocol_version=RANKS_PROTOCOL_VERSION if has_ranks else MIN_PROTOCOL_VERSION,
         max_protocol_version=PROTOCOL_VERSION,
         engine_id=identity.engine_id,
         epoch=identity.epoch,
@@ -139,6 +146,8 @@ def check_welcome(identity: KVIdentity, engine_id: str, welcome: KVLinkWelcome) 
         raise KVTransferError(f"dialed {engine_id}, {welcome.engine_id} answered")
     if not MIN_PROTOCOL_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
         raise KVTransferError(f"P wants protocol version {welcome.protocol_version}")
+    if identity.num_ranks > 1 and welcome.protocol_version < RANKS_PROTOCOL_VERSION:
+        raise KVTransferError(_too_old_for_ranks(identity, "P", welcome.protocol_version))
     # Before anything of the transport's metadata is looked at.
     mismatch = find_hash_mismatch(welcome.compatibility_hash, identity.compatibility_hash)
     if mismatch is not None:
@@ -147,18 +156,34 @@ def check_welcome(identity: KVIdentity, engine_id: str, welcome: KVLinkWelcome) 
 
 def find_mismatch(identity: KVIdentity, connector: str, hello: KVLinkHello) -> str | None:
     """P: say why D cannot read our blocks, naming what differs, or return None if it can."""
-    if not hello.min_protocol_version <= PROTOCOL_VERSION <= hello.max_protocol_version:
+    version = common_version(hello)
+    if not max(MIN_PROTOCOL_VERSION, hello.min_protocol_version) <= version:
         return (
             f"protocol versions differ: P speaks {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
             f"D {hello.min_protocol_version} to {hello.max_protocol_version}"
         )
+    knows_ranks = version >= RANKS_PROTOCOL_VERSION
+    if identity.num_ranks > 1 and not knows_ranks:
+        return _too_old_for_ranks(identity, "D", version)
     if hello.connector != connector:
         return f"connector differs: {connector} on P, {hello.connector} on D"
     for name in KVLayout.__slots__:
         ours, theirs = getattr(identity.layout, name), getattr(hello.layout, name)
-        if ours != theirs:
+        if ours != theirs and (knows_ranks or name not in RANKS_LAYOUT_FIELDS):
             return f"layout.{name} differs: {ours} on P, {theirs} on D"
     return find_hash_mismatch(identity.compatibility_hash, hello.compatibility_hash)
+
+
+def common_version(hello: KVLinkHello) -> int:
+    """P: return the newest protocol version that both may speak."""
+    return min(PROTOCOL_VERSION, hello.max_protocol_version)
+
+
+def _too_old_for_ranks(identity: KVIdentity, peer: str, version: int) -> str:
+    return (
+        f"{peer} speaks protocol version {version}, which knows workers of one rank: "
+        f"{identity.engine_id} has {identity.num_ranks}"
+    )
 
 
 def find_hash_mismatch(p_hash: str, d_hash: str) -> str | None:

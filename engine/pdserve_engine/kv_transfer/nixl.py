@@ -4,7 +4,7 @@ UCX makes progress only inside NIXL calls.
 """
 
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pdserve_common.kv_types import KVMemoryRegion, KVRankEndpoint
 from pdserve_engine.kv_transfer.cuda_ipc import check_cuda_ipc
 from pdserve_engine.kv_transfer.links import RecentKeys
+from pdserve_engine.kv_transfer.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache
@@ -56,6 +57,25 @@ NIXL_ERRORS = (
 RemoteDisconnectError = _bindings.nixlRemoteDisconnectError
 
 BlockIds = NDArray[np.int32]
+# Pieces of a block that are read: where in it, and how many bytes.
+Pieces = tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class BlockDescriptors:
+    """What NIXL knows of the pieces of blocks that are read, and of where they go. A descriptor's
+    index is the number of its piece times that of all blocks, and the block's id.
+    """
+
+    remote: Any
+    num_remote_blocks: int
+    # For all peers that are read the same pieces of.
+    local: Any
+    num_local_blocks: int
+    num_pieces: int
+
+    def release(self) -> None:
+        self.remote.release()
 
 
 class NixlAgent:
@@ -65,6 +85,7 @@ class NixlAgent:
         """Register the pool in slices."""
         self._name = name
         self._block_bytes = kv_cache.block_bytes
+        self._num_blocks = kv_cache.num_blocks
         self._device = kv_cache.tensor.device
         is_cuda = kv_cache.tensor.is_cuda
         memory_type = "VRAM" if is_cuda else "DRAM"
@@ -90,67 +111,73 @@ class NixlAgent:
             self._agent.register_memory(memory, memory_type),
             self._agent.register_memory([scratch], memory_type),
         ]
-        self._local = self._prep("NIXL_INIT_AGENT", regions, memory_type)
+        # Few, as there are few ways to cut a model.
+        self._locals: dict[Pieces, Any] = {}
         self._num_uses: dict[str, int] = {}
+        # Of each peer in there, its worker and that one's start.
+        self._starts: dict[str, tuple[str, str]] = {}
         # Peers that have answered; those that were removed after it and have not come back.
         self._connected: set[str] = set()
         self._removed = RecentKeys()
         self.num_left_open = 0
         self.endpoint = KVRankEndpoint(
-            nixl_metadata=self._agent.get_agent_metadata(),
+            shard=kv_cache.spec.part,
             memory_type=memory_type,
             regions=regions,
+            nixl_metadata=self._agent.get_agent_metadata(),
         )
 
-    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> Any:
-        """Return the descriptors of a peer's pool, to be given to `remove_peer` later.
+    def add_peer(self, peer: KVPeer) -> BlockDescriptors:
+        """Return the descriptors for what is read of a peer, to be given to `remove_peer` later.
 
         Raises ValueError if the metadata is another agent's.
         """
+        name = peer.agent_name
         if name not in self._num_uses:
-            loaded = self._agent.add_remote_agent(endpoint.nixl_metadata)
+            loaded = self._agent.add_remote_agent(peer.endpoint.nixl_metadata)
             loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
             if loaded != name:
                 if loaded not in self._num_uses:
                     self._agent.remove_remote_agent(loaded)
                 raise ValueError(f"{name} sent the metadata of {loaded}")
-            self._forget_predecessors(name)
+            self._forget_predecessors(peer)
             self._num_uses[name] = 0
+            self._starts[name] = (peer.engine_id, peer.epoch)
             # It was removed, and lives: its name is that of one start of a process (K1).
             self.num_left_open += name in self._removed
             self._removed.discard(name)
         try:
-            dlist = self._prep(name, endpoint.regions, endpoint.memory_type)
+            blocks = self._prep_blocks(peer)
         except NIXL_ERRORS:
             self._forget_unused(max_kept=0)
             raise
         # Last, as the one used last.
         self._num_uses[name] = self._num_uses.pop(name) + 1
-        return dlist
+        return blocks
 
     def mark_connected(self, name: str) -> None:
         """The peer has answered. One that never did leaves nothing open when it is removed."""
         self._connected.add(name)
 
-    def remove_peer(self, name: str, dlist: Any, *, is_broken: bool) -> None:
+    def remove_peer(self, name: str, blocks: BlockDescriptors, *, is_broken: bool) -> None:
         """Release a peer's descriptors.
 
         NIXL 1.5 never closes the sockets of a peer that is removed and lives: only what is broken,
         or one of too many, is removed. The others keep their connection, should they come back.
         `num_left_open` counts how often a peer came back after it had answered and was removed.
         """
-        dlist.release()
+        blocks.release()
         self._num_uses[name] -= 1
         if is_broken and self._num_uses[name] == 0:
             self._remove(name)
         self._forget_unused(max_kept=MAX_UNUSED_PEERS)
 
-    def _forget_predecessors(self, name: str) -> None:
-        """Forget earlier starts of the same worker: names are engine_id.epoch."""
-        engine_id = name.rpartition(".")[0]
-        for other, num_uses in list(self._num_uses.items()):
-            if num_uses == 0 and other.rpartition(".")[0] == engine_id:
-                self._remove(other)
+    def _forget_predecessors(self, peer: KVPeer) -> None:
+        """Forget earlier starts of the same worker."""
+        for name, (engine_id, epoch) in list(self._starts.items()):
+            is_earlier = engine_id == peer.engine_id and epoch != peer.epoch
+            if is_earlier and self._num_uses[name] == 0:
+                self._remove(name)
 
     def _forget_unused(self, max_kept: int) -> None:
         unused = [name for name, num_uses in self._num_uses.items() if num_uses == 0]
@@ -158,7 +185,7 @@ class NixlAgent:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        del self._num_uses[name]
+        del self._num_uses[name], self._starts[name]
         if name in self._connected:
             self._connected.remove(name)
             self._removed.add(name)
@@ -167,25 +194,36 @@ class NixlAgent:
         except NIXL_ERRORS as error:
             logger.warning("cannot remove %s from NIXL: %s", name, error)
 
-    def prep_own_pool(self) -> Any:
+    def prep_own_pool(self) -> BlockDescriptors:
         """Return the descriptors of the own pool for READs from it; `release` them."""
-        return self._prep(self._name, self.endpoint.regions, self.endpoint.memory_type)
+        whole = ((0, self._block_bytes),)
+        return BlockDescriptors(
+            remote=self._prep(self._name, self.endpoint, self._block_bytes, whole),
+            num_remote_blocks=self._num_blocks,
+            local=self._prep_local(whole),
+            num_local_blocks=self._num_blocks,
+            num_pieces=1,
+        )
 
-    def make_read(self, dlist: Any, remote: BlockIds, local: BlockIds) -> Any:
-        """Return the handle of a READ of whole blocks, not posted yet."""
-        return self._agent.make_prepped_xfer("READ", self._local, local, dlist, remote)
+    def make_read(self, blocks: BlockDescriptors, remote: BlockIds, local: BlockIds) -> Any:
+        """Return the handle of a READ of what there is to read of these blocks, not posted yet."""
+        if blocks.num_pieces > 1:
+            remote = _indices(remote, blocks.num_pieces, blocks.num_remote_blocks)
+            local = _indices(local, blocks.num_pieces, blocks.num_local_blocks)
+        return self._agent.make_prepped_xfer("READ", blocks.local, local, blocks.remote, remote)
 
-    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Any:
+    def make_probe(self, peer: KVPeer) -> Any:
         """Return the handle of a READ of some bytes into scratch memory, not posted yet."""
-        agent, region, own = self._agent, endpoint.regions[0], self.endpoint
-        num_bytes = min(self._scratch.nbytes, region.num_blocks * self._block_bytes)
+        agent, endpoint, own = self._agent, peer.endpoint, self.endpoint
+        region = endpoint.regions[0]
+        num_bytes = min(self._scratch.nbytes, region.num_blocks * peer.block_bytes)
         local = agent.get_xfer_descs(
             [(self._scratch.data_ptr(), num_bytes, own.regions[0].device_id)], own.memory_type
         )
         remote = agent.get_xfer_descs(
             [(region.base_address, num_bytes, region.device_id)], endpoint.memory_type
         )
-        return agent.initialize_xfer("READ", local, remote, name)
+        return agent.initialize_xfer("READ", local, remote, peer.agent_name)
 
     def post(self, handle: Any) -> bool:
         """Post a READ; True if it is over already."""
@@ -226,17 +264,46 @@ class NixlAgent:
         """Deregister; no READ may be outstanding and no peer in use."""
         self.wait_for_copies()  # of probes
         self._forget_unused(max_kept=0)
-        self._local.release()
+        for local in self._locals.values():
+            local.release()
         for registration in self._registrations:
             self._agent.deregister_memory(registration)
         # The agent lives, with its sockets, as long as anything that it handed out.
-        del self._agent, self._local, self._registrations
+        del self._agent, self._locals, self._registrations
 
-    def _prep(self, name: str, regions: Sequence[KVMemoryRegion], memory_type: str) -> Any:
-        """One descriptor for each block; its index is the block id."""
-        size = self._block_bytes
-        rows = [(r.base_address, size, r.device_id, size, r.num_blocks) for r in regions]
-        return self._agent.prep_xfer_dlist(name, np.array(rows, dtype=np.uint64), memory_type)
+    def _prep_blocks(self, peer: KVPeer) -> BlockDescriptors:
+        theirs = tuple((piece.remote_offset, piece.num_bytes) for piece in peer.slices)
+        ours = tuple((piece.local_offset, piece.num_bytes) for piece in peer.slices)
+        return BlockDescriptors(
+            remote=self._prep(peer.agent_name, peer.endpoint, peer.block_bytes, theirs),
+            num_remote_blocks=peer.num_blocks,
+            local=self._prep_local(ours),
+            num_local_blocks=self._num_blocks,
+            num_pieces=len(peer.slices),
+        )
+
+    def _prep_local(self, pieces: Pieces) -> Any:
+        if pieces not in self._locals:
+            prepared = self._prep("NIXL_INIT_AGENT", self.endpoint, self._block_bytes, pieces)
+            self._locals[pieces] = prepared
+        return self._locals[pieces]
+
+    def _prep(self, name: str, owner: KVRankEndpoint, block_bytes: int, pieces: Pieces) -> Any:
+        """Return what NIXL makes of the same pieces of all blocks."""
+        rows = [
+            (r.base_address + offset, num_bytes, r.device_id, block_bytes, r.num_blocks)
+            for offset, num_bytes in pieces
+            for r in owner.regions
+        ]
+        rows_array = np.array(rows, dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(name, rows_array, owner.memory_type)
+
+
+def _indices(block_ids: BlockIds, num_pieces: int, num_blocks: int) -> BlockIds:
+    """Return the indices of all pieces of some blocks, block by block."""
+    firsts = np.arange(num_pieces, dtype=np.int32) * np.int32(num_blocks)
+    indices: BlockIds = np.add.outer(block_ids, firsts)
+    return indices.ravel()
 
 
 def _regions(kv_cache: "KVCache", device_id: int) -> tuple[KVMemoryRegion, ...]:

@@ -21,18 +21,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdserve_common.errors import KVTransferError
-from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome, KVRankEndpoint
-from pdserve_engine.kv_transfer.base import (
-    KVTransport,
-    ReadDone,
-    check_block_ids,
-    num_region_blocks,
-    rank_to_read,
-)
+from pdserve_common.kv_types import KVRankEndpoint
+from pdserve_engine.kv_transfer.base import PoolTransport, ReadDone, check_block_ids
 from pdserve_engine.kv_transfer.nixl import MAX_LEFT_OPEN, NIXL_ERRORS, NixlAgent
 from pdserve_engine.kv_transfer.pool_check import check_own_pool
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.kv_transfer.reads import NixlRead, Pace, Peer, Reads
+from pdserve_engine.kv_transfer.shards import KVPeer
 from pdserve_engine.request.watchdog import RunningStep, StepWatch
 
 if TYPE_CHECKING:
@@ -68,7 +63,7 @@ NUM_QUICK = 3
 MAX_PROBES = 12
 
 
-class NixlTransport(KVTransport):
+class NixlTransport(PoolTransport):
     """Reads blocks with NIXL's UCX backend."""
 
     name = "nixl"
@@ -106,18 +101,16 @@ class NixlTransport(KVTransport):
     # ---- any thread
 
     def register(self, kv_cache: "KVCache") -> None:
-        self._block_bytes = kv_cache.block_bytes
         self._num_blocks = kv_cache.num_blocks
         self._kv_cache = kv_cache
         self._opened: Future[KVRankEndpoint] = Future()
         self._thread.start()
         try:
-            rank = self._opened.result(timeout=REGISTER_S)
+            self._endpoint = self._opened.result(timeout=REGISTER_S)
         except FutureTimeoutError as error:
             raise KVTransferError(f"NIXL does not start within {REGISTER_S:g} s") from error
-        self._endpoint = KVEndpoint(ranks=(rank,), transport=self._require_transport)
 
-    def endpoint(self) -> KVEndpoint:
+    def endpoint(self) -> KVRankEndpoint:
         return self._endpoint
 
     @property
@@ -152,17 +145,12 @@ class NixlTransport(KVTransport):
     def poke(self) -> None:
         self._commands.put(lambda: self._pump_pace.restart(self._clock()))
 
-    def add_peer(self, welcome: KVLinkWelcome, on_lost: Callable[[str], None]) -> str:
-        memory_type = rank_to_read(welcome).memory_type
-        if memory_type not in ("DRAM", "VRAM"):
-            raise KVTransferError(f"P's memory type is {memory_type!r}")
-        num_blocks = num_region_blocks(welcome, self._block_bytes)
+    def add_peer(self, peer: KVPeer, on_lost: Callable[[str], None]) -> str:
         with self._lock:
             self._num_peers += 1
-            key = f"{welcome.engine_id}.{welcome.epoch}#{self._num_peers}"
-            peer = Peer(key, welcome, num_blocks, on_lost)
-            self._peers[key] = peer
-        self._commands.put(lambda: self._connect(peer))
+            key = f"{peer.agent_name}#{self._num_peers}"
+            added = self._peers[key] = Peer(key, peer, on_lost)
+        self._commands.put(lambda: self._connect(added))
         return key
 
     def remove_peer(self, peer: str) -> None:
@@ -186,7 +174,7 @@ class NixlTransport(KVTransport):
             target = self._peers.get(peer)
             if target is None or target.is_lost or self._is_closed:
                 raise KVTransferError(f"no connection to {peer}")
-            check_block_ids(remote_block_ids, target.num_blocks, "remote")
+            check_block_ids(remote_block_ids, target.rank.num_blocks, "remote")
             check_block_ids(local_block_ids, self._num_blocks, "local")
             if not remote_block_ids or len(remote_block_ids) != len(local_block_ids):
                 raise KVTransferError("remote and local block ids differ in number, or are none")
@@ -219,7 +207,6 @@ class NixlTransport(KVTransport):
             return
         self._reads = Reads(
             self._agent,
-            self._block_bytes,
             on_progress=self._on_progress,
             lose=self._lose,
             fail=self._fail,
@@ -346,7 +333,7 @@ class NixlTransport(KVTransport):
         self._all_peers.append(peer)
         peer.connect_by = self._clock() + CONNECT_S
         try:
-            peer.dlist = self._agent.add_peer(peer.agent_name, peer.rank)
+            peer.blocks = self._agent.add_peer(peer.rank)
             if self._agent.num_left_open > MAX_LEFT_OPEN:
                 self._fail(f"more than {MAX_LEFT_OPEN} broken connections cannot be closed")
             self._post_probe(peer)
@@ -354,7 +341,7 @@ class NixlTransport(KVTransport):
             self._lose(peer, f"cannot connect: {error}")
 
     def _post_probe(self, peer: Peer) -> None:
-        peer.probe = self._agent.make_probe(peer.agent_name, peer.rank)
+        peer.probe = self._agent.make_probe(peer.rank)
         peer.num_probes += 1
         peer.probed_at = self._clock()
         self._poll_pace.restart(peer.probed_at)
@@ -372,7 +359,7 @@ class NixlTransport(KVTransport):
         if error:
             self._lose(peer, f"cannot connect: {error}")
             return
-        self._agent.mark_connected(peer.agent_name)
+        self._agent.mark_connected(peer.rank.agent_name)
         is_quick = polled_at - peer.probed_at < self._agent.quick_probe_s
         peer.num_quick += peer.is_probe_over or is_quick
         if peer.num_quick == NUM_QUICK or peer.num_probes == MAX_PROBES:
@@ -421,9 +408,10 @@ class NixlTransport(KVTransport):
 
     def _forget(self, peer: Peer) -> None:
         self._all_peers.remove(peer)
-        if peer.dlist is not None:
-            self._agent.remove_peer(peer.agent_name, peer.dlist, is_broken=peer.is_broken)
-            peer.dlist = None
+        if peer.blocks is not None:
+            name = peer.rank.agent_name
+            self._agent.remove_peer(name, peer.blocks, is_broken=peer.is_broken)
+            peer.blocks = None
 
     # ---- READs
 

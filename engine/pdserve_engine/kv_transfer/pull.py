@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pdserve_common.engine_types import KVTransferStats
-from pdserve_common.kv_types import BlocksReady, KVLayout, KVSessionId, PrefillDone
+from pdserve_common.kv_types import (
+    RANKS_PROTOCOL_VERSION,
+    BlocksReady,
+    KVLayout,
+    KVSessionId,
+    PrefillDone,
+)
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import ReadResult, first_read_blocks
 from pdserve_engine.kv_transfer.links import KVLink
@@ -47,7 +53,7 @@ class Read:
     end_block: int
     remote_block_ids: tuple[int, ...]
     local_block_ids: tuple[int, ...]
-    # Parallel to them, or empty.
+    # One for each of them and KV head, block by block, or empty.
     checksums: tuple[int, ...]
     state: ReadState = ReadState.POSTED
 
@@ -239,11 +245,17 @@ def make_read(pull: Pull, message: BlocksReady, layout: KVLayout) -> Read:
         first = min(max(needed, start), end)
         remote += message.block_ids[group][first - start :]
         local += reservation.block_ids[group][first:end]
-        if message.checksums:
-            checksums += message.checksums[group][first - start :]
+        if _has_checksums(pull, message):
+            checksums += message.checksums[group][(first - start) * layout.num_kv_heads :]
     assert len(local) == len(remote), "the scheduler reserves blocks for all tokens"
     assert NULL_BLOCK_ID not in local, "a block that is needed was not reserved"
     return Read(pull, reservation, end, tuple(remote), tuple(local), tuple(checksums))
+
+
+def _has_checksums(pull: Pull, message: BlocksReady) -> bool:
+    """Older peers send others."""
+    assert pull.link is not None, "a granted pull has a session"
+    return bool(message.checksums) and pull.link.protocol_version >= RANKS_PROTOCOL_VERSION
 
 
 def num_blocks_of(num_tokens: int, layout: KVLayout) -> int:
@@ -270,8 +282,8 @@ def find_bad_blocks(pull: Pull, message: BlocksReady, layout: KVLayout) -> str |
     for ids in message.block_ids:
         if not 0 <= min(ids) <= max(ids) < link.num_blocks:
             return f"announced block id {max(ids)} of a pool of {link.num_blocks}"
-    if message.checksums and [len(s) for s in message.checksums] != [
-        len(ids) for ids in message.block_ids
+    if _has_checksums(pull, message) and [len(sums) for sums in message.checksums] != [
+        len(ids) * layout.num_kv_heads for ids in message.block_ids
     ]:
         return "sent checksums of other blocks than it announced"
     return None

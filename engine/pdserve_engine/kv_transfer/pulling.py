@@ -29,13 +29,7 @@ from pdserve_common.kv_types import (
     SessionEnded,
 )
 from pdserve_common.metrics import KVTransferMetrics, begin
-from pdserve_engine.kv_transfer.base import (
-    KVIdentity,
-    KVLinkHandle,
-    KVTransport,
-    ReadResult,
-    rank_to_read,
-)
+from pdserve_engine.kv_transfer.base import KVIdentity, KVLinkHandle, KVTransport, ReadResult
 from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.endpoint import RequestLink
 from pdserve_engine.kv_transfer.links import KVLink, check_welcome, make_hello
@@ -69,7 +63,7 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
 
     A pull to which nothing happens for `session_timeout_s` is lost, whatever it waits for; a READ
     without progress for `read_timeout_s` is given up.
-    `checksum` returns the CRC-32 of each of some blocks: with it, blocks that P sends checksums of
+    `checksum` does what `Executor.block_checksums` does: with it, blocks that P sends checksums of
     are checked when they have landed.
     """
 
@@ -165,9 +159,11 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         check_welcome(self._identity, engine_id, welcome)
         with self._lock:
             self._replace_link(engine_id)
-            link = KVLink(welcome.link, engine_id, welcome.epoch, handle)
+            version = welcome.protocol_version
+            link = KVLink(welcome.link, engine_id, welcome.epoch, handle, version)
             link.peer = self._transport.add_peer(welcome, partial(self.link_lost, link))
-            link.num_blocks = sum(region.num_blocks for region in rank_to_read(welcome).regions)
+            # On all of its ranks.
+            link.num_blocks = sum(r.num_blocks for r in welcome.endpoint.ranks[0].regions)
             self._dialing.discard(engine_id)
             self._add_link(link)
             begin(self._metrics.transfer_failures, peer=(engine_id,), reason=FAILURE_REASONS)
@@ -193,7 +189,11 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         if self._checksum is None or not read.checksums:
             return 0
         landed = self._checksum(read.local_block_ids)
-        return sum(ours != theirs for ours, theirs in zip(landed, read.checksums, strict=True))
+        num_heads = self._layout.num_kv_heads
+        return sum(
+            landed[start : start + num_heads] != read.checksums[start : start + num_heads]
+            for start in range(0, len(read.checksums), num_heads)
+        )
 
     def _on_read_stalled(self, read: Read) -> None:
         """It is given up, but may land at any time: its blocks stay until it is done."""

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve_common.kv_types import KVLinkWelcome, KVRankEndpoint
-from pdserve_engine.kv_transfer.base import ReadDone, ReadResult, rank_to_read
+from pdserve_engine.kv_transfer.base import ReadDone, ReadResult
 from pdserve_engine.kv_transfer.nixl import (
     NIXL_ERRORS,
+    BlockDescriptors,
     BlockIds,
     NixlAgent,
     RemoteDisconnectError,
 )
+from pdserve_engine.kv_transfer.shards import KVPeer
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +83,7 @@ class ReadPart:
 @dataclass(slots=True, eq=False)
 class Peer:
     key: str
-    welcome: KVLinkWelcome
-    num_blocks: int
+    rank: KVPeer
     on_lost: Callable[[str], None]
     # Both under the transport's lock; the rest belongs to the thread.
     is_lost: bool = False
@@ -101,18 +101,10 @@ class Peer:
     num_probes: int = 0
     # Of these, over as soon as shared memory allows.
     num_quick: int = 0
-    dlist: Any = None
+    blocks: BlockDescriptors | None = None
     waiting: deque[ReadPart] = field(default_factory=deque)
     posted: list[ReadPart] = field(default_factory=list)
     posted_bytes: int = 0
-
-    @property
-    def agent_name(self) -> str:
-        return f"{self.welcome.engine_id}.{self.welcome.epoch}"
-
-    @property
-    def rank(self) -> KVRankEndpoint:
-        return rank_to_read(self.welcome)
 
     def pause_clock(self, seconds: float) -> None:
         """Do not count this time: nobody has polled the peer meanwhile."""
@@ -127,7 +119,6 @@ class Reads:
     def __init__(
         self,
         agent: NixlAgent,
-        block_bytes: int,
         *,
         on_progress: Callable[[], None],
         lose: Callable[[Peer, str], None],
@@ -138,7 +129,6 @@ class Reads:
         stalled, `fail` when the process has to be restarted.
         """
         self._agent = agent
-        self._block_bytes = block_bytes
         self._clock = clock
         self._on_progress = on_progress
         self._lose = lose
@@ -148,11 +138,12 @@ class Reads:
 
     def queue(self, read: NixlRead) -> None:
         """Cut a READ into parts that wait for their turn."""
-        per_part = max(1, MAX_POSTED_BYTES // self._block_bytes)
+        read_bytes = read.peer.rank.read_bytes
+        per_part = max(1, MAX_POSTED_BYTES // read_bytes)
         for start in range(0, len(read.local), per_part):
             stop = min(start + per_part, len(read.local))
-            num_bytes = (stop - start) * self._block_bytes
-            read.peer.waiting.append(ReadPart(read, start, stop, num_bytes))
+            part = ReadPart(read, start, stop, num_bytes=(stop - start) * read_bytes)
+            read.peer.waiting.append(part)
             read.num_left += 1
 
     def progress(self, peer: Peer, now: float) -> None:
@@ -194,8 +185,10 @@ class Reads:
         if not read.started_at:
             read.started_at = read.progress_at = now
         wanted = slice(part.start, part.stop)
+        assert peer.blocks is not None, "what is posted goes to a peer that has answered"
         try:
-            part.handle = self._agent.make_read(peer.dlist, read.remote[wanted], read.local[wanted])
+            remote, local = read.remote[wanted], read.local[wanted]
+            part.handle = self._agent.make_read(peer.blocks, remote, local)
             self._agent.post(part.handle)
         except RemoteDisconnectError as error:
             self._settle(part, str(error), now)
@@ -275,7 +268,7 @@ class Reads:
             self._stalled.remove(read)
         result = ReadResult(
             is_ok=not read.error,
-            num_bytes=len(read.local) * self._block_bytes,
+            num_bytes=len(read.local) * read.peer.rank.read_bytes,
             duration_s=self._clock() - read.started_at if read.started_at else 0.0,
             transport=read.peer.transport,
             error=read.error,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import (
+    RANKS_PROTOCOL_VERSION,
     BlocksReady,
     GrantRequest,
     KVLinkResponseMessage,
@@ -304,7 +305,7 @@ class SessionMachine:
             session=session.open_id,
             first_block=first_block,
             block_ids=tuple(tuple(max(block_id, 0) for block_id in ids) for ids in groups),
-            checksums=tuple(map(self._checksums, groups)) if self._checksum is not None else (),
+            checksums=self._checksums(session, groups),
         )
 
     def _send_prefill_done(self, session: Session) -> None:
@@ -407,11 +408,25 @@ class SessionMachine:
         if (self._num_exported > 0) is not was_exporting:
             self._transport.set_exporting(not was_exporting)
 
-    def _checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """One for each block, 0 for those that D does not read."""
-        assert self._checksum is not None
-        sums = iter(self._checksum([i for i in block_ids if i != NULL_BLOCK_ID]))
-        return tuple(0 if i == NULL_BLOCK_ID else next(sums) for i in block_ids)
+    def _checksums(
+        self, session: Session, groups: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Per group one for each block and KV head, 0 for blocks that D does not read; none for a
+        D that knows others.
+        """
+        link, checksum = session.link, self._checksum
+        assert link is not None, "what is announced has a link"
+        if checksum is None or link.protocol_version < RANKS_PROTOCOL_VERSION:
+            return ()
+        num_heads = self._identity.layout.num_kv_heads
+
+        def checksums_of(block_ids: Sequence[int]) -> tuple[int, ...]:
+            sums = iter(checksum([i for i in block_ids if i != NULL_BLOCK_ID]))
+            return tuple(
+                0 if i == NULL_BLOCK_ID else next(sums) for i in block_ids for _ in range(num_heads)
+            )
+
+        return tuple(map(checksums_of, groups))
 
 
 def _make_ended(

@@ -61,16 +61,20 @@ class KvGroup(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., kind: _Optional[_Union[KvGroup.Kind, str]] = ..., window: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("groups", "block_size", "block_bytes", "tile_format")
+    __slots__ = ("groups", "block_size", "block_bytes", "tile_format", "num_kv_heads", "head_bytes")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     TILE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[KvGroup]
     block_size: int
     block_bytes: int
     tile_format: str
-    def __init__(self, groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tile_format: _Optional[str] = ...) -> None: ...
+    num_kv_heads: int
+    head_bytes: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tile_format: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_bytes: _Optional[int] = ...) -> None: ...
 
 class KvSessionId(_message.Message):
     __slots__ = ("p_epoch", "d_epoch", "link", "seq")
@@ -114,8 +118,28 @@ class KvMemoryRegion(_message.Message):
     device_id: int
     def __init__(self, base_address: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., device_id: _Optional[int] = ...) -> None: ...
 
+class KvRankEndpoint(_message.Message):
+    __slots__ = ("rank", "first_kv_head", "num_kv_heads", "first_slot", "num_slots", "memory_type", "regions", "nixl_metadata")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    first_kv_head: int
+    num_kv_heads: int
+    first_slot: int
+    num_slots: int
+    memory_type: str
+    regions: _containers.RepeatedCompositeFieldContainer[KvMemoryRegion]
+    nixl_metadata: bytes
+    def __init__(self, rank: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., first_slot: _Optional[int] = ..., num_slots: _Optional[int] = ..., memory_type: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvMemoryRegion, _Mapping]]] = ..., nixl_metadata: _Optional[bytes] = ...) -> None: ...
+
 class KvLinkWelcome(_message.Message):
-    __slots__ = ("protocol_version", "engine_id", "epoch", "compatibility_hash", "link", "nixl_metadata", "memory_type", "regions", "transport")
+    __slots__ = ("protocol_version", "engine_id", "epoch", "compatibility_hash", "link", "nixl_metadata", "memory_type", "regions", "transport", "ranks")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +149,7 @@ class KvLinkWelcome(_message.Message):
     MEMORY_TYPE_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     engine_id: str
     epoch: str
@@ -134,7 +159,8 @@ class KvLinkWelcome(_message.Message):
     memory_type: str
     regions: _containers.RepeatedCompositeFieldContainer[KvMemoryRegion]
     transport: str
-    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility_hash: _Optional[str] = ..., link: _Optional[int] = ..., nixl_metadata: _Optional[bytes] = ..., memory_type: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvMemoryRegion, _Mapping]]] = ..., transport: _Optional[str] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[KvRankEndpoint]
+    def __init__(self, protocol_version: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility_hash: _Optional[str] = ..., link: _Optional[int] = ..., nixl_metadata: _Optional[bytes] = ..., memory_type: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[KvMemoryRegion, _Mapping]]] = ..., transport: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[KvRankEndpoint, _Mapping]]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("session", "first_block")

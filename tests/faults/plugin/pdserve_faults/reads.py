@@ -8,9 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdserve_common.kv_types import KVRankEndpoint
 from pdserve_engine.kv_transfer import nixl_transport
-from pdserve_engine.kv_transfer.nixl import BlockIds, NixlAgent, _api, _bindings
+from pdserve_engine.kv_transfer.nixl import (
+    BlockDescriptors,
+    BlockIds,
+    NixlAgent,
+    _api,
+    _bindings,
+)
+from pdserve_engine.kv_transfer.shards import KVPeer
 
 if TYPE_CHECKING:
     from pdserve_engine.kv.kv_cache import KVCache
@@ -136,22 +142,22 @@ class FaultyNixlAgent(NixlAgent):
         self._reads: dict[int, _FaultyRead | None] = {}
         self._pool_address = kv_cache.data_ptr
 
-    def add_peer(self, name: str, endpoint: KVRankEndpoint) -> Any:
-        dlist = super().add_peer(name, endpoint)
+    def add_peer(self, peer: KVPeer) -> BlockDescriptors:
+        blocks = super().add_peer(peer)
         self._count("peers", 1)
-        return dlist
+        return blocks
 
-    def remove_peer(self, name: str, dlist: Any, *, is_broken: bool) -> None:
-        super().remove_peer(name, dlist, is_broken=is_broken)
+    def remove_peer(self, name: str, blocks: BlockDescriptors, *, is_broken: bool) -> None:
+        super().remove_peer(name, blocks, is_broken=is_broken)
         self._count("peers", -1)
 
-    def make_probe(self, name: str, endpoint: KVRankEndpoint) -> Any:
-        handle = super().make_probe(name, endpoint)
+    def make_probe(self, peer: KVPeer) -> Any:
+        handle = super().make_probe(peer)
         self._count("handles", 1)
         return handle
 
-    def make_read(self, dlist: Any, remote: BlockIds, local: BlockIds) -> Any:
-        handle = super().make_read(dlist, remote, local)
+    def make_read(self, blocks: BlockDescriptors, remote: BlockIds, local: BlockIds) -> Any:
+        handle = super().make_read(blocks, remote, local)
         self._count("handles", 1)
         self._reads[id(handle)] = self.faults.take(local)
         return handle
