@@ -27,6 +27,10 @@ class StackConfig(TlsConfig):
     )
     prefill: int = opt(1, "Number of prefill services; 0: decode services do it all.")
     decode: int = opt(1, "Number of decode services.")
+    prefill_tensor_parallel_size: int = opt(
+        1, "Processes that each layer of a prefill service's model is cut over: 1, 2, 4 or 8."
+    )
+    decode_tensor_parallel_size: int = opt(1, "The same of a decode service's.")
     device: Literal["cpu", "cuda"] = opt("cpu", "Where the models run.")
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
@@ -87,6 +91,9 @@ class StackConfig(TlsConfig):
             raise ValueError(f"decode is {self.decode}, must be at least 1")
         if self.prefill < 0:
             raise ValueError(f"prefill is {self.prefill}, must be at least 0")
+        for role, size in self.tensor_parallel_sizes.items():
+            if size < 1:
+                raise ValueError(f"{role}_tensor_parallel_size is {size}, must be at least 1")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill must be at least 1")
         if self.num_threads < 0:
@@ -98,6 +105,14 @@ class StackConfig(TlsConfig):
         for name in ("grpc_port", "http_port", "metrics_port", "worker_port"):
             if not 0 <= getattr(self, name) <= 65000:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65000")
+
+    @property
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """By role."""
+        return {
+            "prefill": self.prefill_tensor_parallel_size,
+            "decode": self.decode_tensor_parallel_size,
+        }
 
 
 def tls_of(args: argparse.Namespace) -> Tls | None:

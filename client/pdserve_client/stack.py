@@ -245,7 +245,7 @@ class Stack:
         cores: tuple[int, ...],
         log_dir: Path,
     ) -> ServiceProcess:
-        config = self.config
+        config, role = self.config, name.split("-")[0]
         flags = {
             "engine-id": name,
             "host": config.host,
@@ -256,6 +256,7 @@ class Stack:
             "device": config.device,
             "dtype": config.dtype,
             "quantization": config.quantization,
+            "tensor-parallel-size": config.tensor_parallel_sizes[role],
             "engine-process": config.engine_process,
             "cpu-cores": format_cores(cores) or None,
             "num-threads": config.num_threads or _default_num_threads(config, cores),
@@ -268,7 +269,6 @@ class Stack:
             "log-level": config.log_level,
             **_tls_flags(config),
         }
-        role = name.split("-")[0]
         return ServiceProcess(
             name, f"pdserve_{role}", port, metrics_port, _flags(flags), log_dir / f"{name}.log"
         )
@@ -354,7 +354,7 @@ def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
         raise StackError(
             f"cpu_cores has {format_cores(missing)}, must be among {format_cores(usable)}"
         )
-    threads = max(1, config.num_threads)
+    threads = max(config.num_threads, *config.tensor_parallel_sizes.values())
     shares = share_cores(cores, num_workers, min_size=threads)
     if shares is None and config.cpu_cores is not None:
         raise StackError(

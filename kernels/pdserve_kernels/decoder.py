@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pdserve_kernels.groups import Group
 from pdserve_kernels.metadata import AttentionMetadata
 
 
@@ -43,6 +44,8 @@ class Decoder:
     rms_norm_eps: float
     # [max_position, head_dim] fp32: cosines, then sines.
     cos_sin_cache: torch.Tensor
+    # The ranks that have the other heads and the other parts of the MLPs; None: there are none.
+    group: Group | None = None
 
     @property
     def scale(self) -> float:
@@ -54,6 +57,7 @@ class LayerFunctions(NamedTuple):
     """The functions of a kernel set that compute a layer."""
 
     linear: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear_sums: Callable[[torch.Tensor, Any], torch.Tensor]
     linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -77,7 +81,7 @@ def run_layer_by_layer(
     for layer, next_norm in zip(decoder.layers, norms, strict=True):
         x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        x = kernels.linear(kernels.linear_silu_mul(x, layer.gate_up), layer.down)
+        x = _project(kernels, decoder, kernels.linear_silu_mul(x, layer.gate_up), layer.down)
         x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
     return x
 
@@ -108,4 +112,14 @@ def _attend(
     attended = kernels.paged_attention(
         query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
     )
-    return kernels.linear(attended.view(x.shape[0], -1), layer.attention_output)
+    return _project(kernels, decoder, attended.view(x.shape[0], -1), layer.attention_output)
+
+
+def _project(
+    kernels: LayerFunctions, decoder: Decoder, x: torch.Tensor, packed: Any
+) -> torch.Tensor:
+    """x [m, the rank's inputs] -> [m, hidden_size], the sum of all ranks' products and the bias."""
+    if decoder.group is None:
+        return kernels.linear(x, packed)
+    sums = decoder.group.sum_rows(kernels.linear_sums(x, packed))
+    return (sums if packed.bias is None else sums + packed.bias.float()).to(x.dtype)

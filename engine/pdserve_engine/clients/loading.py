@@ -25,7 +25,6 @@ from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
-from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.ports import KVConnector
 from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
 from pdserve_engine.kv_transfer.prefix_producer import PrefixProducer
@@ -238,11 +237,11 @@ def _make_transport(
 ) -> KVTransport | None:
     if config.kv_connector == "none":
         return None
-    rank = make_transport(
-        identity, require_transport=config.require_transport, device=config.device
+    return ShardedTransport(
+        executor.open_transports(identity),
+        layout=identity.layout,
+        transport=config.require_transport,
     )
-    executor.register_kv_cache(rank)
-    return ShardedTransport([rank], layout=identity.layout, transport=config.require_transport)
 
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
-from pdserve_engine.kv_transfer.base import PoolTransport
+from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -45,9 +45,9 @@ class Executor(Protocol):
         """Allocate the pool, zeroed, and what requests of that many tokens need."""
         ...
 
-    def register_kv_cache(self, transport: PoolTransport) -> None:
-        """Register the pool's memory with a transport, which has to prove that it moves bytes.
-        Raises KVTransferError.
+    def open_transports(self, identity: KVIdentity) -> Sequence[RankTransport]:
+        """Register each rank's pool with a transport of its own, which has to prove that it moves
+        bytes. Raises KVTransferError.
         """
         ...
 

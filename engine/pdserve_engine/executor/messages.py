@@ -5,15 +5,18 @@ A message of the engine has a number; the answer refers to it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, error_from_engine
+from pdserve_common.kv_types import KVRankEndpoint
 from pdserve_common.verbs import Call
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.grammar.native import CompiledGrammar
+from pdserve_engine.kv_transfer.base import KVIdentity, ReadResult
+from pdserve_engine.kv_transfer.shards import KVPeer
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 
@@ -103,7 +106,100 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class StopRank(Call[bool]):
-    """As Executor.stop and, if that is True, Executor.close. The process ends behind the answer."""
+    """As Executor.stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRank(Call[None]):
+    """As Executor.close. The process ends behind the answer."""
+
+
+# ---- a rank's transport; `peer` is the key that the engine has for one of its peers
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransport(Call[KVRankEndpoint]):
+    """Register the rank's pool with a transport, which has to prove that it moves bytes."""
+
+    identity: KVIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class CloseTransport(Call[None]):
+    """As RankTransport.close."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectPeer:
+    """As RankTransport.expect_peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetExporting:
+    """As RankTransport.set_exporting."""
+
+    is_exporting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Poke:
+    """As RankTransport.poke."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddPeer:
+    """As RankTransport.add_peer."""
+
+    key: str
+    peer: KVPeer
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePeer:
+    """As RankTransport.remove_peer."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """As RankTransport.read; ReadStalled and ReadEnded have its number."""
+
+    number: int
+    key: str
+    remote_block_ids: tuple[int, ...]
+    local_block_ids: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """What add_peer was told to call."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStalled:
+    """What read was told to call."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """What read was told to call."""
+
+    number: int
+    result: ReadResult
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFailed:
+    """RankTransport.failure has become this."""
+
+    reason: str
 
 
 # ---- from a rank
@@ -134,16 +230,18 @@ class Failed:
         return kinds.get(self.kind, RuntimeError)(self.error.message)
 
 
-RankCall = (
-    LoadRank | DetermineNumBlocks | MakePool | SleepRank | RestoreWeights | RestoreKVCache
-    | StartProfile | StopProfile | BlockChecksums | StopRank
+TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Read
+TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
+_OneWay = (
+    SchedulerOutput | Poison | Recover | TransportCommand
+    | ExecutedStep | Answer | Failed | TransportEvent
 )  # fmt: skip
-Message = Call[Any] | SchedulerOutput | Poison | Recover | ExecutedStep | Answer | Failed
+Message = _OneWay | Call[Any]
 
 MESSAGES: tuple[type, ...] = (
+    *get_args(_OneWay),
     LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
-    StartProfile, StopProfile, BlockChecksums, StopRank,
-    SchedulerOutput, Poison, Recover, ExecutedStep, Answer, Failed,
+    StartProfile, StopProfile, BlockChecksums, OpenTransport, CloseTransport, StopRank, CloseRank,
 )  # fmt: skip
 
 

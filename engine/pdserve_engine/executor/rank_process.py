@@ -4,7 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.frames import FrameCodec
@@ -20,19 +20,19 @@ class RankProcess:
     """Started by the constructor, on a thread that lives as long: it ends with that thread."""
 
     def __init__(
-        self, rank: int, cores: str, codec: FrameCodec[Message], *, memory_fd: int | None = None
+        self, rank: int, cores: str, descriptors: Sequence[int], codec: FrameCodec[Message]
     ) -> None:
-        """`cores` is a list like 0-3,8, or empty; the process inherits `memory_fd`."""
+        """`cores` is a list like 0-3,8, or empty; the process inherits the descriptors."""
         self.rank = rank
         self._reader = codec.reader()
         self.connection, theirs = socket.socketpair()
         self.connection.settimeout(SEND_TIMEOUT_S)
-        fds = [theirs.fileno()] if memory_fd is None else [theirs.fileno(), memory_fd]
         with theirs:
+            fd = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve_engine.executor.rank", str(fds[0]), cores],
+                [sys.executable, "-m", "pdserve_engine.executor.rank", str(fd), cores],
                 stdin=subprocess.DEVNULL,
-                pass_fds=fds,
+                pass_fds=[fd, *descriptors],
             )
 
     @property

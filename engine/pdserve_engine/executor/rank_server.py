@@ -6,6 +6,7 @@ ends with them: OpenMP keeps a team for every thread that has used one.
 
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.groups import join_group
 from pdserve_engine.executor.messages import Message
+from pdserve_engine.executor.rank_transport import TransportHost
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.frames import Answer
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_LOST = 3
 RECEIVE_BYTES = 1 << 20
+# How often the transport is looked at.
+CHECK_S = 0.5
 
 
 def serve(connection: socket.socket) -> int:
@@ -37,20 +41,27 @@ def serve(connection: socket.socket) -> int:
     """
     server = _RankServer(connection)
     reader = messages.make_codec(server.read_grammar).reader()
-    while data := connection.recv(RECEIVE_BYTES):
+    while True:
+        if not select.select([connection], [], [], CHECK_S)[0]:
+            server.check()
+            continue
+        data = connection.recv(RECEIVE_BYTES)
+        if not data:
+            logger.error("no connection to the engine any more")
+            os._exit(EXIT_LOST)
         for message, number in reader.feed(data):
-            if isinstance(message, messages.StopRank):
-                server.answer(number, server.stop)
+            if isinstance(message, messages.CloseRank):
+                server.answer(number, server.close)
                 return 0
             server.handle(message, number)
-    logger.error("no connection to the engine any more")
-    os._exit(EXIT_LOST)
+        server.check()
 
 
 class _RankServer:
     _executor: UniprocExecutor
     _source: ModelSource
     _tokenizer_info: TokenizerInfo | None = None
+    _transport: TransportHost | None = None
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -68,6 +79,9 @@ class _RankServer:
             messages.StartProfile: lambda call: self._executor.start_profile().result(),
             messages.StopProfile: lambda call: self._executor.stop_profile().result(),
             messages.BlockChecksums: lambda call: self._executor.block_checksums(call.block_ids),
+            messages.OpenTransport: self._open_transport,
+            messages.CloseTransport: self._close_transport,
+            messages.StopRank: lambda call: self._executor.stop(),
         }
 
     def read_grammar(self, text: str) -> CompiledGrammar:
@@ -81,6 +95,9 @@ class _RankServer:
         if isinstance(message, SchedulerOutput):
             step = self._executor.submit(message)
             step.add_done_callback(lambda future: self._answer_step(number, future))
+        elif isinstance(message, messages.TransportCommand):
+            assert self._transport is not None, message
+            self._transport.handle(message)
         elif isinstance(message, messages.Poison):
             self._executor.poison(message.block_ids)
         elif isinstance(message, messages.Recover):
@@ -99,12 +116,14 @@ class _RankServer:
             answer = messages.Failed.of(error)
         self._send(answer, number)
 
-    def stop(self) -> bool:
-        """See Executor.stop and Executor.close."""
-        if not self._executor.stop():
-            return False
+    def check(self) -> None:
+        """Look whether all is well; to be called often."""
+        if self._transport is not None:
+            self._transport.check()
+
+    def close(self) -> None:
+        """See Executor.close."""
         self._executor.close()
-        return True
 
     def _answer_step(self, number: int, step: "Future[ExecutedStep]") -> None:
         error = step.exception()
@@ -118,6 +137,15 @@ class _RankServer:
         frame = self._codec.encode(message, number)
         with self._send_lock:
             self._connection.sendall(frame)
+
+    def _open_transport(self, call: messages.OpenTransport) -> object:
+        (transport,) = self._executor.open_transports(call.identity)
+        self._transport = TransportHost(transport, lambda event: self._send(event, 0))
+        return transport.endpoint()
+
+    def _close_transport(self, call: messages.CloseTransport) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def _load(self, call: messages.LoadRank) -> object:
         setup_logging(call.log_level, f"{call.name}.{call.place.rank}")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pdserve_common.call_thread import CallThread
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
-from pdserve_engine.kv_transfer.base import PoolTransport
+from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.rank import Rank
 
@@ -48,9 +48,8 @@ class UniprocExecutor:
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self.rank.make_pool(num_blocks, max_model_len=max_model_len)
 
-    def register_kv_cache(self, transport: PoolTransport) -> None:
-        transport.register(self.rank.kv_cache)
-        transport.self_check()
+    def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
+        return [self.rank.open_transport(identity)]
 
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
         if self._model_thread is None:

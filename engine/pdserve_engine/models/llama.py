@@ -208,6 +208,7 @@ class LlamaModel:
             num_kv_heads=kv_heads.stop - kv_heads.start,
             head_dim=config.head_dim,
             rms_norm_eps=config.rms_norm_eps,
+            group=self.group,
             cos_sin_cache=build_cos_sin_cache(
                 config.rope,
                 head_dim=config.head_dim,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from pdserve_common.kv_types import new_epoch
+from pdserve_common.kv_types import KVShard, new_epoch
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.grammar.native import TokenizerInfo
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
@@ -37,13 +37,12 @@ class ModelSource:
             quantization=config.quantization,
         )
         _check_size(self.config, config.tensor_parallel_size)
-        # Of the whole model, and of what this process's pool has of it.
-        self._whole_spec = self.spec = KVCacheSpec.from_model(
+        self.num_ranks = config.tensor_parallel_size
+        self.spec = KVCacheSpec.from_model(
             self.config, block_size=config.block_size, device=self.device
         )
         if group is not None:
-            heads = Shard(group.rank, group.size).kv_heads(self.config.num_kv_heads)
-            self.spec = replace(self.spec, num_kv_heads=heads.stop - heads.start)
+            self.spec = replace(self.spec, shard=_shard_of(self.spec, group))
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -53,9 +52,15 @@ class ModelSource:
             engine_id=engine_id,
             epoch=new_epoch(),
             compatibility_hash=self.compatibility_hash,
-            layout=self._whole_spec.layout(),
+            layout=self.spec.layout(),
             vocab_size=self.config.vocab_size,
+            num_ranks=self.num_ranks,
         )
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this process is."""
+        return 0 if self._group is None else self._group.rank
 
     def weights_digest(self) -> str:
         processors = tuple(self.logits_processors)
@@ -87,9 +92,14 @@ class ModelSource:
         return compatibility_hash(
             self._model_dir,
             self.config,
-            self._whole_spec.layout(),
+            self.spec.layout(),
             logits_processors=tuple(self.logits_processors),
         )
+
+
+def _shard_of(spec: KVCacheSpec, group: Group) -> KVShard:
+    heads = Shard(group.rank, group.size).kv_heads(spec.num_kv_heads)
+    return replace(spec.part, first_kv_head=heads.start, num_kv_heads=heads.stop - heads.start)
 
 
 def _check_size(config: ModelConfig, tensor_parallel_size: int) -> None:

@@ -6,6 +6,8 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import LoadedModel
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
+from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
+from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
@@ -74,6 +76,21 @@ class Rank:
             keeps_pool=_is_pool_pinned(self._config),
         )
         self._runner.capture_graphs()
+
+    def open_transport(self, identity: KVIdentity) -> RankTransport:
+        """Register the pool with a transport, which has to prove that it moves bytes. Raises
+        KVTransferError.
+        """
+        config = self._config
+        transport = make_transport(
+            identity,
+            rank=self._source.rank,
+            require_transport=config.require_transport,
+            device=config.device,
+        )
+        transport.register(self.kv_cache)
+        transport.self_check()
+        return transport
 
     def sleep(self, level: int) -> int:
         self._runner.release_graphs()

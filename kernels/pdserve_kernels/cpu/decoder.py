@@ -16,13 +16,20 @@ from pdserve_kernels.cpu.layers import (
     rms_norm,
     rotary_embedding,
 )
-from pdserve_kernels.cpu.linear import LinearWeight, PackedLinear, linear, linear_silu_mul
+from pdserve_kernels.cpu.linear import (
+    LinearWeight,
+    PackedLinear,
+    linear,
+    linear_silu_mul,
+    linear_sums,
+)
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
 FUNCTIONS = LayerFunctions(
     linear=linear,
+    linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
@@ -173,7 +180,10 @@ def _is_fusible(decoder: Decoder) -> bool:
     )
     angles = decoder.cos_sin_cache
     return (
-        all(isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears)
+        decoder.group is None
+        and all(
+            isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears
+        )
         and all(norm.dtype == torch.bfloat16 and norm.is_contiguous() for norm in _norms(decoder))
         and angles.dtype == torch.float32
         and angles.is_contiguous()

@@ -9,10 +9,11 @@ from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.attention import paged_attention
 from pdserve_kernels.reference.cache import reshape_and_cache
 from pdserve_kernels.reference.layers import fused_add_rms_norm, rms_norm, rotary_embedding
-from pdserve_kernels.reference.linear import linear, linear_silu_mul
+from pdserve_kernels.reference.linear import linear, linear_silu_mul, linear_sums
 
 FUNCTIONS = LayerFunctions(
     linear=linear,
+    linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,

@@ -1,0 +1,232 @@
+"""The processes of an executor: one thread starts them and reads what they say."""
+
+import logging
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve_engine.executor import messages
+from pdserve_engine.executor.messages import Message, TransportEvent
+from pdserve_engine.executor.rank_process import RankProcess
+from pdserve_engine.frames import ProtocolError
+from pdserve_engine.grammar.native import CompiledGrammar
+
+logger = logging.getLogger(__name__)
+
+# The others fail right behind a rank that has failed, if it is the step's fault.
+FAILURE_GRACE_S = 5.0
+# How often the thread looks at what takes too long.
+TICK_S = 1.0
+
+# Called as on_event(rank, event), on the reading thread.
+OnEvent = Callable[[int, TransportEvent], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """What was asked and not answered by all. Guarded by the lock of the ranks."""
+
+    future: "Future[list[Any]]"
+    ranks: Sequence[int]
+    # By rank.
+    answers: dict[int, Message] = field(default_factory=dict)
+    # When the first rank failed.
+    failed_at: float | None = None
+
+
+class Ranks:
+    """Any thread may ask them. What is asked is over when all who were asked have answered; one
+    that is gone, or that fails alone, is the end of all of them (`failure`).
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[tuple[str, Sequence[int]]],
+        on_event: OnEvent,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start a process for each of `commands`: the cores it is to stay on, and the descriptors
+        that it inherits. Raises OSError if one cannot be started.
+        """
+        self.failure: str | None = None
+        self._on_event = on_event
+        self._clock = clock
+        self._codec = messages.make_codec(_no_grammar)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._next_number = 1
+        self._is_closing = False
+        self._processes: list[RankProcess] = []
+        started: Future[None] = Future()
+        # Processes end with the thread that has started them.
+        self._thread = threading.Thread(
+            target=self._run, args=(commands, started), name="ranks", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def ask(self, *asked: Message, ranks: Sequence[int] | None = None) -> "Future[list[Any]]":
+        """Send all, or those of `ranks`, the same message, or each its own. The future holds their
+        answers, or the exception that all of them have raised.
+        """
+        return self._begin(asked, ranks, is_answered=True)
+
+    def tell(self, message: Message, ranks: Sequence[int] | None = None) -> None:
+        """Send what has no answer. Nothing happens if they are lost."""
+        self._begin([message], ranks, is_answered=False)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the processes to end, which were told to, and kill those that do not."""
+        self._is_closing = True
+        for process in self._processes:
+            process.close(timeout_s)
+        self._thread.join(timeout_s)
+
+    def expect_end(self) -> None:
+        """From now on a process that ends is none that is lost."""
+        self._is_closing = True
+
+    def kill(self, reason: str) -> None:
+        """End all of them now."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = reason
+            pending, self._pending = list(self._pending.values()), {}
+        if not self._is_closing:
+            logger.error("%s", reason)
+        for process in self._processes:
+            process.kill()
+        for each in pending:
+            each.future.set_exception(RuntimeError(reason))
+
+    def _begin(
+        self, asked: Sequence[Message], ranks: Sequence[int] | None, *, is_answered: bool
+    ) -> "Future[list[Any]]":
+        future: Future[list[Any]] = Future()
+        if ranks is None:
+            ranks = range(len(self._processes))
+        with self._lock:
+            if self.failure is not None:
+                future.set_exception(RuntimeError(self.failure))
+                return future
+            number = self._next_number
+            self._next_number += 1
+            if is_answered:
+                self._pending[number] = _Pending(future, ranks)
+            frames = [self._codec.encode(message, number) for message in asked]
+            if len(frames) == 1:
+                frames *= len(ranks)
+            try:
+                for rank, frame in zip(ranks, frames, strict=True):
+                    self._processes[rank].send(frame)
+            except OSError as error:
+                reason = f"rank {rank} takes nothing any more: {error}"
+            else:
+                return future
+        self.kill(reason)
+        return future
+
+    # ---- the thread
+
+    def _run(self, commands: Sequence[tuple[str, Sequence[int]]], started: "Future[None]") -> None:
+        try:
+            for rank, (cores, descriptors) in enumerate(commands):
+                self._processes.append(RankProcess(rank, cores, descriptors, self._codec))
+        except OSError as error:
+            self.kill(f"a rank cannot be started: {error}")
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            self._read_all()
+        except BaseException as error:  # nobody would hear of anything any more
+            self.kill(f"the thread that reads what the ranks say has died: {error!r}")
+            raise
+
+    def _read_all(self) -> None:
+        """Until all ranks are gone."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.connection, selectors.EVENT_READ, process)
+            while selector.get_map():
+                for key, _ in selector.select(TICK_S):
+                    if not self._read(key.data):
+                        selector.unregister(key.fileobj)
+                self._check_failures()
+
+    def _read(self, process: RankProcess) -> bool:
+        """Take in what a rank has said; False if it is gone."""
+        try:
+            for message, number in process.receive():
+                if isinstance(message, messages.TransportEvent):
+                    self._on_event(process.rank, message)
+                else:
+                    self._on_answer(process.rank, message, number)
+        except (OSError, EOFError, ProtocolError) as error:
+            if not self._is_closing:
+                self.kill(f"rank {process.rank} is gone: {process.describe_end() or error}")
+            return False
+        return True
+
+    def _on_answer(self, rank: int, message: Message, number: int) -> None:
+        with self._lock:
+            pending = self._pending.get(number)
+            if pending is None:
+                return
+            pending.answers[rank] = message
+            if isinstance(message, messages.Failed) and pending.failed_at is None:
+                pending.failed_at = self._clock()
+            if len(pending.answers) < len(pending.ranks):
+                return
+            del self._pending[number]
+        self._end(pending)
+
+    def _end(self, pending: _Pending) -> None:
+        answers = [pending.answers[rank] for rank in pending.ranks]
+        failed = _find_failure(pending)
+        if failed is None:
+            pending.future.set_result(answers)
+            return
+        rank, failure = failed
+        if not all(isinstance(answer, messages.Failed) for answer in answers):
+            self.kill(f"rank {rank} has failed where others have not: {failure.error.message}")
+        pending.future.set_exception(failure.to_exception())
+
+    def _check_failures(self) -> None:
+        """See whether a rank is long in failing with the others."""
+        limit = self._clock() - FAILURE_GRACE_S
+        with self._lock:
+            overdue = [
+                pending
+                for pending in self._pending.values()
+                if pending.failed_at is not None and pending.failed_at < limit
+            ]
+        for pending in overdue:
+            failed = _find_failure(pending)
+            assert failed is not None
+            rank, failure = failed
+            self.kill(f"rank {rank} has failed, others still compute: {failure.error.message}")
+
+
+def _find_failure(pending: _Pending) -> tuple[int, messages.Failed] | None:
+    for rank, answer in sorted(pending.answers.items()):
+        if isinstance(answer, messages.Failed):
+            return rank, answer
+    return None
+
+
+def _no_grammar(text: str) -> CompiledGrammar:
+    raise ProtocolError("a rank has sent a grammar")

@@ -1,0 +1,146 @@
+"""Services whose models are cut over several ranks, P's other than D's, bring the tokens of one."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve_client.client import AsyncClient
+from pdserve_common.sampling_params import SamplingParams
+from support.stack import RunningStack, StartStack
+
+pytestmark = pytest.mark.slow
+
+PROMPT_LENS = (15, 16, 40, 300)
+NUM_TOKENS = 24
+# Each way of sampling goes another way between ranks.
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "sampled": SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
+    "filtered": SamplingParams(
+        temperature=0.9, top_k=30, top_p=0.9, seed=4, max_tokens=NUM_TOKENS, ignore_eos=True
+    ),
+}
+# Within so long D is given up of which a rank has ended, or has stopped while it computes.
+KILLED_TIMEOUT_S = 20.0
+STOPPED_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(make_served_model: Callable[..., Path]) -> Path:
+    # Two KV heads: of four ranks two have the same.
+    return make_served_model("Qwen3ForCausalLM", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def start(start_stack: StartStack, model: Path) -> Callable[..., Any]:
+    os.environ["PDSERVE_KV_CHECKSUMS"] = "true"
+
+    def start(prefill_size: int, decode_size: int, **options: Any) -> Any:
+        return start_stack(
+            model=model,
+            dtype="bfloat16",
+            num_threads=1,
+            max_num_batched_tokens=64,
+            prefill_tensor_parallel_size=prefill_size,
+            decode_tensor_parallel_size=decode_size,
+            **options,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    yield
+    os.environ.pop("PDSERVE_KV_CHECKSUMS", None)
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, 190) for _ in range(length)] for length in PROMPT_LENS]
+
+
+async def ask(client: AsyncClient, prompt: list[int], params: SamplingParams) -> list[int]:
+    tokens: list[int] = []
+    async for output in client.generate(prompt, params, timeout_s=120):
+        for completion in output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens.extend(completion.token_ids)
+    return tokens
+
+
+async def ask_all(stack: RunningStack) -> dict[tuple[str, int], list[int]]:
+    client = AsyncClient(stack.grpc_address)
+    try:
+        asked = [(name, i) for name in PARAMS for i in range(len(PROMPT_LENS))]
+        answers = await asyncio.gather(
+            *(ask(client, prompts()[i], PARAMS[name]) for name, i in asked)
+        )
+        return dict(zip(asked, answers, strict=True))
+    finally:
+        await client.close()
+
+
+@pytest.fixture(scope="module")
+def expected(start: Callable[..., Any]) -> dict[tuple[str, int], list[int]]:
+    """The tokens of services with one rank each."""
+    with start(1, 1) as stack:
+        return asyncio.run(ask_all(stack))
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(2, 1), (4, 2)])
+async def test_ranks_bring_the_tokens_of_one(
+    prefill_size: int,
+    decode_size: int,
+    start: Callable[..., Any],
+    expected: dict[tuple[str, int], list[int]],
+) -> None:
+    with start(prefill_size, decode_size) as stack:
+        assert await ask_all(stack) == expected
+        router = stack.metrics("router")
+        assert router['pdserve_handoffs_total{outcome="completed"}'] == len(expected)
+        stack.assert_idle()
+        ranks = [process for name in stack.worker_names() for process in ranks_of(stack, name)]
+    assert not any(process.is_running() for process in ranks)
+
+
+def ranks_of(stack: RunningStack, name: str) -> list[psutil.Process]:
+    service = psutil.Process(stack.process(name).pid)
+    return [p for p in service.children() if "pdserve_engine.executor.rank" in p.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("signum", "timeout_s"),
+    [(signal.SIGKILL, KILLED_TIMEOUT_S), (signal.SIGSTOP, STOPPED_TIMEOUT_S)],
+)
+async def test_a_lost_rank_ends_its_service_and_answers_go_on(
+    signum: int, timeout_s: float, start: Callable[..., Any]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    with start(1, 2, decode=2, restart=False) as stack:
+        client = AsyncClient(stack.grpc_address)
+        try:
+            undisturbed = await ask(client, prompts()[0], params)
+            answers = [asyncio.create_task(ask(client, prompts()[0], params)) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            lost = ranks_of(stack, "decode-0")
+            lost[1].send_signal(signum)
+            started = time.monotonic()
+            status = await asyncio.to_thread(stack.process("decode-0").wait, timeout_s)
+            assert status == 2, stack.log("decode-0")[-2000:]
+            assert await asyncio.gather(*answers) == [undisturbed] * 4
+            print(f"the service ended after {time.monotonic() - started:.1f} s")
+        finally:
+            await client.close()
+        _, alive = psutil.wait_procs(lost, timeout=EXIT_TIMEOUT_S)
+        assert not alive
+        stack.restore()
