@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from pdserve_common.kv_types import KVGroup, KVGroupKind
 from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
-from pdserve_engine.kv_transfer.shards import merge_checksums
 from pdserve_engine.models.registry import read_model_config
 from pdserve_kernels import select
-from support.shards import cut
+from support.shards import CutPool, cut
 
 SPEC = KVCacheSpec(
     groups=group_layers([None] * 3),
@@ -67,25 +66,14 @@ def test_the_checksums_of_ranks_make_those_of_whole_blocks(data: st.DataObject) 
     spec = dataclasses.replace(
         SPEC, groups=group_layers([None] * num_slots), num_kv_heads=num_heads
     )
-    whole = KVCache(spec, num_blocks=3, device=torch.device("cpu"))
-    seed = data.draw(st.integers(0, 99))
-    whole.tensor.copy_(
-        torch.rand(whole.tensor.shape, generator=torch.Generator().manual_seed(seed))
-    )
     tp_size = data.draw(st.sampled_from([1, 2, 4, 8]))
     pp_size = data.draw(st.integers(1, min(2, num_slots)))
-    shards = cut(num_heads, num_slots, tp_size, pp_size)
-    sums = []
-    for shard in shards:
-        part = KVCache(
-            dataclasses.replace(spec, shard=shard), num_blocks=3, device=torch.device("cpu")
-        )
-        heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
-        slots = slice(shard.first_slot, shard.first_slot + shard.num_slots)
-        part.tensor.copy_(whole.tensor[:, heads, slots])
-        sums.append(part.block_checksums([2, 0]))
-        assert part.spec.layout() == spec.layout()
-    assert merge_checksums(shards, sums, num_heads) == whole.block_checksums([2, 0])
+    ranks = CutPool(spec, cut(num_heads, num_slots, tp_size, pp_size), num_blocks=3)
+    ranks.fill(data.draw(st.integers(0, 99)))
+    whole = KVCache(spec, num_blocks=3, device=torch.device("cpu"))
+    whole.tensor.copy_(ranks.tensor)
+    assert ranks.block_checksums([2, 0]) == whole.block_checksums([2, 0])
+    assert {pool.spec.layout() for pool in ranks.pools} == {spec.layout()}
 
 
 def test_poison_fills_the_named_blocks_alone() -> None:

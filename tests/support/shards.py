@@ -1,8 +1,18 @@
-"""Ways to cut a model."""
+"""Workers whose models are cut over several ranks."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
 
 from pdserve_common.kv_types import KVShard
+from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.kv.kv_groups import group_layers
+from pdserve_engine.kv_transfer.shards import merge_checksums
+
+BLOCK_SIZE = 16
 
 
 def cut(num_heads: int, num_slots: int, tp_size: int, pp_size: int = 1) -> list[KVShard]:
@@ -21,3 +31,85 @@ def cut(num_heads: int, num_slots: int, tp_size: int, pp_size: int = 1) -> list[
         for first, end in itertools.pairwise(slots)
         for rank in range(tp_size)
     ]
+
+
+class Cuts(NamedTuple):
+    """How P's model and D's, which is the same, are cut: tensor and pipeline parallel sizes."""
+
+    num_heads: int
+    p: tuple[int, int]
+    d: tuple[int, int]
+    num_slots: int = 3
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        return KVCacheSpec(
+            groups=group_layers([None] * self.num_slots),
+            num_kv_heads=self.num_heads,
+            head_dim=32,
+            block_size=BLOCK_SIZE,
+            dtype=torch.float32,
+        )
+
+    def shards(self, side: str) -> list[KVShard]:
+        return cut(self.num_heads, self.num_slots, *(self.p if side == "p" else self.d))
+
+
+CUTS = {
+    "1:1": Cuts(1, (1, 1), (1, 1)),
+    "tp 2:1": Cuts(4, (2, 1), (1, 1)),
+    "tp 1:2": Cuts(4, (1, 1), (2, 1)),
+    "tp 4:1": Cuts(4, (4, 1), (1, 1)),
+    # Of two heads, so that ranks are copies.
+    "tp 4:2": Cuts(2, (4, 1), (2, 1)),
+    "tp 2:4": Cuts(2, (2, 1), (4, 1)),
+    "tp 4:4": Cuts(2, (4, 1), (4, 1)),
+    "pp 2:1": Cuts(2, (1, 2), (1, 1)),
+    "pp 1:2": Cuts(2, (1, 1), (1, 2)),
+    "tp 2:1, pp 1:2": Cuts(2, (2, 1), (1, 2)),
+}
+
+
+class CutPool:
+    """The pools of a worker's ranks."""
+
+    def __init__(self, spec: KVCacheSpec, shards: Sequence[KVShard], num_blocks: int) -> None:
+        self.spec = spec
+        self.shards = tuple(shards)
+        self.num_blocks = num_blocks
+        self.pools = [
+            KVCache(replace(spec, shard=shard), num_blocks=num_blocks, device=torch.device("cpu"))
+            for shard in shards
+        ]
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.rand(self.tensor.shape, generator=generator)
+        for pool, shard in zip(self.pools, self.shards, strict=True):
+            pool.tensor.copy_(part_of(whole, shard))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A copy of what they hold of the whole model, which copies must hold alike."""
+        whole = torch.zeros((self.num_blocks, *self.spec.block_shape), dtype=self.spec.dtype)
+        for pool, shard in zip(self.pools, self.shards, strict=True):
+            part_of(whole, shard).copy_(pool.tensor)
+        for pool, shard in zip(self.pools, self.shards, strict=True):
+            assert torch.equal(part_of(whole, shard), pool.tensor), f"{shard} differs in a copy"
+        return whole
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all ranks, copies too."""
+        return sum(pool.block_bytes for pool in self.pools)
+
+    def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        sums = [pool.block_checksums(block_ids) for pool in self.pools]
+        return merge_checksums(self.shards, sums, self.spec.num_kv_heads)
+
+
+def part_of(whole: torch.Tensor, shard: KVShard) -> torch.Tensor:
+    """Return a view of a rank's part of blocks of the whole model."""
+    heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
+    slots = slice(shard.first_slot, shard.first_slot + shard.num_slots)
+    return whole[:, heads, slots]

@@ -1,4 +1,4 @@
-"""A worker's transport in a process of its own: kv_transfer/transport_process.py, started."""
+"""A worker's transport in a process of its own, by default kv_transfer/transport_process.py."""
 
 import json
 import subprocess
@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parents[1] / "kv_transfer" / "transport_process.py"
 class TransportWorker:
     """Its `welcome` is what a peer is given."""
 
-    def __init__(self, *arguments: str, command: Sequence[str] = ()) -> None:
+    def __init__(self, *arguments: str, command: Sequence[str] = (), script: Path = SCRIPT) -> None:
         """`arguments` are the script's; `command` comes before it all."""
         self.process = subprocess.Popen(
-            [*command, sys.executable, str(SCRIPT), *arguments],
+            [*command, sys.executable, str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
