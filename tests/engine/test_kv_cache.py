@@ -15,7 +15,7 @@ from pdserve_engine.kv.kv_cache import HUGE_PAGE_BYTES, KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.models.registry import read_model_config
 from pdserve_kernels import select
-from support.shards import CutPool, cut
+from support.shards import CutPool, Cuts
 
 SPEC = KVCacheSpec(
     groups=group_layers([None] * 3),
@@ -63,17 +63,14 @@ def test_checksums_tell_blocks_apart_by_every_byte() -> None:
 @given(st.data())
 def test_the_checksums_of_ranks_make_those_of_whole_blocks(data: st.DataObject) -> None:
     num_heads, num_slots = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 5))
-    spec = dataclasses.replace(
-        SPEC, groups=group_layers([None] * num_slots), num_kv_heads=num_heads
-    )
     tp_size = data.draw(st.sampled_from([1, 2, 4, 8]))
     pp_size = data.draw(st.integers(1, min(2, num_slots)))
-    ranks = CutPool(spec, cut(num_heads, num_slots, tp_size, pp_size), num_blocks=3)
-    ranks.fill(data.draw(st.integers(0, 99)))
-    whole = KVCache(spec, num_blocks=3, device=torch.device("cpu"))
+    cuts = Cuts(num_heads, (tp_size, pp_size), (1, 1), num_slots)
+    ranks = CutPool(cuts, "p", num_blocks=3)
+    whole = KVCache(cuts.spec, num_blocks=3, device=torch.device("cpu"))
     whole.tensor.copy_(ranks.tensor)
     assert ranks.block_checksums([2, 0]) == whole.block_checksums([2, 0])
-    assert {pool.spec.layout() for pool in ranks.pools} == {spec.layout()}
+    assert {pool.spec.layout() for pool in ranks.pools} == {cuts.spec.layout()}
 
 
 def test_poison_fills_the_named_blocks_alone() -> None:

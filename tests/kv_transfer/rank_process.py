@@ -17,9 +17,9 @@ from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
 from pdserve_common.kv_types import PROTOCOL_VERSION, KVEndpoint, KVLinkWelcome
 from pdserve_common.wire import kv_link_response_from_proto, kv_link_response_to_proto
 from pdserve_engine.kv_transfer import factory
-from support.handoff import NUM_BLOCKS, Landed, make_identity, make_transport
+from support.handoff import NUM_BLOCKS, Landed, make_identity
 from support.local_transport import LocalRegistry
-from support.shards import CUTS, CutPool
+from support.shards import CUTS, CutPool, make_cut_side
 from support.waiting import wait_until
 
 
@@ -27,19 +27,15 @@ class PRank:
     """Its methods are the lines that it obeys."""
 
     def __init__(self, cuts: str, required: str, epoch: str, rank: str) -> None:
-        setup = CUTS[cuts]
-        shards = setup.shards("p")
-        identity = make_identity(
-            "p0", epoch=epoch, layout=setup.spec.layout(), num_ranks=len(shards)
-        )
-        ranks = CutPool(setup.spec, shards, NUM_BLOCKS)
-        pool = ranks.pools[int(rank)]
+        self.ranks = CutPool(CUTS[cuts], "p")
+        pools, layout = self.ranks.pools, self.ranks.spec.layout()
+        identity = make_identity("p0", epoch=epoch, layout=layout, num_ranks=len(pools))
         self.transport = factory.make_transport(
             identity, rank=int(rank), require_transport=required
         )
-        self.transport.register(pool)
+        self.transport.register(pools[int(rank)])
         self.transport.self_check()
-        ranks.fill(1)
+        self.ranks.fill(1)
         self.transport.expect_peer()
         self.transport.set_exporting(True)
         endpoint = replace(self.transport.endpoint(), rank=int(rank))
@@ -52,7 +48,6 @@ class PRank:
             endpoint=KVEndpoint(ranks=(endpoint,), transport=required),
         )
         self.welcome = kv_link_response_to_proto(welcome).SerializeToString().hex()
-        self.ranks = ranks
 
     def checksums(self) -> tuple[int, ...]:
         """Of the whole model's blocks: this process has filled all of its pools."""
@@ -69,12 +64,9 @@ class D:
     welcome = ""
 
     def __init__(self, cuts: str, required: str) -> None:
-        setup = CUTS[cuts]
-        shards = setup.shards("d")
-        identity = make_identity("d0", layout=setup.spec.layout(), num_ranks=len(shards))
-        self.ranks = CutPool(setup.spec, shards, NUM_BLOCKS)
-        self.transport = make_transport(
-            "nixl", identity, LocalRegistry(), *self.ranks.pools, require_transport=required
+        self.ranks = CutPool(CUTS[cuts], "d")
+        _, self.transport = make_cut_side(
+            "nixl", self.ranks, LocalRegistry(), require_transport=required
         )
         self.transport.self_check()
         self.landed = Landed()

@@ -11,7 +11,7 @@ import torch
 from pdserve_common.errors import KVTransferError
 from pdserve_common.kv_types import KVEndpoint, KVLinkWelcome
 from pdserve_engine.kv.kv_cache import KVCache
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport, ReadResult
+from pdserve_engine.kv_transfer.base import KVTransport, ReadResult
 from support.handoff import (
     NUM_BLOCKS,
     SPEC,
@@ -22,7 +22,7 @@ from support.handoff import (
     welcome_of,
 )
 from support.local_transport import LocalRegistry
-from support.shards import CUTS, CutPool, Cuts
+from support.shards import CUTS, CutPool, Cuts, make_cut_side
 from support.waiting import wait_until
 
 # Nothing stalls here; a machine with much else to do may be slow.
@@ -55,21 +55,12 @@ def cuts(request: pytest.FixtureRequest) -> Cuts:
     return CUTS[request.param]
 
 
-def make_side(
-    kind: str, side: str, cuts: Cuts, registry: LocalRegistry
-) -> tuple[KVIdentity, CutPool, KVTransport]:
-    pool = CutPool(cuts.spec, cuts.shards(side), NUM_BLOCKS)
-    pool.fill(ord(side))
-    num_ranks = len(pool.pools)
-    identity = make_identity(f"{side}0", layout=cuts.spec.layout(), num_ranks=num_ranks)
-    return identity, pool, make_transport(kind, identity, registry, *pool.pools)
-
-
 @pytest.fixture
 def two(kind: str, cuts: Cuts) -> Iterator[Two]:
     registry = LocalRegistry()
-    identity, p_pool, p = make_side(kind, "p", cuts, registry)
-    _, d_pool, d = make_side(kind, "d", cuts, registry)
+    p_pool, d_pool = CutPool(cuts, "p"), CutPool(cuts, "d")
+    identity, p = make_cut_side(kind, p_pool, registry)
+    _, d = make_cut_side(kind, d_pool, registry)
     welcome = welcome_of(identity, p)
     lost: list[str] = []
     p.expect_peer()
@@ -220,8 +211,8 @@ def test_regions_that_make_no_sense_are_refused(two: Two, change: Callable[[Any]
 def test_a_transport_gives_back_its_descriptors_and_threads(kind: str, cuts: Cuts) -> None:
     def use() -> None:
         registry = LocalRegistry()
-        identity, _, p = make_side(kind, "p", cuts, registry)
-        _, _, d = make_side(kind, "d", cuts, registry)
+        identity, p = make_cut_side(kind, CutPool(cuts, "p"), registry)
+        _, d = make_cut_side(kind, CutPool(cuts, "d"), registry)
         p.expect_peer()
         peer = d.add_peer(welcome_of(identity, p), lambda reason: None)
         landed = Landed()

@@ -226,12 +226,12 @@ class PSide:
     """
 
     def __init__(self, kind: str = "local", spec: KVCacheSpec = SPEC, **options: Any) -> None:
-        self.kind = kind
+        self.kind, self.spec = kind, spec
         self.layout = spec.layout()
         self.registry = LocalRegistry()
         self.now = 1000.0
         self.num_wakeups = 0
-        self.p_pool, self.p_blocks = make_pool(1, spec=spec), Blocks()
+        self.p_pool, self.p_blocks = self.make_pool("p"), Blocks()
         self.p_metrics = KVTransferMetrics(CollectorRegistry())
         self.p_tables: dict[Request, tuple[list[int], ...]] = {}
         self.to_d = Wire()
@@ -244,9 +244,15 @@ class PSide:
 
         return {"wakeup": wake, "step_seq": lambda: 7, "clock": lambda: self.now}
 
+    def make_pool(self, side: str) -> Any:
+        return make_pool(1 if side == "p" else 2, spec=self.spec)
+
+    def make_side(self, side: str, pool: Any) -> tuple[KVIdentity, KVTransport]:
+        identity = make_identity(f"{side}0", layout=self.layout)
+        return identity, make_transport(self.kind, identity, self.registry, pool)
+
     def start_p(self, **options: Any) -> None:
-        identity = make_identity("p0", layout=self.layout)
-        self.p_transport = make_transport(self.kind, identity, self.registry, self.p_pool)
+        identity, self.p_transport = self.make_side("p", self.p_pool)
         self.p_transport.self_check()
         self.p_identity = identity
         self.p = ProducerConnector(
@@ -331,14 +337,13 @@ class Pair(PSide):
 
     def __init__(self, kind: str, spec: KVCacheSpec = SPEC) -> None:
         super().__init__(kind, spec)
-        self.d_pool, self.d_blocks = make_pool(2, spec=spec), Blocks()
+        self.d_pool, self.d_blocks = self.make_pool("d"), Blocks()
         self.d_metrics = KVTransferMetrics(CollectorRegistry())
         self.d_tables: dict[Request, tuple[list[int], ...]] = {}
         # What D compares with the checksums that P sends, if it sends any.
         self.checksum: Checksum = self.d_pool.block_checksums
         self.dialed: list[str] = []
-        d_identity = make_identity("d0", layout=self.layout)
-        inner = make_transport(kind, d_identity, self.registry, self.d_pool)
+        d_identity, inner = self.make_side("d", self.d_pool)
         self.transport = FaultTransport(inner)
         self.transport.self_check()
         self.d = ConsumerConnector(

@@ -3,16 +3,17 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pdserve_common.kv_types import KVShard
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.kv.kv_groups import group_layers
+from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.shards import merge_checksums
-
-BLOCK_SIZE = 16
+from support.handoff import BLOCK_SIZE, NUM_BLOCKS, Pair, make_identity, make_transport
+from support.local_transport import LocalRegistry
 
 
 def cut(num_heads: int, num_slots: int, tp_size: int, pp_size: int = 1) -> list[KVShard]:
@@ -73,14 +74,16 @@ CUTS = {
 class CutPool:
     """The pools of a worker's ranks."""
 
-    def __init__(self, spec: KVCacheSpec, shards: Sequence[KVShard], num_blocks: int) -> None:
-        self.spec = spec
-        self.shards = tuple(shards)
-        self.num_blocks = num_blocks
+    def __init__(self, cuts: Cuts, side: str, num_blocks: int = NUM_BLOCKS) -> None:
+        self.spec, self.side, self.num_blocks = cuts.spec, side, num_blocks
+        self.shards = cuts.shards(side)
         self.pools = [
-            KVCache(replace(spec, shard=shard), num_blocks=num_blocks, device=torch.device("cpu"))
-            for shard in shards
+            KVCache(
+                replace(self.spec, shard=shard), num_blocks=num_blocks, device=torch.device("cpu")
+            )
+            for shard in self.shards
         ]
+        self.fill(ord(side))
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -106,6 +109,30 @@ class CutPool:
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         sums = [pool.block_checksums(block_ids) for pool in self.pools]
         return merge_checksums(self.shards, sums, self.spec.num_kv_heads)
+
+
+def make_cut_side(
+    kind: str, pool: CutPool, registry: LocalRegistry, **options: Any
+) -> tuple[KVIdentity, KVTransport]:
+    """Return a worker with these pools; options are NIXL's."""
+    num_ranks = len(pool.pools)
+    layout = pool.spec.layout()
+    identity = make_identity(f"{pool.side}0", layout=layout, num_ranks=num_ranks)
+    return identity, make_transport(kind, identity, registry, *pool.pools, **options)
+
+
+class CutPair(Pair):
+    """A P and a D over several ranks each."""
+
+    def __init__(self, kind: str, cuts: Cuts) -> None:
+        self._cuts = cuts
+        super().__init__(kind, cuts.spec)
+
+    def make_pool(self, side: str) -> CutPool:
+        return CutPool(self._cuts, side)
+
+    def make_side(self, side: str, pool: CutPool) -> tuple[KVIdentity, KVTransport]:
+        return make_cut_side(self.kind, pool, self.registry)
 
 
 def part_of(whole: torch.Tensor, shard: KVShard) -> torch.Tensor:
