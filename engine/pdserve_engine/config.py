@@ -37,6 +37,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 1
     kv_watermark: float = 0.0
+    # Of the model's pipeline: what a step samples is known to the first stage when it is told.
+    num_stages: int = 1
 
     @property
     def max_batch_size(self) -> int:
@@ -78,6 +80,9 @@ class EngineConfig:
     device: Device = opt("cpu", "Where the model runs.")
     tensor_parallel_size: int = opt(
         1, "Cut each layer over so many processes, ranks: 1, 2, 4 or 8; on CPU, for our own models."
+    )
+    pipeline_parallel_size: int = opt(
+        1, "Cut the layers into so many stages, processes of their own; on CPU, for our own models."
     )
     engine_process: Literal["auto", "inproc", "subprocess"] = opt(
         "auto", "Run the engine in the worker's process or in its own; auto: its own on CUDA."
@@ -155,7 +160,12 @@ class EngineConfig:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_size is {self.block_size}, must be one of {sizes}")
-        for name in ("max_num_seqs", "max_num_partial_prefills", "tensor_parallel_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_partial_prefills",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         for name in (
@@ -184,10 +194,9 @@ class EngineConfig:
             raise ValueError(
                 f"num_threads is {self.num_threads}, cpu_cores has {len(self.cores)} cores"
             )
-        if self.tensor_parallel_size > 1 and self.device != "cpu":
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, device {self.device} has 1"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.device != "cpu":
+                raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
@@ -198,9 +207,14 @@ class EngineConfig:
         return () if self.cpu_cores is None else parse_cores(self.cpu_cores)
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that the model is cut over."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def has_engine_process(self) -> bool:
         """Does the engine run in a process of its own?"""
-        if self.tensor_parallel_size > 1:
+        if self.num_ranks > 1:
             return False  # the ranks keep the worker's process free of steps
         if self.engine_process == "auto":
             return self.device == "cuda"
@@ -222,4 +236,5 @@ class EngineConfig:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_num_partial_prefills=self.max_num_partial_prefills,
             kv_watermark=self.kv_watermark,
+            num_stages=self.pipeline_parallel_size,
         )

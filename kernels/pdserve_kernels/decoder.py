@@ -37,7 +37,8 @@ class Decoder:
     """Layers one after another and the norm behind them, with what all of them share."""
 
     layers: tuple[DecoderLayer, ...]
-    final_norm: torch.Tensor
+    # None: there are layers behind these elsewhere, and the residual is what they go on with.
+    final_norm: torch.Tensor | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -82,11 +83,13 @@ def run_layer_by_layer(
         x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
         x = _project(kernels, decoder, kernels.linear_silu_mul(x, layer.gate_up), layer.down)
+        if next_norm is None:
+            return x + residual
         x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
     return x
 
 
-def norms_after(decoder: Decoder) -> Iterator[torch.Tensor]:
+def norms_after(decoder: Decoder) -> Iterator[torch.Tensor | None]:
     """For each layer the norm between it and what comes next."""
     yield from (layer.input_norm for layer in decoder.layers[1:])
     yield decoder.final_norm

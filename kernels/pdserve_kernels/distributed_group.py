@@ -1,6 +1,7 @@
-"""A group over torch.distributed: gloo on CPUs, where there is no compiled library."""
+"""A group over gloo, torch.distributed's for CPUs: where there is no compiled library."""
 
 import datetime
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,15 +13,15 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class DistributedGroup:
-    """Implements `groups.Group`; one at a time in a process."""
+    """Implements `groups.Group`. A process may be in several."""
 
     def __init__(self, store_path: str, *, rank: int, size: int) -> None:
-        """The ranks find each other by a file that does not exist yet, in a folder of their own."""
+        """The ranks find each other by a file that does not exist yet, of their own."""
         self.rank, self.size = rank, size
-        store = distributed.FileStore(store_path, size)  # type: ignore[attr-defined]
-        distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
-        )
+        # Not one of torch.distributed's own groups, of which there is one world for a process.
+        untyped: Any = distributed
+        store = untyped.FileStore(store_path, size)
+        self._gloo = untyped.ProcessGroupGloo(store, rank, size, TIMEOUT)
 
     def sum_rows(self, partial: torch.Tensor) -> torch.Tensor:
         """See `groups.Group`. gloo's own sum would add in another order."""
@@ -29,13 +30,13 @@ class DistributedGroup:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """See `groups.Group`."""
         parts = part.new_empty(self.size, *part.shape)
-        distributed.all_gather(list(parts), part)
+        self._gloo.allgather(list(parts), part).wait()
         return parts
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See `groups.Group`."""
-        distributed.broadcast(tensor, src=0)
+        self._gloo.broadcast(tensor, 0).wait()
 
     def close(self) -> None:
         """See `groups.Group`."""
-        distributed.destroy_process_group()
+        del self._gloo

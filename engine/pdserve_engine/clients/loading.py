@@ -192,7 +192,7 @@ def _load(
 
 
 def _make_executor(config: EngineConfig, source: ModelSource, name: str) -> Executor:
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         rank = Rank(config, source, name=name)
         return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
     return MultiprocExecutor(config, name=name)

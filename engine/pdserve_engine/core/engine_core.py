@@ -187,8 +187,9 @@ class EngineCore:
             return False
         num_tokens = self._batch_queue[-1].scheduled.total_num_scheduled_tokens
         expected_s = self._last.duration_s * max(1.0, num_tokens / self._last.num_tokens)
-        is_short = num_tokens > 0 and expected_s < MAX_LOOKAHEAD_STEP_S
-        return is_short and not self.scheduler.needs_drain
+        # A pipeline computes nothing but that in its other stages.
+        is_worth_it = self.executor.is_pipelined or expected_s < MAX_LOOKAHEAD_STEP_S
+        return num_tokens > 0 and is_worth_it and not self.scheduler.needs_drain
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         work = work_of(scheduled)

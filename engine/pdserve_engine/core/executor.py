@@ -58,6 +58,11 @@ class Executor(Protocol):
         """Steps that may be in flight at once: one runs, others wait for it."""
         ...
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Do several steps run at once, each in another part of the model?"""
+        ...
+
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
         """Run a step behind those in flight. It is over when the future is: its KV is written.
 

@@ -55,7 +55,11 @@ class Planner:
         """Plan a step. Unless it `admits_new`, waiting requests that have not begun stay where they
         are.
         """
-        plan = StepPlan(self._config.max_num_batched_tokens, admits_new)
+        plan = StepPlan(
+            self._config.max_num_batched_tokens,
+            admits_new,
+            tells_tokens=self._config.num_stages > 1,
+        )
         suspect = self._places.suspects.next()
         if suspect is not None:
             self._schedule_suspect(suspect, plan)
@@ -111,6 +115,8 @@ class Planner:
                 continue
             if request.is_late and request.num_in_flight_tokens:  # it may be late again
                 continue
+            if self._config.num_stages > 1 and request.num_output_placeholders:
+                continue  # the first stage is told of a token only when it has come back
             if request not in plan.scheduled:  # else it is a probe
                 self._continue_running(request, plan)
 

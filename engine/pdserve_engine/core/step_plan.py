@@ -18,6 +18,8 @@ class StepPlan:
     token_budget: int
     # Not paused: waiting requests may be admitted.
     admits_new: bool = True
+    # The runner has to be told of the tokens that steps have brought.
+    tells_tokens: bool = False
     # In the order of planning.
     scheduled: dict[Request, ScheduledTokens] = field(default_factory=dict)
     new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -69,6 +71,7 @@ class StepPlan:
                 request_ids=[request.request_id for request in self.cached_reqs],
                 new_block_ids=list(self.cached_reqs.values()),
                 num_computed_tokens=[request.num_computed_tokens for request in self.cached_reqs],
+                new_token_ids=self._new_token_ids() if self.tells_tokens else [],
             ),
             num_scheduled_tokens=num_scheduled_tokens,
             total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
@@ -76,3 +79,12 @@ class StepPlan:
             preempted_req_ids=preempted_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,
         )
+
+    def _new_token_ids(self) -> list[tuple[int, ...]]:
+        """Return, of each request that the runner knows, the output tokens that it computes."""
+        return [
+            tuple(
+                request.all_token_ids[max(request.num_computed_tokens, request.num_prompt_tokens) :]
+            )
+            for request in self.cached_reqs
+        ]

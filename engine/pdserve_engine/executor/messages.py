@@ -20,16 +20,30 @@ from pdserve_engine.kv_transfer.shards import KVPeer
 from pdserve_engine.request.sched_output import SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where a rank finds the others: in memory that it has inherited, or by a file."""
+    """Where some processes find each other: in memory that they have inherited, or by a file."""
 
     rank: int
     size: int
     # The descriptor of a SharedGroup's memory, and the bytes of a slot; None: there is none.
-    memory_fd: int | None = None
-    slot_bytes: int = 0
-    store_path: str = ""
+    memory_fd: int | None
+    slot_bytes: int
+    store_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank a process is, and the groups that it is in."""
+
+    rank: int
+    stage: int
+    num_stages: int
+    # The ranks of its stage; None: it is alone.
+    tensor_parallel: GroupPlace | None
+    # It and the stage before, it and the stage behind.
+    before: GroupPlace | None
+    after: GroupPlace | None
 
 
 # ---- to a rank
@@ -41,7 +55,7 @@ class LoadRank(Call[LoadedModel]):
 
     config: EngineConfig
     name: str
-    place: GroupPlace
+    place: RankPlace
     log_level: str
 
 

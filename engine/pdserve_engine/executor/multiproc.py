@@ -17,12 +17,13 @@ from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.executor import messages
+from pdserve_engine.executor.groups import place_ranks
 from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_transport import RemoteTransport
 from pdserve_engine.executor.ranks import Ranks
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.shards import merge_checksums
-from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.request.sched_output import EMPTY_MODEL_RUNNER_OUTPUT, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,18 @@ T = TypeVar("T")
 
 class MultiprocExecutor:
     """Implements `core.executor.Executor`: all ranks do the same, and an answer is there when all
-    have answered. Rank 0 samples.
+    have answered.
     """
 
     def __init__(self, config: EngineConfig, *, name: str) -> None:
         """`name` begins the names of traces. Raises ValueError for cores that do not suffice,
         OSError if a process cannot be started.
         """
-        self.max_concurrent_batches = 2 if config.has_async_scheduling else 1
+        num_stages = config.pipeline_parallel_size
+        self.is_pipelined = num_stages > 1
+        self.max_concurrent_batches = max(num_stages, 2 if config.has_async_scheduling else 1)
+        # The first of the last stage samples.
+        self._output_rank = config.tensor_parallel_size * (num_stages - 1)
         self._configs = rank_configs(config)
         self._name = name
         # By rank.
@@ -52,6 +57,7 @@ class MultiprocExecutor:
         self._num_kv_heads = 0
         self._events = CallThread("kv-transfer")
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
+        self._places = place_ranks(config.tensor_parallel_size, num_stages, Path(self._folder.name))
         commands = [(config.cpu_cores or "", ()) for config in self._configs]
         self._ranks = Ranks(commands, self._on_event)
 
@@ -64,16 +70,9 @@ class MultiprocExecutor:
 
     def load(self) -> LoadedModel:
         log_level = logging.getLevelName(logging.getLogger().level).lower()
-        store_path = str(Path(self._folder.name) / "store")
-        size = len(self._configs)
         calls = [
-            messages.LoadRank(
-                config=config,
-                name=self._name,
-                place=messages.GroupPlace(rank=rank, size=size, store_path=store_path),
-                log_level=log_level,
-            )
-            for rank, config in enumerate(self._configs)
+            messages.LoadRank(config=config, name=self._name, place=place, log_level=log_level)
+            for config, place in zip(self._configs, self._places, strict=True)
         ]
         loaded = _results(self._ranks.ask(*calls), calls[0])
         if len(set(loaded)) > 1:
@@ -104,7 +103,12 @@ class MultiprocExecutor:
     # ---- steps
 
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
-        return _then(self._ranks.ask(scheduler_output), lambda steps: steps[0])
+        if scheduler_output.is_empty:  # pipelines have many while all requests are on their way
+            nothing: Future[ExecutedStep] = Future()
+            nothing.set_result(ExecutedStep(EMPTY_MODEL_RUNNER_OUTPUT, 0.0))
+            return nothing
+        steps = self._ranks.ask(scheduler_output)
+        return _then(steps, lambda answers: answers[self._output_rank])
 
     def recover(self) -> None:
         self._ranks.tell(messages.Recover())
@@ -187,11 +191,11 @@ def rank_configs(config: EngineConfig) -> list[EngineConfig]:
     """Return each rank's, with its share of the cores and threads. Raises ValueError if there are
     fewer cores than ranks.
     """
-    size, shares = config.tensor_parallel_size, None
+    size, shares = config.num_ranks, None
     if config.cores and (shares := share_cores(config.cores, size)) is None:
         raise ValueError(
-            f"tensor_parallel_size is {size}, cpu_cores is {config.cpu_cores}: they cannot be "
-            "shared out, each rank's on one NUMA node"
+            f"cpu_cores is {config.cpu_cores}, they cannot be shared out among {size} ranks, each "
+            "rank's on one NUMA node"
         )
     num_threads = config.num_threads
     if not num_threads and not shares:

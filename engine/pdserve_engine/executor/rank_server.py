@@ -22,6 +22,7 @@ from pdserve_engine.executor.rank_transport import TransportHost
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.frames import Answer
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
+from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.plugins import load_general_plugins
@@ -148,11 +149,17 @@ class _RankServer:
             self._transport.close()
 
     def _load(self, call: messages.LoadRank) -> object:
-        setup_logging(call.log_level, f"{call.name}.{call.place.rank}")
+        place = call.place
+        setup_logging(call.log_level, f"{call.name}.{place.rank}")
         load_general_plugins()
-        self._source = ModelSource(call.config, join_group(call.place))
+        stage = Stage(
+            place.stage, place.num_stages, join_group(place.before), join_group(place.after)
+        )
+        self._source = ModelSource(
+            call.config, place.rank, join_group(place.tensor_parallel), stage
+        )
         self._executor = UniprocExecutor(
-            Rank(call.config, self._source, name=f"{call.name}-{call.place.rank}"),
+            Rank(call.config, self._source, name=f"{call.name}-{place.rank}"),
             async_scheduling=True,
         )
         return self._executor.load()

@@ -36,6 +36,7 @@ class UniprocExecutor:
         self._model_thread = CallThread("model") if async_scheduling else None
         self._results_thread = CallThread("model-results")
         self._last_end = 0.0
+        self.is_pipelined = False
         self.max_concurrent_batches = 2 if async_scheduling else 1
         self._is_broken_off = False
 

@@ -18,6 +18,7 @@ from pdserve_engine.models.quantized_weights import (
 )
 from pdserve_engine.models.rope import build_cos_sin_cache
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
+from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.groups import Group
@@ -143,9 +144,12 @@ class LlamaModel:
         checkpoint: Checkpoint,
         device: torch.device,
         group: Group | None = None,
+        stage: Stage = ALL_LAYERS,
     ) -> None:
         """A group makes it one rank's part: `forward` is all ranks' work and brings each of them
-        the same states, logits are those of the rank's `vocabulary`. Raises ModelError.
+        the same states, logits are those of the rank's `vocabulary`. A stage has some layers: it
+        gets its states from the one before and hands them on; only the last has logits. Raises
+        ModelError.
         """
         dense = weight_shapes(config)
         expected = stored_shapes(dense, checkpoint.names, config.quantization)
@@ -155,7 +159,9 @@ class LlamaModel:
         self.device = device
         self.group = group
         self._shard = WHOLE if group is None else Shard(group.rank, group.size)
+        self.stage = stage
         check_shards(config, self._shard.size)
+        check_stages(config, stage.count)
         self.vocabulary = self._shard.vocabulary(config.vocab_size)
         self._checkpoint = checkpoint
         self._kernels = select(device)
@@ -165,18 +171,25 @@ class LlamaModel:
             group is None or self._kernels.is_shard_independent(config.dtype)
         )
         # The largest come first: while one is packed, memory holds it twice.
-        self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
-        self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
+        if stage.is_first:
+            self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
+        if stage.is_last:
+            self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
         self._decoder = self._kernels.pack_decoder(self._read_decoder())
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`."""
-        embedded = F.embedding(inputs.token_ids, self._embedding)
-        hidden_states: torch.Tensor = self._kernels.run_decoder(
-            embedded, self._decoder, inputs.positions, inputs.kv_cache, inputs.metadata
+        if self.stage.is_first:
+            states = F.embedding(inputs.token_ids, self._embedding)
+        else:
+            states = self.stage.receive(len(inputs.token_ids), self.config)
+        states = self._kernels.run_decoder(
+            states, self._decoder, inputs.positions, inputs.kv_cache, inputs.metadata
         )
-        return hidden_states
+        if not self.stage.is_last:
+            self.stage.send(states)
+        return states
 
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -199,11 +212,14 @@ class LlamaModel:
         config, spec = self.config, _LayerSpec.of(self.config, self._shard)
         kv_heads = self._shard.kv_heads(config.num_kv_heads)
         places = slots_of(group_layers(config.attention_windows))
+        layers = self.stage.layers(config.num_layers)
+        first_slot = places[layers[0]][1] if self.stage.count > 1 else 0
         return Decoder(
             layers=tuple(
-                self._read_layer(spec, layer, *place) for layer, place in enumerate(places)
+                self._read_layer(spec, layer, places[layer][0], places[layer][1] - first_slot)
+                for layer in layers
             ),
-            final_norm=self._read(FINAL_NORM),
+            final_norm=self._read(FINAL_NORM) if self.stage.is_last else None,
             num_heads=config.num_attention_heads // self._shard.size,
             num_kv_heads=kv_heads.stop - kv_heads.start,
             head_dim=config.head_dim,

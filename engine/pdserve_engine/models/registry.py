@@ -24,6 +24,7 @@ from pdserve_engine.models.loader import (
     large_tensors_mapped_apart,
     show_progress,
 )
+from pdserve_engine.models.stage import ALL_LAYERS, Stage
 from pdserve_kernels.groups import Group
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,10 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     group: Group | None = None,
+    stage: Stage = ALL_LAYERS,
 ) -> Model:
-    """Load the weights onto `device`, of one rank if there is a group; raise ModelError when they
-    do not fit the config.
+    """Load the weights onto `device`, of one rank if there is a group or a stage; raise ModelError
+    when they do not fit the config.
 
     Without `progress` a bar is drawn where stderr is a terminal, lines are logged elsewhere; of
     ranks the first does.
@@ -97,12 +99,12 @@ def load_model(
             f"quantization is {config.quantization.method}, device is {device.type}: kernels for "
             "integer weights exist for cpu only"
         )
-    if progress is None and (group is None or group.rank == 0):
+    if progress is None and (group is None or group.rank == 0) and stage.is_first:
         progress = show_progress()
     checkpoint = Checkpoint(model_dir, progress=progress)
     with large_tensors_mapped_apart():
         if isinstance(config, LlamaConfig):
-            return LlamaModel(config, checkpoint, device, group)
+            return LlamaModel(config, checkpoint, device, group, stage)
         # Takes seconds to import, and most models need none of it.
         from pdserve_engine.models.transformers_backend import TransformersModel
 

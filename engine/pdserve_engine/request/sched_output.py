@@ -37,6 +37,9 @@ class CachedRequestData:
     # Newly allocated blocks per group, None when the request needed none.
     new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
+    # With pipeline stages: the output tokens that are not computed yet. Else empty, as the runner
+    # knows what it has sampled.
+    new_token_ids: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,11 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str]
     # Per KV group, leading blocks that all running requests share.
     num_common_prefix_blocks: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Is there nothing to compute, and nothing to tell?"""
+        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,13 @@ class InputBatch:
         """Put in the tokens that were sampled."""
         self.token_ids[rows.batch_rows, self._columns(rows)] = token_ids
 
+    def set_uncomputed(self, row: int, token_ids: Sequence[int]) -> None:
+        """Say which output tokens the row has that are not computed."""
+        first = max(self.num_computed_tokens[row], self.num_prompt_tokens[row])
+        end = first + len(token_ids)
+        self.token_ids[row, first:end] = token_ids
+        self.num_tokens[row] = max(end, self.num_tokens[row])
+
     def _append(self, rows: LogitsRows, token_ids: Rows) -> None:
         columns = self._columns(rows)
         self.token_ids[rows.batch_rows, columns] = token_ids

@@ -138,6 +138,8 @@ class ModelRunner:
             batch.num_computed_tokens[row] = num_computed_tokens
             if block_ids is not None:
                 batch.append_blocks(row, block_ids)
+        for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=False):
+            batch.set_uncomputed(batch.row_of(request_id), token_ids)
 
     def _without_late(self, num_scheduled_tokens: dict[str, int]) -> dict[str, int]:
         """Leave out requests that got no token in the step before, though this one was planned to

@@ -15,7 +15,8 @@ from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.registry import load_model, read_model_config
-from pdserve_engine.models.shard import Shard, check_shards
+from pdserve_engine.models.shard import WHOLE, Shard, check_shards
+from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_engine.runner.plugins import load_logits_processors
 from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
@@ -24,9 +25,19 @@ from pdserve_kernels.groups import Group
 class ModelSource:
     """The model that a config names: what it is, and its weights, now and after a sleep."""
 
-    def __init__(self, config: EngineConfig, group: Group | None = None) -> None:
-        """A group makes it one rank's: `spec` and `load` are of its part. Raises ModelError."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        group: Group | None = None,
+        stage: Stage = ALL_LAYERS,
+    ) -> None:
+        """A group or a stage makes it one rank's: `spec` and `load` are of its part. Raises
+        ModelError.
+        """
+        self.rank = rank
         self._group = group
+        self._stage = stage
         self.device = _device(config)
         self.logits_processors = load_logits_processors()
         self.config = read_model_config(
@@ -36,13 +47,13 @@ class ModelSource:
             model_impl=config.model_impl,
             quantization=config.quantization,
         )
-        _check_size(self.config, config.tensor_parallel_size)
-        self.num_ranks = config.tensor_parallel_size
+        _check_sizes(self.config, config)
+        self.num_ranks = config.num_ranks
         self.spec = KVCacheSpec.from_model(
             self.config, block_size=config.block_size, device=self.device
         )
-        if group is not None:
-            self.spec = replace(self.spec, shard=_shard_of(self.spec, group))
+        if group is not None or stage.count > 1:
+            self.spec = replace(self.spec, shard=_shard_of(self.spec, group, stage))
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -57,11 +68,6 @@ class ModelSource:
             num_ranks=self.num_ranks,
         )
 
-    @property
-    def rank(self) -> int:
-        """Which of the ranks this process is."""
-        return 0 if self._group is None else self._group.rank
-
     def weights_digest(self) -> str:
         processors = tuple(self.logits_processors)
         return model_digest(self._model_dir, self.config, logits_processors=processors)
@@ -75,9 +81,11 @@ class ModelSource:
         )
 
     def load(self) -> Model:
-        group = self._group
-        model = load_model(self._model_dir, self.config, device=self.device, group=group)
-        if group is not None and group.rank == 0:
+        group, stage = self._group, self._stage
+        model = load_model(
+            self._model_dir, self.config, device=self.device, group=group, stage=stage
+        )
+        if group is not None and group.rank == 0 and stage.is_last:
             assert isinstance(model, LlamaModel)
             return ShardedModel(model, group)
         return model
@@ -97,19 +105,28 @@ class ModelSource:
         )
 
 
-def _shard_of(spec: KVCacheSpec, group: Group) -> KVShard:
-    heads = Shard(group.rank, group.size).kv_heads(spec.num_kv_heads)
-    return replace(spec.part, first_kv_head=heads.start, num_kv_heads=heads.stop - heads.start)
+def _shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
+    shard = WHOLE if group is None else Shard(group.rank, group.size)
+    heads, slots = shard.kv_heads(spec.num_kv_heads), stage.layers(spec.part.num_slots)
+    return KVShard(
+        first_kv_head=heads.start,
+        num_kv_heads=heads.stop - heads.start,
+        first_slot=slots.start,
+        num_slots=len(slots),
+    )
 
 
-def _check_size(config: ModelConfig, tensor_parallel_size: int) -> None:
-    if isinstance(config, LlamaConfig):
-        check_shards(config, tensor_parallel_size)
-    elif tensor_parallel_size > 1:
-        raise ModelError(
-            f"tensor_parallel_size is {tensor_parallel_size}, {config.architecture} runs on the "
-            "transformers backend, which has 1"
-        )
+def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
+    if isinstance(model, LlamaConfig):
+        check_shards(model, config.tensor_parallel_size)
+        check_stages(model, config.pipeline_parallel_size)
+        return
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config, name) > 1:
+            raise ModelError(
+                f"{name} is {getattr(config, name)}, {model.architecture} runs on the "
+                "transformers backend, which has 1"
+            )
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -1,4 +1,6 @@
-"""The runners of a model over several ranks: rank 0's, and those that follow it."""
+"""The runners of a model over several ranks: of tensor parallelism rank 0's, and those that follow
+it; of a pipeline those of the stages before the last.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +12,7 @@ from pdserve_engine.runner.model_runner import ModelRunner, StepPlan
 from pdserve_engine.runner.sharded_model import ShardedModel, StepTokens, follow
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
-from pdserve_engine.sampling.state import SamplingState
+from pdserve_engine.sampling.state import DUMMY_TOKEN_ID, SamplingState
 
 
 class LeaderRunner(ModelRunner):
@@ -39,11 +41,7 @@ class FollowerRunner(ModelRunner):
     def _make_sampling(
         self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
     ) -> SamplingState:
-        return _NoSampling(
-            max_num_seqs=max_num_seqs,
-            vocab_size=self.model.config.vocab_size,
-            device=self.model.device,
-        )
+        return _no_sampling(self.model, max_num_seqs)
 
     def _may_be_late(self) -> bool:
         return True  # rank 0 knows
@@ -65,6 +63,32 @@ class FollowerRunner(ModelRunner):
         first = counts.cumsum() - counts
         positions = rows.positions + np.arange(len(rows)) - first.repeat(counts)
         return LogitsRows(rows.batch_rows, positions)
+
+
+class StageRunner(ModelRunner):
+    """That of a stage before the last: hands states on, and hears of tokens with later steps."""
+
+    model: LlamaModel
+
+    def _make_sampling(
+        self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
+    ) -> SamplingState:
+        return _no_sampling(self.model, max_num_seqs)
+
+    def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
+        self.model.forward(self._make_inputs(plan))
+        # What nobody looks at, but for the scheduler of a warm-up.
+        sampled = np.isin(plan.rows, plan.logits_rows.batch_rows)
+        return ModelRunnerOutput(
+            request_ids=plan.request_ids,
+            sampled_token_ids=tuple((DUMMY_TOKEN_ID,) if any_ else () for any_ in sampled),
+        )
+
+
+def _no_sampling(model: LlamaModel, max_num_seqs: int) -> SamplingState:
+    return _NoSampling(
+        max_num_seqs=max_num_seqs, vocab_size=model.config.vocab_size, device=model.device
+    )
 
 
 class _NoSampling(SamplingState):

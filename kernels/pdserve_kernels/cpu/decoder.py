@@ -97,8 +97,8 @@ class _Decoder(ctypes.Structure):
         return cls(
             layers,
             len(layers),
-            decoder.final_norm.data_ptr(),
-            len(decoder.final_norm),
+            address(decoder.final_norm),
+            len(decoder.layers[0].input_norm),
             decoder.layers[0].down.in_features,
             decoder.num_heads,
             decoder.rms_norm_eps,
@@ -181,6 +181,7 @@ def _is_fusible(decoder: Decoder) -> bool:
     angles = decoder.cos_sin_cache
     return (
         decoder.group is None
+        and decoder.final_norm is not None
         and all(
             isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears
         )
@@ -191,7 +192,8 @@ def _is_fusible(decoder: Decoder) -> bool:
 
 
 def _norms(decoder: Decoder) -> Iterable[torch.Tensor]:
-    yield decoder.final_norm
+    if decoder.final_norm is not None:
+        yield decoder.final_norm
     for layer in decoder.layers:
         yield from (layer.input_norm, layer.post_attention_norm)
         yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
@@ -210,7 +212,7 @@ def _check(
         raise ValueError(f"metadata is of {len(metadata)} KV groups, the decoder has {num_groups}")
     num_tokens = len(hidden_states)
     shapes = {
-        "hidden_states": (hidden_states.shape, (num_tokens, len(decoder.final_norm))),
+        "hidden_states": (hidden_states.shape, (num_tokens, len(decoder.layers[0].input_norm))),
         "positions": (positions.shape, (num_tokens,)),
         "a block's heads": (kv_cache.shape[1:2], (decoder.num_kv_heads,)),
         "a block's head_dim": (kv_cache.shape[5:], (decoder.head_dim,)),

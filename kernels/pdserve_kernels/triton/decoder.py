@@ -38,5 +38,7 @@ def run_decoder(
         x = linear(attended.view(num_tokens, -1), layer.attention_output)
         x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
         x = linear(linear_silu_mul(x, layer.gate_up), layer.down)
+        if next_norm is None:
+            return residual + x
         x = add_rms_norm_(x, residual, next_norm, eps)
     return x

@@ -1,0 +1,199 @@
+"""A model cut over ranks brings, to the bit, what it does in one piece."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreRequest, LogprobsLists
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.clients import loading
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.models.config import ModelError
+from support.models import BACKEND_MODELS, NATIVE_MODELS
+from support.threaded_ranks import ThreadedRanks
+
+pytestmark = pytest.mark.slow
+
+# Tensor parallel size, stages.
+SIZES = ((2, 1), (4, 1), (1, 2), (2, 2))
+NUM_OUTPUT = 12
+PROMPT_LENS = (1, 17, 40, 90)
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=2, logprobs=3),
+    SamplingParams(
+        temperature=0.7, seed=3, repetition_penalty=1.3, logit_bias={3: 2.0}, prompt_logprobs=2
+    ),
+)
+# Of NATIVE_MODELS, with what is set.
+CASES: tuple[tuple[str, str | None], ...] = (
+    ("llama", None),
+    ("llama-biases", None),
+    ("llama-tied-sharded", None),
+    ("qwen2", None),
+    ("qwen3", None),
+    ("llama", "int8"),
+    ("qwen3-wide-heads", "int4"),
+)
+# Integers are cut between groups of 32 inputs.
+FOR_INT4 = {"intermediate_size": 128}
+
+# Tokens, their logprobs and those of the prompt, by request.
+Answers = dict[str, tuple[list[int], LogprobsLists, LogprobsLists]]
+
+
+def config_of(folder: Path, **fields: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_connector": "none",
+        "num_threads": 1,
+        "num_blocks": 64,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 48,
+        "poison_freed_blocks": True,
+    }
+    return EngineConfig(model=str(folder), **defaults | fields)
+
+
+def load(config: EngineConfig) -> LoadedEngine:
+    metrics = KVTransferMetrics(CollectorRegistry())
+    return load_engine(config, role="decode", engine_id="d", metrics=metrics)
+
+
+def requests(vocab_size: int) -> list[EngineCoreRequest]:
+    rng = random.Random(0)
+    return [
+        EngineCoreRequest(
+            request_id=f"{length}-{number}",
+            prompt_token_ids=tuple(rng.randrange(2, vocab_size) for _ in range(length)),
+            sampling_params=dataclasses.replace(params, max_tokens=NUM_OUTPUT, ignore_eos=True),
+            client_index=0,
+        )
+        for length in PROMPT_LENS
+        for number, params in enumerate(PARAMS)
+    ]
+
+
+def answers_of(engine: LoadedEngine) -> Answers:
+    """What the engine says to `requests`, which come one after the other, a step apart."""
+    waiting = requests(engine.info.vocab_size)
+    pieces: dict[str, Any] = {request.request_id: ([], [], []) for request in waiting}
+    while waiting or engine.core.has_work():
+        if waiting:
+            engine.core.add_request(waiting.pop(0))
+        for outputs in engine.core.step().outputs.values():
+            for output in outputs:
+                assert output.error is None, output.error
+                tokens, logprobs, prompt_logprobs = pieces[output.request_id]
+                tokens.extend(output.new_token_ids)
+                if output.new_logprobs is not None:
+                    logprobs.append(output.new_logprobs)
+                if output.new_prompt_logprobs is not None:
+                    prompt_logprobs.append(output.new_prompt_logprobs)
+    assert engine.close()
+    # How prompts fall into chunks is another matter.
+    join = LogprobsLists.join
+    return {
+        name: (tokens, join(some), join(prompts))
+        for name, (tokens, some, prompts) in pieces.items()
+    }
+
+
+@pytest.fixture
+def load_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LoadedEngine]:
+    """Load a config over ranks that are threads."""
+
+    def load_cut(config: EngineConfig, size: int, num_stages: int) -> LoadedEngine:
+        folder = tmp_path / f"{size}-{num_stages}"
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                loading,
+                "_make_executor",
+                lambda config, source, name: ThreadedRanks(config, folder),
+            )
+            return load(
+                dataclasses.replace(
+                    config, tensor_parallel_size=size, pipeline_parallel_size=num_stages
+                )
+            )
+
+    return load_cut
+
+
+@pytest.mark.parametrize(("name", "quantization"), CASES)
+def test_bits_do_not_depend_on_the_cut(
+    name: str,
+    quantization: str | None,
+    make_model: Callable[..., Path],
+    load_cut: Callable[..., LoadedEngine],
+) -> None:
+    arch, overrides = NATIVE_MODELS[name]
+    more = FOR_INT4 if quantization == "int4" else {}
+    config = config_of(make_model(arch, **overrides | more), quantization=quantization)
+    whole = load(config)
+    assert whole.info.determinism == "exact"
+    expected = answers_of(whole)
+    for size, num_stages in SIZES:
+        cut = load_cut(config, size, num_stages)
+        assert (cut.info.determinism, cut.info.numerics_id) == ("exact", whole.info.numerics_id)
+        assert cut.info.kv_compatibility_hash == whole.info.kv_compatibility_hash
+        assert answers_of(cut) == expected, (size, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields", "message"),
+    [
+        ({}, {"tensor_parallel_size": 3}, "is 3, must be one of 1, 2, 4, 8"),
+        ({}, {"tensor_parallel_size": 8}, "num_attention_heads is 4"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            {"tensor_parallel_size": 2},
+            "num_key_value_heads is 3",
+        ),
+        (
+            {"intermediate_size": 100},
+            {"tensor_parallel_size": 2},
+            "intermediate_size is 100, which has no 8 equal parts of an even number",
+        ),
+        ({"vocab_size": 33}, {"tensor_parallel_size": 4}, "vocab_size is 33, a rank takes 32"),
+        ({}, {"pipeline_parallel_size": 4}, "is 4, the model has 3 layers"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_the_numbers(
+    overrides: dict[str, Any],
+    fields: dict[str, int],
+    message: str,
+    make_model: Callable[..., Path],
+) -> None:
+    folder = make_model("LlamaForCausalLM", **overrides)
+    with pytest.raises(ModelError, match=message):
+        load(config_of(folder, **fields))
+
+
+def test_groups_of_integers_are_not_cut(
+    make_model: Callable[..., Path], load_cut: Callable[..., LoadedEngine]
+) -> None:
+    arch, overrides = NATIVE_MODELS["qwen3"]
+    config = config_of(make_model(arch, **overrides), quantization="int4")
+    with pytest.raises(ModelError, match="inputs .* of 64 are not whole groups of 32"):
+        load_cut(config, 4, 1)
+
+
+def test_models_that_have_one_rank_say_so(make_model: Callable[..., Path]) -> None:
+    arch, overrides = NATIVE_MODELS["qwen3-window"]
+    with pytest.raises(ModelError, match="pipeline_parallel_size is 2, must be 1 for a model with"):
+        load(config_of(make_model(arch, **overrides), pipeline_parallel_size=2))
+    arch, overrides = BACKEND_MODELS["olmo2"]
+    with pytest.raises(ModelError, match="tensor_parallel_size is 2, Olmo2ForCausalLM runs on the"):
+        load(config_of(make_model(arch, **overrides), tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1 on cuda"):
+        config_of(Path("model"), tensor_parallel_size=2, device="cuda")

@@ -1,0 +1,84 @@
+"""The ranks of a model as threads of this process: quick to start, with the groups of processes."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.executor import ExecutedStep, LoadedModel
+from pdserve_engine.executor.groups import join_group, place_ranks
+from pdserve_engine.executor.messages import RankPlace
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
+from pdserve_engine.models.stage import Stage
+from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.runner.model_source import ModelSource
+from pdserve_engine.runner.rank import Rank
+
+T = TypeVar("T")
+
+
+class ThreadedRanks:
+    """Implements `core.executor.Executor`, but for an operator's calls."""
+
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        num_stages = config.pipeline_parallel_size
+        self.is_pipelined = num_stages > 1
+        self.max_concurrent_batches = max(num_stages, 2 if config.has_async_scheduling else 1)
+        self._output_rank = config.tensor_parallel_size * (num_stages - 1)
+        self._config = config
+        self._places = place_ranks(config.tensor_parallel_size, num_stages, folder)
+        self._pool = ThreadPoolExecutor(len(self._places))
+
+    def load(self) -> LoadedModel:
+        # They wait for each other.
+        self._ranks = list(self._pool.map(self._join, self._places))
+        return self._all(lambda rank: rank.load())[0]
+
+    def determine_num_blocks(self) -> int:
+        return min(self._all(lambda rank: rank.determine_num_blocks()))
+
+    def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
+        self._all(lambda rank: rank.make_pool(num_blocks, max_model_len=max_model_len))
+
+    def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
+        raise NotImplementedError
+
+    def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
+        futures = [rank.submit(scheduler_output) for rank in self._ranks]
+        return self._pool.submit(lambda: [f.result() for f in futures][self._output_rank])
+
+    def recover(self) -> None:
+        for rank in self._ranks:
+            rank.recover()
+
+    def failure(self) -> str | None:
+        return None
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        for rank in self._ranks:
+            rank.poison(block_ids)
+
+    def stop(self) -> bool:
+        return all(self._all(lambda rank: rank.stop()))
+
+    def abort(self) -> None:
+        self._pool.shutdown()
+
+    def close(self) -> None:
+        self._all(lambda rank: rank.close())
+        self._pool.shutdown()
+
+    def _join(self, place: RankPlace) -> UniprocExecutor:
+        stage = Stage(
+            place.stage, place.num_stages, join_group(place.before), join_group(place.after)
+        )
+        group = join_group(place.tensor_parallel)
+        source = ModelSource(self._config, place.rank, group, stage)
+        rank = Rank(self._config, source, name=f"rank-{place.rank}")
+        return UniprocExecutor(rank, async_scheduling=True)
+
+    def _all(self, function: Callable[[UniprocExecutor], T]) -> list[T]:
+        return list(self._pool.map(partial(function), self._ranks))
