@@ -184,7 +184,7 @@ def test_groups_of_integers_are_not_cut(
 ) -> None:
     arch, overrides = NATIVE_MODELS["qwen3"]
     config = config_of(make_model(arch, **overrides), quantization="int4")
-    with pytest.raises(ModelError, match="inputs .* of 64 are not whole groups of 32"):
+    with pytest.raises(ModelError, match=r"inputs .* of 64 are not whole groups of 32"):
         load_cut(config, 4, 1)
 
 

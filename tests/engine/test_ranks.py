@@ -1,0 +1,205 @@
+"""What an executor makes of what its ranks say, or do not say: the ranks here are threads that
+answer as they are told to.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from pdserve_engine.executor import messages, ranks
+from pdserve_engine.executor.messages import Failed, Message
+from pdserve_engine.executor.ranks import Ranks
+from pdserve_engine.frames import Answer, FrameCodec
+from support.clock import Clock
+from support.waiting import wait_until
+
+TIMEOUT_S = 20.0
+NO_GRAMMAR: Any = None
+
+# What a rank answers to a message; None: nothing.
+Script = Callable[[Message], "Message | bytes | None"]
+
+
+class FakeProcess:
+    """In place of a RankProcess: a thread at the other end."""
+
+    all: ClassVar[list["FakeProcess"]] = []
+    scripts: ClassVar[Sequence[Script]] = ()
+
+    def __init__(self, rank: int, cores: str, descriptors: Sequence[int], codec: Any) -> None:
+        self.rank, self.pid = rank, 0
+        self._codec: FrameCodec[Message] = codec
+        self._reader = codec.reader()
+        self.connection, self._theirs = socket.socketpair()
+        self.is_killed = False
+        self.taken: list[Message] = []
+        FakeProcess.all.append(self)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # it was killed
+            self._serve()
+
+    def _serve(self) -> None:
+        reader = messages.make_codec(NO_GRAMMAR).reader()
+        while data := self._theirs.recv(1 << 16):
+            for message, number in reader.feed(data):
+                self.taken.append(message)
+                answer = self.scripts[self.rank](message)
+                if isinstance(answer, bytes):
+                    self._theirs.sendall(answer)
+                elif answer is not None:
+                    self._theirs.sendall(self._codec.encode(answer, number))
+
+    def send(self, frame: bytes) -> None:
+        self.connection.sendall(frame)
+
+    def receive(self) -> Iterator[tuple[Message, int]]:
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise EOFError("the connection has ended")
+        yield from self._reader.feed(data)
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self._theirs.shutdown(socket.SHUT_RDWR)
+
+    def describe_end(self) -> str:
+        return "it was ended by SIGKILL" if self.is_killed else ""
+
+    def close(self, timeout_s: float) -> None:
+        self.kill()
+
+
+@pytest.fixture
+def make_ranks(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Callable[..., Ranks]]:
+    FakeProcess.all = []
+    made: list[Ranks] = []
+    events: list[tuple[int, messages.TransportEvent]] = []
+    monkeypatch.setattr(ranks, "RankProcess", FakeProcess)
+    monkeypatch.setattr(ranks, "TICK_S", 0.01)
+
+    def make(*scripts: Script) -> Ranks:
+        FakeProcess.scripts = scripts
+        made.append(
+            Ranks([("", ())] * len(scripts), lambda *event: events.append(event), clock=clock)
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.expect_end()
+        each.close(TIMEOUT_S)
+
+
+def says(value: object) -> Script:
+    return lambda message: Answer.of(value)
+
+
+def fails(message: Message) -> Message:
+    return Failed.of(RuntimeError("out of luck"))
+
+
+def is_silent(message: Message) -> None:
+    return None
+
+
+ASKED = messages.DetermineNumBlocks()
+
+
+def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ranks]) -> None:
+    may_answer = threading.Event()
+
+    def answers_late(message: Message) -> Message:
+        assert may_answer.wait(TIMEOUT_S)
+        return Answer.of(2)
+
+    both = make_ranks(says(1), answers_late)
+    asked = both.ask(ASKED)
+    assert both.ask(ASKED, ranks=[0]).result(TIMEOUT_S) == [Answer.of(1)]
+    assert not asked.done()
+    may_answer.set()
+    assert [answer.result_of(ASKED) for answer in asked.result(TIMEOUT_S)] == [1, 2]
+
+
+def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
+    both = make_ranks(says(True), says(True))
+    both.ask(messages.SleepRank(1), messages.SleepRank(2)).result(TIMEOUT_S)
+    both.tell(messages.Recover(), ranks=[1])
+    wait_until(lambda: FakeProcess.all[1].taken == [messages.SleepRank(2), messages.Recover()])
+    assert FakeProcess.all[0].taken == [messages.SleepRank(1)]
+
+
+def test_what_fails_in_all_ranks_is_no_loss(make_ranks: Callable[..., Ranks]) -> None:
+    both = make_ranks(fails, fails)
+    for _ in range(2):
+        assert str(both.ask(ASKED).exception(TIMEOUT_S)) == "out of luck"
+    assert both.failure is None
+
+
+def test_a_rank_that_fails_alone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
+    both = make_ranks(says(1), fails)
+    assert both.ask(ASKED).exception(TIMEOUT_S) is not None
+    wait_until(lambda: both.failure is not None)
+    assert both.failure == "rank 1 has failed where others have not: out of luck"
+    assert all(process.is_killed for process in FakeProcess.all)
+    assert str(both.ask(ASKED).exception(TIMEOUT_S)) == both.failure
+
+
+def test_so_does_one_that_fails_while_others_compute(
+    make_ranks: Callable[..., Ranks], clock: Clock
+) -> None:
+    both = make_ranks(fails, is_silent)
+    asked = both.ask(ASKED)
+    wait_until(lambda: len(FakeProcess.all[0].taken) == 1)
+    assert not asked.done()
+
+    def is_lost() -> bool:
+        clock.now_s += ranks.FAILURE_GRACE_S / 4  # its answer may still be on its way
+        return both.failure is not None
+
+    wait_until(is_lost)
+    assert both.failure == "rank 0 has failed, others still compute: out of luck"
+    assert str(asked.exception(TIMEOUT_S)) == both.failure
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"\xff" * 64, "rank 1 is gone: a frame of type"),
+        (messages.make_codec(NO_GRAMMAR).encode(Answer(b""))[:9], None),
+    ],
+)
+def test_garbage_is_a_loss_and_half_a_frame_is_waited_for(
+    answer: bytes, reason: str | None, make_ranks: Callable[..., Ranks]
+) -> None:
+    both = make_ranks(says(1), lambda message: answer)
+    asked = both.ask(ASKED)
+    if reason is None:
+        with pytest.raises(TimeoutError):
+            asked.result(0.1)
+        return
+    assert str(asked.exception(TIMEOUT_S)).startswith(reason)
+
+
+def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
+    both = make_ranks(is_silent, is_silent)
+    asked = [both.ask(ASKED), both.ask(ASKED)]
+    FakeProcess.all[1].kill()
+    reasons = {str(future.exception(TIMEOUT_S)) for future in asked}
+    assert reasons == {"rank 1 is gone: it was ended by SIGKILL"}
+    assert FakeProcess.all[0].is_killed
+    both.tell(messages.Recover())  # nothing happens
+
+
+def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., Ranks]) -> None:
+    both = make_ranks(says(1), says(1))
+    both.expect_end()
+    FakeProcess.all[0].kill()
+    FakeProcess.all[1].kill()
+    both.close(TIMEOUT_S)
+    assert both.failure is None
