@@ -37,15 +37,14 @@ struct Prefetch {
   }
 };
 
-// sums [ROWS][PANEL] += x [ROWS, 2 * num_pairs] @ weight^T, for a chunk of a panel.
+// sums += x [ROWS, 2 * num_pairs] @ weight^T, for a chunk of a panel.
 template <int ROWS>
 __attribute__((noinline)) void add_products(const bf16* x, int64_t row_stride, const bf16* weight,
-                                            int64_t num_pairs, Prefetch prefetch, float* sums) {
+                                            int64_t num_pairs, Prefetch prefetch,
+                                            PartialSums sums) {
   for (int first = 0; first < PANEL_VECTORS; first += TILE_VECTORS) {
     F32 tile[ROWS][TILE_VECTORS];
-    for (int row = 0; row < ROWS; ++row)
-      for (int v = 0; v < TILE_VECTORS; ++v)
-        tile[row][v] = load(sums + row * PANEL + (first + v) * LANES);
+    sums.load_to(tile, first);
     auto add_pair = [&](int64_t pair) __attribute__((always_inline)) {
       Pairs w[TILE_VECTORS];
       for (int v = 0; v < TILE_VECTORS; ++v)
@@ -58,12 +57,11 @@ __attribute__((noinline)) void add_products(const bf16* x, int64_t row_stride, c
     int64_t pair = 0;
     for (; pair + STEP_PAIRS <= num_pairs; pair += STEP_PAIRS) {
       if (first == 0) prefetch.step();
+      sums.fetch(first, pair / STEP_PAIRS);
       for (int i = 0; i < STEP_PAIRS; ++i) add_pair(pair + i);
     }
     for (; pair < num_pairs; ++pair) add_pair(pair);
-    for (int row = 0; row < ROWS; ++row)
-      for (int v = 0; v < TILE_VECTORS; ++v)
-        store(sums + row * PANEL + (first + v) * LANES, tile[row][v]);
+    sums.store_from(tile, first);
   }
 }
 
@@ -73,10 +71,9 @@ PDS_INLINE void add_products_of(int64_t rows, Args... args) {
   if constexpr (ROWS > 1) add_products_of<ROWS - 1>(rows, args...);
 }
 
-// sums [rows][PANEL] = x [rows, k] @ panel^T of some inputs, for a panel of bf16.
+// sums = x [rows, k] @ panel^T of some inputs, for a panel of bf16.
 inline void multiply_bf16_panel(const bf16* x, int64_t rows, const bf16* panel, int64_t k,
-                                Range inputs, const bf16* next, float* sums) {
-  std::fill(sums, sums + rows * PANEL, 0.0f);
+                                Range inputs, const bf16* next, const PartialSums& sums) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   // A tile alone reads memory all the time; the hardware's prefetchers follow it best undisturbed.
   const int64_t lines_per_step = tiles == 1 ? 0 : (STEP_LINES + tiles - 1) / tiles;
@@ -84,33 +81,17 @@ inline void multiply_bf16_panel(const bf16* x, int64_t rows, const bf16* panel, 
     const int64_t pairs = std::min(CHUNK_PAIRS, inputs.end / 2 - done);
     const bf16* weight = panel + done * PANEL * 2;
     const bf16* after = done + pairs < k / 2 ? weight + pairs * PANEL * 2 : next;
+    const bool is_last = 2 * (done + pairs) == inputs.end;
+    const PartialSums chunk{sums.top, 0, done > inputs.begin / 2, is_last ? sums.num_left : 0};
     Prefetch prefetch{reinterpret_cast<const char*>(after), lines_per_step};
     for (int64_t tile = 0; tile < tiles; ++tile) {
       // Tiles of nearly equal height: low ones use the registers badly.
       const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
       if (tile * lines_per_step >= STEP_LINES) prefetch.lines_per_step = 0;
       add_products_of(end - row, x + row * k + 2 * done, k, weight, pairs, prefetch,
-                      sums + row * PANEL);
+                      chunk.of_row(row));
       prefetch.next += pairs / STEP_PAIRS * prefetch.lines_per_step * 64;
     }
-  }
-}
-
-// sums [rows][PANEL] = x [rows, k] @ panel^T of some inputs, which are added up in `num_sums` parts.
-inline void multiply_inputs(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                            int64_t next, Range inputs, int64_t num_sums, float* sums) {
-  if (num_sums > 1) {
-    const int64_t middle = (inputs.begin + inputs.end) / 2;
-    multiply_inputs(x, rows, weight, panel, next, {inputs.begin, middle}, num_sums / 2, sums);
-    alignas(64) float others[MAX_BLOCK_ROWS * PANEL];
-    multiply_inputs(x, rows, weight, panel, next, {middle, inputs.end}, num_sums / 2, others);
-    for (int64_t i = 0; i < rows * PANEL; i += LANES)
-      store(sums + i, add(load(sums + i), load(others + i)));
-  } else if (weight.bits != 16) {
-    multiply_int_panel(x, rows, weight, panel, inputs, sums);
-  } else {
-    multiply_bf16_panel(x, rows, reinterpret_cast<const bf16*>(weight.panel(panel)), weight.k,
-                        inputs, reinterpret_cast<const bf16*>(weight.panel(next)), sums);
   }
 }
 
@@ -119,7 +100,20 @@ inline void multiply_inputs(const bf16* x, int64_t rows, const PackedLinear& wei
 // sums [rows][PANEL] = x [rows, k] @ panel^T. `next` is the panel that this thread reads after it.
 inline void multiply_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
                            int64_t next, float* sums) {
-  detail::multiply_inputs(x, rows, weight, panel, next, {0, weight.k}, weight.num_sums, sums);
+  alignas(64) float others[(STACK_SIZE - 1) * MAX_BLOCK_ROWS * PANEL];
+  float* stack[STACK_SIZE] = {sums};
+  for (int i = 1; i < STACK_SIZE; ++i) stack[i] = others + (i - 1) * rows * PANEL;
+  for (int64_t i = 0; i < weight.num_sums; ++i) {
+    const Range inputs{weight.k * i / weight.num_sums, weight.k * (i + 1) / weight.num_sums};
+    // A binary counter: bits of i are subtrees on the stack, and those that i + 1 carries are whole.
+    const PartialSums part{stack + __builtin_popcountll(i), 0, false, __builtin_ctzll(i + 1)};
+    if (weight.bits == 16)
+      detail::multiply_bf16_panel(x, rows, reinterpret_cast<const bf16*>(weight.panel(panel)),
+                                  weight.k, inputs,
+                                  reinterpret_cast<const bf16*>(weight.panel(next)), part);
+    else
+      multiply_int_panel(x, rows, weight, panel, inputs, part);
+  }
 }
 
 namespace detail {

@@ -52,10 +52,11 @@ PDS_INLINE F32 load_scale(const IntegerScales& integers, int64_t offset) {
                           : load_bf16(static_cast<const bf16*>(integers.scales) + offset);
 }
 
-// sums [ROWS][PANEL] = x [ROWS, k] @ panel^T of some inputs, of the panel's vectors from FIRST on.
+// sums = x [ROWS, k] @ panel^T of some inputs, of the panel's vectors from FIRST on.
 template <typename Group, int ROWS, int FIRST = 0>
 __attribute__((noinline)) void multiply_int_tile(const bf16* x, const PackedLinear& weight,
-                                                 int64_t panel, Range inputs, float* sums) {
+                                                 int64_t panel, Range inputs,
+                                                 const PartialSums& sums) {
   const IntegerScales& integers = weight.integers;
   const int64_t num_groups = (weight.k + integers.group_size - 1) / integers.group_size;
   const uint8_t* p = weight.panel(panel) + inputs.begin / 2 * Group::BYTES;
@@ -86,9 +87,7 @@ __attribute__((noinline)) void multiply_int_tile(const bf16* x, const PackedLine
       for (int row = 0; row < ROWS; ++row) totals[row][v] = fma(scale, tile[row][v], totals[row][v]);
     }
   }
-  for (int row = 0; row < ROWS; ++row)
-    for (int v = 0; v < TILE_VECTORS; ++v)
-      store(sums + row * PANEL + (FIRST + v) * LANES, totals[row][v]);
+  sums.store_from(totals, FIRST);
   if constexpr (FIRST + TILE_VECTORS < PANEL_VECTORS)
     multiply_int_tile<Group, ROWS, FIRST + TILE_VECTORS>(x, weight, panel, inputs, sums);
 }
@@ -101,20 +100,20 @@ PDS_INLINE void multiply_int_tile_of(int64_t rows, const Args&... args) {
 
 template <typename Group>
 void multiply_int_rows(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                       Range inputs, float* sums) {
+                       Range inputs, const PartialSums& sums) {
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     // Of nearly equal height: low ones use the registers badly.
     const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
     multiply_int_tile_of<Group>(end - row, x + row * weight.k, weight, panel, inputs,
-                                sums + row * PANEL);
+                                sums.of_row(row));
   }
 }
 
 }  // namespace
 
 void multiply_int_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                        Range inputs, float* sums) {
+                        Range inputs, const PartialSums& sums) {
   const bool has_zeros = weight.integers.zeros != nullptr;
   const auto multiply = weight.bits == 8
                             ? (has_zeros ? &multiply_int_rows<Int8Group<true>>

@@ -11,9 +11,9 @@
 
 namespace pds {
 
-// sums [rows][PANEL] = x [rows, k] @ panel^T of some inputs, for a weight of 4 or 8 bits. Where they
+// sums = x [rows, k] @ panel^T of some inputs, for a weight of 4 or 8 bits. Where they
 // begin or end within a group, the part of the group gets the group's scale.
 void multiply_int_panel(const bf16* x, int64_t rows, const PackedLinear& weight, int64_t panel,
-                        Range inputs, float* sums);
+                        Range inputs, const PartialSums& sums);
 
 }  // namespace pds

@@ -1,6 +1,8 @@
 // How the weight of a dense layer lies in memory.
 #pragma once
 
+#include <xmmintrin.h>
+
 #include <algorithm>
 
 #include "isa.h"
@@ -14,6 +16,49 @@ constexpr int PANEL_VECTORS = PANEL / LANES;  // and the vectors of their sums
 // broadcast pair fill the registers.
 constexpr int TILE_ROWS = NUM_REGISTERS >= 32 ? 6 : 4;
 constexpr int TILE_VECTORS = NUM_REGISTERS >= 32 ? PANEL_VECTORS : 1;
+
+// How many sums an output may have at most, and how many of them, or of what they have been added up
+// to, lie on a stack at a time.
+constexpr int MAX_SUMS = 8;
+constexpr int STACK_SIZE = 4;
+
+// A tile's sums of a part of the inputs. They lie on a stack, above those of earlier parts that still
+// wait for a right neighbour; all are [rows][PANEL].
+struct PartialSums {
+  float* const* top;
+  int64_t offset;  // of the tile's first row
+  bool is_begun;   // whether a chunk of the part is in them already
+  int num_left;    // how many of those below get their right neighbour when this chunk is added
+
+  PartialSums of_row(int64_t row) const { return {top, row * PANEL, is_begun, num_left}; }
+
+  // tile: this tile's vectors from `first` on.
+  template <int ROWS>
+  PDS_INLINE void load_to(F32 (&tile)[ROWS][TILE_VECTORS], int first) const {
+    for (int row = 0; row < ROWS; ++row)
+      for (int v = 0; v < TILE_VECTORS; ++v)
+        tile[row][v] = is_begun ? load(at(0, row, first + v)) : zero();
+  }
+  // Brings the `index`-th cache line from there on back into L1, from which the weight pushes what is
+  // stored later: many such stores in a row would hold up reading the weight.
+  PDS_INLINE void fetch(int first, int64_t index) const {
+    _mm_prefetch(reinterpret_cast<const char*>(at(num_left, 0, first) + index * LANES), _MM_HINT_T0);
+  }
+  template <int ROWS>
+  PDS_INLINE void store_from(F32 (&tile)[ROWS][TILE_VECTORS], int first) const {
+    for (int below = 1; below <= num_left; ++below)
+      for (int row = 0; row < ROWS; ++row)
+        for (int v = 0; v < TILE_VECTORS; ++v)
+          tile[row][v] = add(load(at(below, row, first + v)), tile[row][v]);
+    for (int row = 0; row < ROWS; ++row)
+      for (int v = 0; v < TILE_VECTORS; ++v) store(at(num_left, row, first + v), tile[row][v]);
+  }
+
+ private:
+  PDS_INLINE float* at(int below, int row, int v) const {
+    return top[-below] + offset + row * PANEL + v * LANES;
+  }
+};
 
 // What integers are multiplied with: weight = (integer - zero) * scale, for groups of inputs.
 struct IntegerScales {
@@ -35,7 +80,7 @@ struct PackedLinear {
   const bf16* bias;  // [n], or null
   int64_t n, k;      // k is even: an odd one is padded with a zero, as x must be
   int64_t num_parts = 1;
-  int64_t num_sums = 1;  // what the inputs are added up in: 1, 2, 4 or 8 equal, even parts
+  int64_t num_sums = 1;  // equal, even parts of the inputs: a power of two up to MAX_SUMS
   int64_t bits = 16;
   IntegerScales integers = {};
 
