@@ -45,7 +45,9 @@ class Decoder:
     rms_norm_eps: float
     # [max_position, head_dim] fp32: cosines, then sines.
     cos_sin_cache: torch.Tensor
-    # The ranks that have the other heads and the other parts of the MLPs; None: there are none.
+    # The ranks that have the other heads and the rest of the MLP, or None if there are none. With a
+    # group num_heads, num_kv_heads and weights are this rank's own: qkv and gate_up are cut by
+    # outputs, attention_output and down by inputs, of which each rank has the whole bias.
     group: Group | None = None
 
     @property
@@ -54,12 +56,16 @@ class Decoder:
         return float(self.head_dim**-0.5)
 
 
+# Of rows and a packed weight.
+Product = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
 class LayerFunctions(NamedTuple):
     """The functions of a kernel set that compute a layer."""
 
-    linear: Callable[[torch.Tensor, Any], torch.Tensor]
-    linear_sums: Callable[[torch.Tensor, Any], torch.Tensor]
-    linear_silu_mul: Callable[[torch.Tensor, Any], torch.Tensor]
+    linear: Product
+    linear_sums: Product
+    linear_silu_mul: Product
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotary_embedding: Callable[..., None]
@@ -82,11 +88,22 @@ def run_layer_by_layer(
     for layer, next_norm in zip(decoder.layers, norms, strict=True):
         x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        x = _project(kernels, decoder, kernels.linear_silu_mul(x, layer.gate_up), layer.down)
+        x = kernels.linear_silu_mul(x, layer.gate_up)
+        x = linear_of_ranks(kernels.linear, kernels.linear_sums, x, layer.down, decoder.group)
         if next_norm is None:
             return x + residual
         x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
     return x
+
+
+def linear_of_ranks(
+    linear: Product, linear_sums: Product, x: torch.Tensor, packed: Any, group: Group | None
+) -> torch.Tensor:
+    """Return linear(x, packed), of which every rank of a group has a part of the inputs."""
+    if group is None:
+        return linear(x, packed)
+    sums = group.sum_rows(linear_sums(x, packed))
+    return (sums if packed.bias is None else sums + packed.bias).to(x.dtype)
 
 
 def norms_after(decoder: Decoder) -> Iterator[torch.Tensor | None]:
@@ -115,14 +132,7 @@ def _attend(
     attended = kernels.paged_attention(
         query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
     )
-    return _project(kernels, decoder, attended.view(x.shape[0], -1), layer.attention_output)
-
-
-def _project(
-    kernels: LayerFunctions, decoder: Decoder, x: torch.Tensor, packed: Any
-) -> torch.Tensor:
-    """x [m, the rank's inputs] -> [m, hidden_size], the sum of all ranks' products and the bias."""
-    if decoder.group is None:
-        return kernels.linear(x, packed)
-    sums = decoder.group.sum_rows(kernels.linear_sums(x, packed))
-    return (sums if packed.bias is None else sums + packed.bias.float()).to(x.dtype)
+    attended = attended.view(x.shape[0], -1)
+    return linear_of_ranks(
+        kernels.linear, kernels.linear_sums, attended, layer.attention_output, decoder.group
+    )

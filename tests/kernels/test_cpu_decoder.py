@@ -2,34 +2,17 @@
 
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import pytest
 import torch
+from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.cpu.decoder import FUNCTIONS
-from pdserve_kernels.decoder import Decoder, DecoderLayer, run_layer_by_layer
+from pdserve_kernels.decoder import run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
-BLOCKS_PER_REQUEST = 40
-NUM_REQUESTS = 4
-LENGTH = 90
-
-
 pytestmark = pytest.mark.usefixtures("each_isa")
-
-
-class Shape(NamedTuple):
-    hidden: int = 96
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    intermediate: int = 160
-    has_bias: bool = False
-    has_qk_norm: bool = True
-    windows: tuple[int | None, ...] = (None, None)
 
 
 SHAPES = [
@@ -40,104 +23,6 @@ SHAPES = [
     pytest.param(Shape(hidden=520, num_heads=8, num_kv_heads=1, head_dim=64), id="mqa"),
     pytest.param(Shape(num_heads=2, head_dim=256), id="large heads"),
 ]
-
-
-class Chunk(NamedTuple):
-    """Positions [start, end) of a request."""
-
-    request: int
-    start: int
-    end: int
-
-
-class Model:
-    """Random layers, and the prompts of a few requests as embedded tokens."""
-
-    def __init__(self, shape: Shape, kernels=cpu, dtype=torch.bfloat16) -> None:
-        self.shape, self._dtype, self._kernels = shape, dtype, kernels
-        self._generator = torch.Generator().manual_seed(0)
-        inverse = 10000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angles = torch.outer(torch.arange(200.0), inverse)
-        layers = [self._layer(layer, window) for layer, window in enumerate(shape.windows)]
-        self.decoder = Decoder(
-            layers=tuple(layers),
-            final_norm=self._norm(shape.hidden),
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=1e-6,
-            cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1),
-        )
-        self.embedded = [self._random(LENGTH, shape.hidden) for _ in range(NUM_REQUESTS)]
-
-    def _layer(self, layer: int, window: int | None) -> DecoderLayer:
-        shape = self.shape
-        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        return DecoderLayer(
-            input_norm=self._norm(shape.hidden),
-            qkv=self._linear(heads, shape.hidden),
-            q_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
-            k_norm=self._norm(shape.head_dim) if shape.has_qk_norm else None,
-            attention_output=self._linear(shape.hidden, shape.num_heads * shape.head_dim),
-            post_attention_norm=self._norm(shape.hidden),
-            gate_up=self._linear(2 * shape.intermediate, shape.hidden, num_parts=2),
-            down=self._linear(shape.hidden, shape.intermediate),
-            group=0 if window is None else 1,
-            slot=shape.windows[:layer].count(window),
-            window=window,
-        )
-
-    def _linear(self, rows: int, columns: int, **options: int):
-        weight = (self._random(rows, columns) * columns**-0.5).to(torch.bfloat16)
-        bias = self._random(rows) if self.shape.has_bias else None
-        return self._kernels.pack_linear(weight.to(self._dtype), bias, **options)
-
-    def _norm(self, size: int) -> torch.Tensor:
-        return (1 + 0.1 * self._random(size)).to(torch.bfloat16).to(self._dtype)
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        """The same numbers in every dtype."""
-        random = torch.randn(shape, generator=self._generator)
-        return random.to(torch.bfloat16).to(self._dtype)
-
-    def new_cache(self, block_size: int = 16) -> torch.Tensor:
-        """Blocks of NaN, each with room for the layers of one group."""
-        shape = self.shape
-        num_groups = len(set(shape.windows))
-        slots = max(shape.windows.count(window) for window in set(shape.windows))
-        num_blocks = NUM_REQUESTS * BLOCKS_PER_REQUEST * num_groups
-        size = (num_blocks, shape.num_kv_heads, slots, 2, block_size, shape.head_dim)
-        return torch.full(size, torch.nan, dtype=self._dtype)
-
-    def step(self, chunks: Sequence[Chunk], block_size: int = 16):
-        """The hidden states, positions and metadata of a step, decodes first."""
-        positions = torch.cat([torch.arange(c.start, c.end) for c in chunks])
-        hidden_states = torch.cat([self.embedded[c.request][c.start : c.end] for c in chunks])
-        groups = range(len(set(self.shape.windows)))
-        return hidden_states, positions, tuple(describe(chunks, g, block_size) for g in groups)
-
-
-def describe(chunks: Iterable[Chunk], group: int, block_size: int) -> AttentionMetadata:
-    chunks = list(chunks)
-    lengths = [c.end - c.start for c in chunks]
-    order = torch.randperm(
-        NUM_REQUESTS * BLOCKS_PER_REQUEST, generator=torch.Generator().manual_seed(group)
-    )
-    tables = (order + group * len(order)).view(NUM_REQUESTS, -1)
-    slots = [
-        tables[c.request][positions // block_size] * block_size + positions % block_size
-        for c in chunks
-        for positions in [torch.arange(c.start, c.end)]
-    ]
-    return AttentionMetadata(
-        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        seq_lens=torch.tensor([c.end for c in chunks], dtype=torch.int32),
-        block_table=tables[[c.request for c in chunks]].to(torch.int32),
-        slot_mapping=torch.cat(slots),
-        query_lens_host=tuple(lengths),
-        seq_lens_host=tuple(c.end for c in chunks),
-        num_decodes=lengths.count(1),
-    )
 
 
 def with_padding(metadata: AttentionMetadata, num: int) -> AttentionMetadata:

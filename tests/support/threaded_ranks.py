@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
-from pdserve_engine.executor.groups import join_group, place_ranks
+from pdserve_engine.executor.groups import join_group, placed_ranks
 from pdserve_engine.executor.messages import RankPlace
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
@@ -23,18 +23,21 @@ T = TypeVar("T")
 class ThreadedRanks:
     """Implements `core.executor.Executor`, but for an operator's calls."""
 
-    def __init__(self, config: EngineConfig, folder: Path) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, *, largest_bytes: int = 1024) -> None:
+        """What ranks tell each other goes in pieces of `largest_bytes`."""
         num_stages = config.pipeline_parallel_size
         self.is_pipelined = num_stages > 1
         self.max_concurrent_batches = max(num_stages, 2 if config.has_async_scheduling else 1)
         self._output_rank = config.tensor_parallel_size * (num_stages - 1)
         self._config = config
-        self._places = place_ranks(config.tensor_parallel_size, num_stages, folder)
-        self._pool = ThreadPoolExecutor(len(self._places))
+        self._pool = ThreadPoolExecutor(config.num_ranks)
+        with placed_ranks(
+            config.tensor_parallel_size, num_stages, folder, largest_bytes=largest_bytes
+        ) as places:
+            # They wait for each other.
+            self._ranks = list(self._pool.map(self._join, places))
 
     def load(self) -> LoadedModel:
-        # They wait for each other.
-        self._ranks = list(self._pool.map(self._join, self._places))
         return self._all(lambda rank: rank.load())[0]
 
     def determine_num_blocks(self) -> int:

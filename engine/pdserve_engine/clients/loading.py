@@ -195,7 +195,7 @@ def _make_executor(config: EngineConfig, source: ModelSource, name: str) -> Exec
     if config.num_ranks == 1:
         rank = Rank(config, source, name=name)
         return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
-    return MultiprocExecutor(config, name=name)
+    return MultiprocExecutor(config, name=name, hidden_size=source.config.hidden_size)
 
 
 def _make_watch(config: EngineConfig) -> StepWatch:

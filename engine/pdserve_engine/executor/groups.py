@@ -3,38 +3,89 @@
 Ranks are numbered stage by stage.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from pdserve_engine.executor.messages import GroupPlace, RankPlace
+from pdserve_kernels.cpu.compiled import library
+from pdserve_kernels.cpu.isa import KernelsUnavailable
+from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.distributed_group import DistributedGroup
 from pdserve_kernels.groups import Group
 
+# What is larger goes in pieces.
+MAX_SLOT_BYTES = 4 << 20
+LINE = 64
 
-def place_ranks(
-    tensor_parallel_size: int, pipeline_parallel_size: int, folder: Path
-) -> list[RankPlace]:
-    """Return where each rank is; groups meet by files in the folder."""
+
+@contextmanager
+def placed_ranks(
+    tensor_parallel_size: int, pipeline_parallel_size: int, folder: Path, *, largest_bytes: int
+) -> Iterator[list[RankPlace]]:
+    """Yield where each rank is. Groups meet in memory, which the ranks inherit before this ends, or
+    where there is no compiled library by files in the folder. What they tell each other is
+    `largest_bytes` at most, mostly.
+    """
     size, num_stages = tensor_parallel_size, pipeline_parallel_size
+    slot_bytes = -(-min(largest_bytes, MAX_SLOT_BYTES) // LINE) * LINE
+    memories: list[int] = []
 
-    def place(rank: int, group_size: int, name: str) -> GroupPlace:
-        return GroupPlace(rank, group_size, None, 0, str(folder / name))
+    def make_group(group_size: int, name: str) -> list[GroupPlace]:
+        memory_fd = SharedGroup.create_memory(group_size, slot_bytes) if _has_library() else None
+        if memory_fd is not None:
+            memories.append(memory_fd)
+        path = str(folder / name)
+        return [
+            GroupPlace(rank, group_size, memory_fd, slot_bytes, path) for rank in range(group_size)
+        ]
 
-    return [
-        RankPlace(
-            rank=stage * size + part,
-            stage=stage,
-            num_stages=num_stages,
-            tensor_parallel=place(part, size, f"stage-{stage}") if size > 1 else None,
-            before=place(1, 2, f"behind-{stage - 1}-{part}") if stage > 0 else None,
-            after=place(0, 2, f"behind-{stage}-{part}") if stage + 1 < num_stages else None,
-        )
-        for stage in range(num_stages)
-        for part in range(size)
-    ]
+    try:
+        within = [make_group(size, f"stage-{stage}") for stage in range(num_stages) if size > 1]
+        between = [
+            [make_group(2, f"behind-{stage}-{part}") for part in range(size)]
+            for stage in range(num_stages - 1)
+        ]
+        yield [
+            RankPlace(
+                rank=stage * size + part,
+                stage=stage,
+                num_stages=num_stages,
+                tensor_parallel=within[stage][part] if within else None,
+                before=between[stage - 1][part][1] if stage > 0 else None,
+                after=between[stage][part][0] if stage + 1 < num_stages else None,
+            )
+            for stage in range(num_stages)
+            for part in range(size)
+        ]
+    finally:
+        for memory_fd in memories:
+            os.close(memory_fd)
+
+
+def memories_of(place: RankPlace) -> list[int]:
+    """Return the descriptors that a rank has to inherit."""
+    groups = (getattr(place, field.name) for field in fields(place))
+    found = (group.memory_fd for group in groups if isinstance(group, GroupPlace))
+    return [memory_fd for memory_fd in found if memory_fd is not None]
 
 
 def join_group(place: GroupPlace | None) -> Group | None:
     """Return the group, once all of it have come; None for no place."""
     if place is None:
         return None
-    return DistributedGroup(place.store_path, rank=place.rank, size=place.size)
+    if place.memory_fd is None:
+        return DistributedGroup(place.store_path, rank=place.rank, size=place.size)
+    return SharedGroup(
+        place.memory_fd, rank=place.rank, size=place.size, slot_bytes=place.slot_bytes
+    )
+
+
+def _has_library() -> bool:
+    try:
+        library()
+    except KernelsUnavailable:
+        return False
+    return True

@@ -17,7 +17,7 @@ from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.executor import messages
-from pdserve_engine.executor.groups import place_ranks
+from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_transport import RemoteTransport
 from pdserve_engine.executor.ranks import Ranks
@@ -40,7 +40,7 @@ class MultiprocExecutor:
     have answered.
     """
 
-    def __init__(self, config: EngineConfig, *, name: str) -> None:
+    def __init__(self, config: EngineConfig, *, name: str, hidden_size: int) -> None:
         """`name` begins the names of traces. Raises ValueError for cores that do not suffice,
         OSError if a process cannot be started.
         """
@@ -57,9 +57,18 @@ class MultiprocExecutor:
         self._num_kv_heads = 0
         self._events = CallThread("kv-transfer")
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
-        self._places = place_ranks(config.tensor_parallel_size, num_stages, Path(self._folder.name))
-        commands = [(config.cpu_cores or "", ()) for config in self._configs]
-        self._ranks = Ranks(commands, self._on_event)
+        with placed_ranks(
+            config.tensor_parallel_size,
+            num_stages,
+            Path(self._folder.name),
+            # A step's sums, in fp32.
+            largest_bytes=config.scheduler.max_num_batched_tokens * hidden_size * 4,
+        ) as self._places:
+            commands = [
+                (config.cpu_cores or "", memories_of(place))
+                for config, place in zip(self._configs, self._places, strict=True)
+            ]
+            self._ranks = Ranks(commands, self._on_event)
 
     @property
     def pids(self) -> list[int]:

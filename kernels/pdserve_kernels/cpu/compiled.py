@@ -51,6 +51,9 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "pds_decoder_workspace_size": (POINTER, POINTER, POINTER),
     "pds_run_decoder": (POINTER,) * 5,
+    "pds_group_sum": (POINTER, POINTER, POINTER, INT),
+    "pds_group_gather": (POINTER, POINTER, POINTER, INT),
+    "pds_group_broadcast": (POINTER, POINTER, INT),
     "pds_reshape_and_cache": (POINTER, INT, INT, POINTER, *(INT,) * 3, POINTER, INT, POINTER),
 }
 

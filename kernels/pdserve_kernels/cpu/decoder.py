@@ -24,6 +24,7 @@ from pdserve_kernels.cpu.linear import (
     linear_sums,
 )
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
+from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
 from pdserve_kernels.metadata import AttentionMetadata
 
@@ -89,10 +90,12 @@ class _Decoder(ctypes.Structure):
         ("scale", _FLOAT),
         ("cos_sin", _POINTER),
         ("rot_dim", _INT),
+        ("group", _POINTER),
     )
 
     @classmethod
     def of(cls, decoder: Decoder) -> "_Decoder":
+        group = decoder.group
         layers = (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
         return cls(
             layers,
@@ -105,6 +108,7 @@ class _Decoder(ctypes.Structure):
             decoder.scale,
             decoder.cos_sin_cache.data_ptr(),
             decoder.cos_sin_cache.shape[1],
+            ctypes.addressof(group.native) if isinstance(group, SharedGroup) else None,
         )
 
 
@@ -144,7 +148,11 @@ def run_decoder(
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
 ) -> torch.Tensor:
-    """See the reference's contract. Bits are those of this set's functions one by one."""
+    """See the reference's contract. Bits are those of this set's functions one by one.
+
+    Ranks in shared memory add up their sums within the call; of another group this set's functions
+    run one by one. Raises RuntimeError if a rank does not come.
+    """
     native = packed.native
     if native is None or not has_packed_tiles(kv_cache):
         return run_layer_by_layer(
@@ -161,6 +169,9 @@ def run_decoder(
     kernels.pds_decoder_workspace_size(ctypes.byref(native), ctypes.byref(step), ctypes.byref(size))
     if size.value > len(packed.workspace):
         packed.workspace = empty_on_huge_pages(size.value, torch.uint8)
+    group = packed.decoder.group
+    if isinstance(group, SharedGroup):
+        group.check()
     kernels.pds_run_decoder(
         ctypes.byref(native),
         ctypes.byref(step),
@@ -168,11 +179,20 @@ def run_decoder(
         output.data_ptr(),
         packed.workspace.data_ptr(),
     )
+    if isinstance(group, SharedGroup):
+        group.check()
     return output
 
 
 def _is_fusible(decoder: Decoder) -> bool:
-    """Whether every weight is in bf16 and of a kind that the C++ knows."""
+    """Whether every weight is in bf16 and of a kind that the C++ knows, and the group, if there is
+    one, too; its slots have to take a row.
+    """
+    group, row_bytes = decoder.group, len(decoder.layers[0].input_norm) * torch.float32.itemsize
+    if group is not None and not isinstance(group, SharedGroup):
+        return False
+    if group is not None and group.slot_bytes < row_bytes:
+        return False
     linears = (
         weight
         for layer in decoder.layers
@@ -180,11 +200,7 @@ def _is_fusible(decoder: Decoder) -> bool:
     )
     angles = decoder.cos_sin_cache
     return (
-        decoder.group is None
-        and decoder.final_norm is not None
-        and all(
-            isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears
-        )
+        all(isinstance(weight, LinearWeight) and weight.in_features % 2 == 0 for weight in linears)
         and all(norm.dtype == torch.bfloat16 and norm.is_contiguous() for norm in _norms(decoder))
         and angles.dtype == torch.float32
         and angles.is_contiguous()

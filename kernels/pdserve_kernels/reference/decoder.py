@@ -42,6 +42,7 @@ def run_decoder(
     set's format; metadata has one entry per KV group. Layers are pre-norm with a gated MLP, as
     Llama's (Touvron et al. 2023, arXiv:2302.13971): x += attention(norm(x)); x += mlp(norm(x)).
     Returns a new tensor of hidden_states' shape and dtype; the functions of the set say what else
-    they demand.
+    they demand. The ranks of a group all call it, with equal hidden_states and positions, and get
+    equal states; RuntimeError if one does not come.
     """
     return run_layer_by_layer(FUNCTIONS, packed, hidden_states, positions, kv_cache, metadata)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, norms_after
+from pdserve_kernels.decoder import Decoder, linear_of_ranks, norms_after
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
 from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm
-from pdserve_kernels.triton.linear import linear, linear_silu_mul
+from pdserve_kernels.triton.linear import linear, linear_silu_mul, linear_sums
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -35,9 +35,11 @@ def run_decoder(
         attended = paged_attention(
             query, kv_cache, layer.slot, step, packed.scale, window=layer.window
         )
-        x = linear(attended.view(num_tokens, -1), layer.attention_output)
+        x = attended.view(num_tokens, -1)
+        x = linear_of_ranks(linear, linear_sums, x, layer.attention_output, packed.group)
         x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
-        x = linear(linear_silu_mul(x, layer.gate_up), layer.down)
+        x = linear_silu_mul(x, layer.gate_up)
+        x = linear_of_ranks(linear, linear_sums, x, layer.down, packed.group)
         if next_norm is None:
             return residual + x
         x = add_rms_norm_(x, residual, next_norm, eps)

@@ -95,6 +95,48 @@ void attend(const Team& team, const Decoder& decoder, const DecoderLayer& layer,
   team.barrier();
 }
 
+// out [rows, n] = the sums of all ranks + bias, rounded once.
+void add_up(const Team& team, const Group& group, int64_t rows, const PackedLinear& weight,
+            bf16* out) {
+  const RankSums sums(group);
+  const Range columns = team.share(weight.n, LANES);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = columns.begin; i < columns.end; i += LANES) {
+      const int64_t left = columns.end - i;
+      const F32 bias = weight.bias == nullptr ? zero() : load_bf16(weight.bias + i, left);
+      store_bf16(out + row * weight.n + i, add(sums.at(row * weight.n + i, left), bias), left);
+    }
+}
+
+// `linear`, of which every rank has a part of the inputs; as many rows at once as fit a slot. Returns
+// false, to all threads, if a rank does not come.
+bool linear_of_ranks(const Team& team, Group& group, const bf16* x, int64_t m,
+                     const PackedLinear& weight, bf16* out) {
+  const int64_t at_once = group.slot_bytes / static_cast<int64_t>(weight.n * sizeof(float));
+  for (int64_t first = 0; first < m; first += at_once) {
+    const int64_t rows = std::min(at_once, m - first);
+    linear_sums(team, x + first * weight.k, rows, weight, group.own_slot<float>());
+    team.barrier();
+    if (team.rank == 0) exchange(group);
+    team.barrier();
+    if (group.has_failed()) return false;
+    // No barrier before the next rows: they go to the other slot.
+    add_up(team, group, rows, weight, out + first * weight.n);
+  }
+  return true;
+}
+
+// out = x @ weight^T + bias for a weight whose inputs the ranks share, and a barrier behind it.
+bool project(const Team& team, const Decoder& decoder, const bf16* x, int64_t m,
+             const PackedLinear& weight, bf16* out) {
+  if (decoder.group == nullptr)
+    linear(team, x, m, weight, out);
+  else if (!linear_of_ranks(team, *decoder.group, x, m, weight, out))
+    return false;
+  team.barrier();
+  return true;
+}
+
 }  // namespace
 
 int64_t decoder_workspace_size(const Decoder& decoder, const Step& step, int64_t num_threads) {
@@ -116,13 +158,12 @@ void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
     linear(team, states.normed, m, layer.qkv, workspace.qkv);
     team.barrier();
     attend(team, decoder, layer, step, workspace);
-    linear(team, workspace.attended, m, layer.attention_output, workspace.projected);
-    team.barrier();
+    if (!project(team, decoder, workspace.attended, m, layer.attention_output, workspace.projected))
+      return;
     states.add(team, workspace.projected, layer.post_attention_norm);
     linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated);
     team.barrier();
-    linear(team, workspace.activated, m, layer.down, workspace.projected);
-    team.barrier();
+    if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected)) return;
     states.add(team, workspace.projected,
                is_last ? decoder.final_norm : decoder.layers[index + 1].input_norm);
   }

@@ -1,6 +1,7 @@
 // All layers of a model for one step, in one parallel region.
 #pragma once
 
+#include "group.h"
 #include "layers.h"
 #include "linear.h"
 #include "paged_kv.h"
@@ -24,10 +25,13 @@ struct DecoderLayer {
 struct Decoder {
   const DecoderLayer* layers;
   int64_t num_layers;
-  const bf16* final_norm;
+  const bf16* final_norm;  // or null: out is the residual, which layers elsewhere go on with
   int64_t hidden_size, intermediate_size, num_heads;
   float eps, scale;
   Rotary rotary;
+  // The ranks that have the rest of the heads and of the MLP, each with slots for a row at least; null:
+  // there are none.
+  Group* group;
 };
 
 struct Step {
@@ -41,7 +45,8 @@ struct Step {
 int64_t decoder_workspace_size(const Decoder& decoder, const Step& step, int64_t num_threads);
 
 // Adds each layer's attention and MLP to hidden_states [num_tokens, hidden_size] and writes their norm
-// to out. The workspace is aligned to 64 bytes.
+// to out. The workspace is aligned to 64 bytes. If another rank does not come, out is not written and
+// the group has failed.
 void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
                  const bf16* hidden_states, bf16* out, void* workspace);
 

@@ -1,5 +1,6 @@
 #include "layers.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "math.h"
@@ -85,7 +86,10 @@ void add_rms_norm(const Team& team, const bf16* x, bf16* residual, int64_t num_r
   Range share = team.share(num_rows);
   for (int64_t at = share.begin * size; at < share.end * size; at += size) {
     add_to(residual + at, x + at, size);
-    normalize(residual + at, size, weight, eps, out + at);
+    if (weight == nullptr)
+      std::copy_n(residual + at, size, out + at);
+    else
+      normalize(residual + at, size, weight, eps, out + at);
   }
 }
 

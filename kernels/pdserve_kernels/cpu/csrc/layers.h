@@ -23,7 +23,8 @@ struct Rows {
 void rms_norm(const Team& team, const bf16* x, const Rows& rows, const bf16* weight, float eps,
               bf16* out);
 
-// residual += x, rounded; out = rms_norm(residual). All are [num_rows, size]; out may be x.
+// residual += x, rounded; out = rms_norm(residual), or without a weight the residual. All are
+// [num_rows, size]; out may be x.
 void add_rms_norm(const Team& team, const bf16* x, bf16* residual, int64_t num_rows, int64_t size,
                   const bf16* weight, float eps, bf16* out);
 

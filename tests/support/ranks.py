@@ -1,0 +1,131 @@
+"""Ranks of one model as real processes, each in a group of any implementation."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from pdserve_kernels.cpu.shared_group import SharedGroup
+from pdserve_kernels.groups import Group
+
+# Imports torch once, has never run it, and so may be forked.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pdserve_kernels.cpu.shared_group"])
+
+
+class Meeting(Protocol):
+    """Where ranks find each other: pickled into each rank's process, which calls it."""
+
+    size: int
+
+    def __call__(self, rank: int) -> Group: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class SharedMemory:
+    """Ranks that meet in shared memory."""
+
+    size: int
+    slot_bytes: int = 4096
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._fd = SharedGroup.create_memory(self.size, self.slot_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fd": reduction.DupFd(self._fd)}
+
+    def __call__(self, rank: int) -> SharedGroup:
+        fd = self._fd.detach()  # type: ignore[attr-defined]  # as it was pickled
+        try:
+            return SharedGroup(
+                fd,
+                rank=rank,
+                size=self.size,
+                slot_bytes=self.slot_bytes,
+                timeout_s=self.timeout_s,
+            )
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Ranks:
+    """Processes that run body(group, *args), a function of an importable module, and what they
+    return, which is pickled.
+    """
+
+    def __init__(self, meeting: Meeting, body: Callable[..., Any], *args: object) -> None:
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(meeting.size):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_run, args=(theirs, meeting, rank, body, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        meeting.close()
+
+    def results(self, ranks: Sequence[int] | None = None, *, timeout_s: float = 120.0) -> list[Any]:
+        """Wait for these ranks, by default all; AssertionError with the text of one's exception."""
+        return [self._result(rank, timeout_s) for rank in ranks or range(len(self._pipes))]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def _result(self, rank: int, timeout_s: float) -> Any:
+        assert self._pipes[rank].poll(timeout_s), f"rank {rank} has brought nothing"
+        try:
+            has_failed, result = self._pipes[rank].recv()
+        except EOFError:
+            raise AssertionError(f"rank {rank} has died") from None
+        assert not has_failed, f"rank {rank}: {result}"
+        return result
+
+
+def run_ranks(meeting: Meeting, body: Callable[..., Any], *args: object) -> list[Any]:
+    """Return what body(group, *args) returns in each rank."""
+    with Ranks(meeting, body, *args) as ranks:
+        return ranks.results()
+
+
+def _run(
+    pipe: Connection,
+    meeting: Meeting,
+    rank: int,
+    body: Callable[..., Any],
+    args: tuple[object, ...],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        group = meeting(rank)
+        pipe.send((False, body(group, *args)))
+        group.close()
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
