@@ -11,7 +11,7 @@ ROWS = [
         ("C", range(1, 4)),
         ("D", range(1, 8)),
         ("E", range(1, 6)),
-        ("F", range(1, 8)),
+        ("F", range(1, 9)),
         ("G", (*range(1, 9), *range(10, 13), *range(14, 18))),
     )
     for number in numbers

@@ -31,6 +31,10 @@ class StackConfig(TlsConfig):
         1, "Processes that each layer of a prefill service's model is cut over: 1, 2, 4 or 8."
     )
     decode_tensor_parallel_size: int = opt(1, "The same of a decode service's.")
+    prefill_pipeline_parallel_size: int = opt(
+        1, "Stages of processes that a prefill service's layers are cut into."
+    )
+    decode_pipeline_parallel_size: int = opt(1, "The same of a decode service's.")
     device: Literal["cpu", "cuda"] = opt("cpu", "Where the models run.")
     dtype: Literal["auto", "bfloat16", "float32"] = opt(
         "auto", "Weights and KV; auto: the model's."
@@ -91,9 +95,9 @@ class StackConfig(TlsConfig):
             raise ValueError(f"decode is {self.decode}, must be at least 1")
         if self.prefill < 0:
             raise ValueError(f"prefill is {self.prefill}, must be at least 0")
-        for role, size in self.tensor_parallel_sizes.items():
-            if size < 1:
-                raise ValueError(f"{role}_tensor_parallel_size is {size}, must be at least 1")
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.require_disaggregation and not self.prefill:
             raise ValueError("require_disaggregation is on, prefill must be at least 1")
         if self.num_threads < 0:
@@ -106,13 +110,22 @@ class StackConfig(TlsConfig):
             if not 0 <= getattr(self, name) <= 65000:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 to 65000")
 
-    @property
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """By role."""
-        return {
-            "prefill": self.prefill_tensor_parallel_size,
-            "decode": self.decode_tensor_parallel_size,
-        }
+    def num_ranks(self, role: str) -> int:
+        """Return how many processes compute for a service of that role."""
+        tensor, pipeline = self.parallel_sizes(role).values()
+        return tensor * pipeline
+
+    def parallel_sizes(self, role: str) -> dict[str, int]:
+        """Return a service's own settings of tensor and pipeline parallelism."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        return {name: getattr(self, f"{role}_{name}") for name in names}
+
+
+_SIZES = tuple(
+    f"{role}_{kind}_parallel_size"
+    for role in ("prefill", "decode")
+    for kind in ("tensor", "pipeline")
+)
 
 
 def tls_of(args: argparse.Namespace) -> Tls | None:

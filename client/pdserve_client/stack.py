@@ -256,7 +256,7 @@ class Stack:
             "device": config.device,
             "dtype": config.dtype,
             "quantization": config.quantization,
-            "tensor-parallel-size": config.tensor_parallel_sizes[role],
+            **{name.replace("_", "-"): n for name, n in config.parallel_sizes(role).items()},
             "engine-process": config.engine_process,
             "cpu-cores": format_cores(cores) or None,
             "num-threads": config.num_threads or _default_num_threads(config, cores),
@@ -354,7 +354,7 @@ def _share_cores(config: StackConfig) -> list[tuple[int, ...]]:
         raise StackError(
             f"cpu_cores has {format_cores(missing)}, must be among {format_cores(usable)}"
         )
-    threads = max(config.num_threads, *config.tensor_parallel_sizes.values())
+    threads = max(config.num_threads, config.num_ranks("prefill"), config.num_ranks("decode"))
     shares = share_cores(cores, num_workers, min_size=threads)
     if shares is None and config.cpu_cores is not None:
         raise StackError(

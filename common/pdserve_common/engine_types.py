@@ -466,3 +466,6 @@ class EngineInfo:
     served_fields: tuple[str, ...] = ()
     # Prefill workers: it reads a `prefix_source`; decode workers: it may be one.
     has_prefix_pulls: bool = False
+    # Processes that each layer is cut over, and stages of them that the layers are cut into.
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1

@@ -95,6 +95,10 @@ def test_the_chart_is_of_this_version() -> None:
             "prefill: gpu.count is 2, must be at most 1: an engine uses one GPU",
         ),
         ({"decode": {"gpu": {"count": 8}}}, "decode: gpu.count is 8, must be at most 1"),
+        (
+            {"decode": {"config": {"tensor_parallel_size": 2}}},
+            "decode: config.tensor_parallel_size is 2, must be 1 with device cuda",
+        ),
         ({"prometheusRule": {"alerts": {"PdserveNoSuch": {"enabled": True}}}}, "PdserveNoSuch"),
         ({"prometheusRule": {"alerts": {"PdserveErrorRatio": {"minCount": None}}}}, "minCount"),
         ({"prometheusRule": {"alerts": {"PdserveNoRouter": {"minCount": 3}}}}, "minCount"),

@@ -379,4 +379,6 @@ def _describe(
         tokenizer_digest=tokenizer_digest(config.model),
         weights_digest=source.weights_digest(),
         started_at_ms=time.time_ns() // 1_000_000,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )
