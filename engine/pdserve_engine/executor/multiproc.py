@@ -188,6 +188,8 @@ class MultiprocExecutor:
         return _then(self._ranks.ask(call), lambda answers: answers[0].result_of(call))
 
     def _close_transport(self, rank: int) -> None:
+        if self.failure() is not None:
+            return  # it has gone with its rank
         call = messages.CloseTransport()
         _results(self._ranks.ask(call, ranks=[rank]), call, STOP_TIMEOUT_S)
 

@@ -1,0 +1,152 @@
+"""An engine whose ranks are processes: what only they show."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPT = tuple(range(3, 40))
+
+
+def load(model: Path, **fields: object) -> LoadedEngine:
+    defaults = {"dtype": "bfloat16", "num_threads": 1, "num_blocks": 64, "max_model_len": 256}
+    config = EngineConfig(model=str(model), **defaults | fields)  # type: ignore[arg-type]
+    metrics = KVTransferMetrics(CollectorRegistry())
+    return load_engine(config, role="decode", engine_id="d", metrics=metrics)
+
+
+@pytest.fixture(scope="module")
+def model(make_served_model: Callable[..., Path]) -> Path:
+    return make_served_model("LlamaForCausalLM")
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[LoadedEngine]:
+    """Two ranks, with a KV transport each."""
+    engine = load(model, tensor_parallel_size=2, profile_dir=str(tmp_path))
+    ranks = [psutil.Process(pid) for pid in executor_of(engine).pids]
+    descriptors = os.listdir("/dev/shm")
+    yield engine
+    engine.close()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+    assert sorted(os.listdir("/dev/shm")) == sorted(descriptors)
+
+
+def executor_of(engine: LoadedEngine) -> MultiprocExecutor:
+    assert isinstance(engine.core.executor, MultiprocExecutor)
+    return engine.core.executor
+
+
+def tokens_of(
+    engine: LoadedEngine, request_id: str, *, params: SamplingParams | None = None
+) -> list[int]:
+    core = engine.core
+    params = params or SamplingParams(temperature=1.0, seed=1, max_tokens=16, ignore_eos=True)
+    core.add_request(
+        EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=PROMPT,
+            sampling_params=params,
+            client_index=0,
+            cache_salt=request_id,
+        )
+    )
+    tokens: list[int] = []
+    while core.has_work():
+        for output in core.step().outputs.get(0, ()):
+            assert output.error is None, output.error
+            tokens.extend(output.new_token_ids)
+    return tokens
+
+
+def test_it_sleeps_profiles_and_shows_its_blocks_as_one_rank_does(
+    engine: LoadedEngine, model: Path
+) -> None:
+    whole = load(model)
+    expected = tokens_of(whole, "a")
+    core, executor = engine.core, engine.core.executor
+    core.wait_for(executor.start_profile())
+    assert tokens_of(engine, "a") == expected
+    assert Path(core.wait_for(executor.stop_profile())).is_file()
+    with pytest.raises(FailedPreconditionError):
+        core.wait_for(executor.stop_profile())
+    blocks = range(8)
+    assert executor.block_checksums(blocks) == whole.core.executor.block_checksums(blocks)
+    assert whole.close()
+    core.scheduler.kv.block_pool.reset_prefix_cache()
+    assert executor.sleep(2) >= 0
+    executor.restore_weights()
+    executor.restore_kv_cache()
+    assert tokens_of(engine, "b") == expected
+
+
+def test_a_step_that_fails_everywhere_is_its_requests_fault(engine: LoadedEngine) -> None:
+    expected = tokens_of(engine, "a")
+    # Nothing that came over the wire has such a table.
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, bad_words_token_ids=((10**9,),))
+    core = engine.core
+    core.add_request(
+        EngineCoreRequest(
+            request_id="bad", prompt_token_ids=PROMPT, sampling_params=params, client_index=0
+        )
+    )
+    errors = []
+    while core.has_work():
+        errors += [o.error for o in core.step().outputs.get(0, ()) if o.error is not None]
+    (error,) = errors
+    assert "the model failed on this request" in error.message
+    assert core.executor.failure() is None
+    assert tokens_of(engine, "b") == expected
+
+
+def test_a_rank_that_is_killed_ends_the_engine(engine: LoadedEngine) -> None:
+    executor = executor_of(engine)
+    os.kill(executor.pids[1], signal.SIGKILL)
+    wait_until(lambda: executor.failure() is not None)
+    assert executor.failure() == "rank 1 is gone: it was ended by SIGKILL"
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        tokens_of(engine, "a")
+
+
+def test_ranks_that_cannot_load_leave_nothing_behind(model: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ValueError, match=r"the KV pool of .* does not fit"):
+        load(model, tensor_parallel_size=2, kv_connector="none", num_blocks=1 << 28)
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_threads": 5}, [(None, 2), (None, 2)]),
+        ({"num_threads": 1}, [(None, 1), (None, 1)]),
+        ({"cpu_cores": "0-1"}, [("0", 0), ("1", 0)]),
+    ],
+)
+def test_ranks_share_threads_and_cores(
+    fields: dict[str, object], expected: list[tuple[str | None, int]]
+) -> None:
+    config = EngineConfig(tensor_parallel_size=2, **fields)  # type: ignore[arg-type]
+    assert [(rank.cpu_cores, rank.num_threads) for rank in rank_configs(config)] == expected
+
+
+def test_too_few_cores_are_refused() -> None:
+    with pytest.raises(ValueError, match="cpu_cores is 0, they cannot be shared out among 2 ranks"):
+        rank_configs(EngineConfig(tensor_parallel_size=2, cpu_cores="0"))
