@@ -270,6 +270,8 @@ class Processes:
             for rank in range(len(CUTS[cuts].shards("p")))
         ]
         self.d = TransportWorker("d", cuts, required, script=script)
+
+    def start(self) -> None:
         for worker in (*self.p, self.d):
             worker.start()
 
@@ -294,8 +296,11 @@ class Processes:
 @pytest.fixture
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     processes = Processes(*request.param)
-    yield processes
-    processes.kill()
+    try:
+        processes.start()
+        yield processes
+    finally:
+        processes.kill()
 
 
 CUT_IN_PROCESSES = ("tp 2:1", "tp 1:2", "tp 4:1", "tp 4:2", "pp 2:1", "pp 1:2")

@@ -87,7 +87,8 @@ class CutPool:
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        whole = torch.rand(self.tensor.shape, generator=generator)
+        # Not the shape of `tensor`: a self-check of one rank leaves copies that differ.
+        whole = torch.rand((self.num_blocks, *self.spec.block_shape), generator=generator)
         for pool, shard in zip(self.pools, self.shards, strict=True):
             pool.tensor.copy_(part_of(whole, shard))
 
