@@ -1,4 +1,4 @@
-"""One of our engines for `bench_cpu.py`, without a service around it: ... MODEL CORES"""
+"""One of our engines for benchmarks, without a service around it: ... MODEL CORES [TP [PP]]"""
 
 import sys
 from collections.abc import Sequence
@@ -42,10 +42,13 @@ class PdserveEngine:
 
 
 def load() -> Engine:
-    model, cores = sys.argv[1:]
+    model, cores, *sizes = sys.argv[1:]
+    tensor_parallel_size, pipeline_parallel_size = map(int, [*sizes, "1", "1"][:2])
     config = EngineConfig(
         model=model,
         cpu_cores=cores,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         kv_connector="none",
         kv_cache_memory_mib=1024,
         max_model_len=4096,

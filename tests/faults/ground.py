@@ -1,6 +1,7 @@
 """A cluster to strike at, and what it does when nobody does."""
 
 import contextlib
+import os
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from support.cluster import Cluster
 from support.network import missing_for_loss, missing_for_partitions
 
 TRANSPORTS = ("shm", "tcp")
+# Processes that the models of prefill workers are cut over.
+NUM_RANKS = os.environ.get("PDSERVE_FAULT_RANKS", "1")
 NUM_TOKENS = 24
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -83,7 +86,9 @@ def make_grounds(
                     routers=2,
                     transport=transport,
                     networks=not missing_for_partitions(),
-                    flags={"kv-transfer-timeout-s": TRANSFER_TIMEOUT_S},
+                    # In which any number of ranks brings the same bits.
+                    flags={"kv-transfer-timeout-s": TRANSFER_TIMEOUT_S, "dtype": "bfloat16"},
+                    prefill_flags={"tensor-parallel-size": NUM_RANKS},
                 )
             )
         yield grounds

@@ -7,6 +7,7 @@ One JSON object a line, one connection a command: {"command": name, ...arguments
 import json
 import os
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,12 @@ SOCKET = "FAULTS_SOCKET"
 
 
 def start() -> None:
-    """Wrap the production code and serve the socket that $FAULTS_SOCKET names."""
+    """Wrap the production code and serve the socket that $FAULTS_SOCKET names. Not in a rank of a
+    worker: the faults are those of its engine.
+    """
+    main = sys.modules["__main__"].__spec__
+    if main is not None and main.name.startswith("pdserve_engine.executor"):
+        return
     # Not before: the test imports this package too, without an engine.
     from pdserve_faults import lies, reads, slowness
     from pdserve_faults.barriers import Barriers
