@@ -173,6 +173,7 @@ class EngineCoreRequest:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     resumable: bool = False
     external_req_id: str | None = None
+    # False: the constraint holds behind the marker that ends reasoning, which the other names.
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: Mapping[str, str] = field(default_factory=dict)
     kv_transfer_params: KVTransferParams | None = None

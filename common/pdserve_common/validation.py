@@ -14,6 +14,7 @@ from pdserve_common.engine_types import (
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import EarlyStopping, RepetitionDetectionParams, SamplingParams
 from pdserve_common.structured import validate_structured_outputs
+from pdserve_common.structured.reasoning import reasoning_of
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
@@ -319,6 +320,7 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         vocab_size=info.vocab_size,
         capabilities=capabilities,
     )
+    reasoning_of(request)
     _validate_one_sequence(request.sampling_params)
     validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))
     _validate_resume(request, info)

@@ -379,6 +379,65 @@ def test_what_the_router_lets_pass_is_within_bounds_for_the_worker(penalty: floa
             validate_sampling_params(refused, vocab_size=100)
 
 
+CONSTRAINED = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+END = {"reasoning_end_str": "</think>"}
+
+
+@pytest.mark.parametrize(
+    ("params", "ended", "kwargs", "field", "reason"),
+    [
+        (CONSTRAINED, None, {}, None, None),
+        (CONSTRAINED, True, {}, None, None),
+        (CONSTRAINED, True, END, None, None),
+        (CONSTRAINED, False, END, None, None),
+        (CONSTRAINED, False, {**END, "reasoning_start_str": "x" * 64}, None, None),
+        (SamplingParams(), True, {}, "reasoning_ended", "structured_outputs is not"),
+        (SamplingParams(), None, END, "reasoning_parser_kwargs", "structured_outputs is not"),
+        (CONSTRAINED, None, END, "reasoning_parser_kwargs", "reasoning_ended is not"),
+        (CONSTRAINED, False, {}, "reasoning_ended", "has no reasoning_end_str"),
+        (
+            CONSTRAINED,
+            True,
+            {"x" * 999: ""},
+            "reasoning_parser_kwargs",
+            "has x{100}..., known are reasoning_start_str, reasoning_end_str",
+        ),
+        *(
+            (CONSTRAINED, ended, {**END, name: marker}, "reasoning_parser_kwargs", name + reason)
+            for ended in (True, False)
+            for name in ("reasoning_start_str", "reasoning_end_str")
+            for marker, reason in (
+                ("", " is empty"),
+                ("é" * 33, " has 66 bytes, at most 64"),
+                ("\ud800", " has half of a surrogate pair"),
+                ("a\0", " has a NUL character"),
+            )
+        ),
+    ],
+)
+def test_reasoning_comes_before_a_constraint(
+    params: SamplingParams,
+    ended: bool | None,
+    kwargs: dict[str, str],
+    field: str | None,
+    reason: str | None,
+) -> None:
+    fields = ("structured_outputs", "reasoning_ended", "reasoning_parser_kwargs")
+    info = dataclasses.replace(INFO, served_fields=fields)
+    request = dataclasses.replace(
+        REQUEST,
+        sampling_params=params,
+        reasoning_ended=ended,
+        reasoning_parser_kwargs=kwargs,
+    )
+    if field is None:
+        validate_engine_core_request(request, info)
+        return
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        validate_engine_core_request(request, info)
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [

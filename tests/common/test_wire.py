@@ -303,6 +303,16 @@ def test_a_request_without_params_is_refused() -> None:
         wire.from_proto(types.EngineCoreRequest, core_pb2.EngineCoreRequest(request_id="r"))
 
 
+def test_a_parameter_of_the_reasoning_parser_comes_once() -> None:
+    message = wire.to_proto(types.EngineCoreRequest(request_id="r", prompt_token_ids=(1,)))
+    message.sampling_params.SetInParent()
+    for value in ("a", "b"):
+        message.reasoning_parser_kwargs.add(name="n", value=value)
+    with pytest.raises(InvalidRequestError, match="has a name more than once") as caught:
+        wire.from_proto(types.EngineCoreRequest, message)
+    assert caught.value.field == "reasoning_parser_kwargs"
+
+
 def test_an_empty_grammar_is_refused() -> None:
     empty = core_pb2.SamplingParams(structured_outputs=core_pb2.StructuredOutputsParams())
     with pytest.raises(InvalidRequestError, match="structured_outputs is empty, set one of"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -224,7 +225,13 @@ async def test_grammars_are_followed_or_refused(kind: str, start: Callable[..., 
         for name, constraint in asked.items():
             params = SamplingParams(max_tokens=32, structured_outputs=constraint)
             client.add(name, params=params, eos_token_id=EOS)
-        for name in wanted:
+        reasoning = {
+            "reasoning_ended": False,
+            "reasoning_parser_kwargs": {"reasoning_end_str": "e"},
+        }
+        params = SamplingParams(max_tokens=64, seed=1, structured_outputs=wanted["choice"])
+        client.add("reasoning", params=params, eos_token_id=EOS, **reasoning)
+        for name in (*wanted, "reasoning"):
             assert await client.finish_reason(name) is FinishReason.STOP
         refusal = (await client.end_of("refused")).error
         assert refusal is not None
@@ -233,6 +240,8 @@ async def test_grammars_are_followed_or_refused(kind: str, start: Callable[..., 
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     answers = [tokenizer.decode(client.tokens(name)) for name in wanted]
     assert answers == ["two cats", "ababab"]
+    reasoned = tokenizer.decode(client.tokens("reasoning"))
+    assert re.fullmatch("[^e]+e\n{0,2}two cats", reasoned), reasoned
 
 
 async def test_requests_of_a_front_end_are_served_in_order(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import random
@@ -17,11 +18,13 @@ import tokenizers
 
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, FinishReason
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_router.workers.worker_client import WorkerClient
 from support import hostile_grammars
-from support.grammars import MODEL
+from support.grammars import EOS, MODEL
 from support.schemas import accepted_schemas
-from support.stack import RunningStack
+from support.stack import RunningStack, attached_worker
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +155,76 @@ async def test_over_http(start_stack: Any) -> None:
                     jsonschema.validate(json.loads(text), SCHEMA)
                 assert await ask(path, 0, guided_choice=CHOICES) in CHOICES
         stack.assert_idle()
+
+
+# ---- reasoning, as a client of engines asks for it
+
+
+async def run_legs(
+    request: EngineCoreRequest, d: WorkerClient, p: WorkerClient | None = None
+) -> list[int]:
+    """Run a request on D, with P if there is one; return its output."""
+    token_ids = [*request.resume_output_token_ids]
+    end: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
+
+    def on_output(output: EngineCoreOutput) -> None:
+        # D's first output repeats P's.
+        token_ids[output.first_token_index :] = output.new_token_ids
+        if output.finished:
+            end.set_result(output)
+
+    legs = {d: request}
+    if p is not None:
+        p_leg = dataclasses.replace(d.kv_transfer_params, do_remote_decode=True)
+        d_leg = dataclasses.replace(p.kv_transfer_params, do_remote_prefill=True)
+        legs = {
+            worker: dataclasses.replace(request, kv_transfer_params=leg)
+            for worker, leg in ((p, p_leg), (d, d_leg))
+        }
+    for worker, leg in legs.items():
+        worker.add_request(leg, on_output if worker is d else lambda output: None)
+    output = await asyncio.wait_for(end, 60)
+    assert output.finish_reason is FinishReason.STOP, output
+    return token_ids
+
+
+async def test_reasoning_ends_in_any_world(
+    stack: RunningStack, tokenizer: tokenizers.Tokenizer
+) -> None:
+    prompt = tokenizer.encode("One afternoon Mia found a kite in the garden. " * 4).ids
+    names = map("reasoning-{}".format, itertools.count())
+
+    def ask(seed: int, **fields: Any) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=next(names),
+            prompt_token_ids=tuple(prompt),
+            sampling_params=SamplingParams(
+                seed=seed, max_tokens=400, structured_outputs=CONSTRAINTS[0]
+            ),
+            eos_token_id=EOS,
+            reasoning_ended=False,
+            reasoning_parser_kwargs={"reasoning_end_str": "."},
+            **fields,
+        )
+
+    async with (
+        attached_worker(stack, "prefill-0") as p,
+        attached_worker(stack, "decode-0") as d,
+    ):
+        for seed in range(NUM_SEEDS):
+            alone = await run_legs(ask(seed, cache_salt="alone"), d)
+            text = tokenizer.decode(alone)
+            reasoning, _, answer = text.partition(".")
+            assert reasoning, text
+            jsonschema.validate(json.loads(answer), SCHEMA)
+            assert await run_legs(ask(seed), d, p) == alone
+            num_reasoned = next(
+                n for n in range(len(alone)) if "." in tokenizer.decode(alone[: n + 1])
+            )
+            for n in (1, num_reasoned, num_reasoned + 1, len(alone) - 2):
+                resumed = ask(seed, attempt=1, resume_output_token_ids=tuple(alone[:n]))
+                assert await run_legs(resumed, d, p) == alone
+    stack.assert_idle()
 
 
 # ---- random requests

@@ -1,12 +1,11 @@
 """The waterfall against the client's own clock, and the engines' part of it."""
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,10 @@ from pdserve_common.engine_types import (
     EngineCoreOutput,
     EngineCoreRequest,
     KVTransferStats,
-    WorkerRole,
 )
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.worker_client import WorkerClient
+from support.stack import attached_worker
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +146,7 @@ async def test_a_prompts_blocks_are_read_while_it_is_computed(stack: Any) -> Non
     """One READ for each chunk, unless D is late: then it reads two at once."""
     num_chunks = -(-LONG_PROMPT_LEN // CHUNK)
     num_reads = []
-    async with attached(stack, WorkerRole.PREFILL) as p, attached(stack, WorkerRole.DECODE) as d:
+    async with attached_worker(stack, "prefill-0") as p, attached_worker(stack, "decode-0") as d:
         while num_chunks not in num_reads and len(num_reads) < MAX_TRIES:
             stats = await hand_over(p, d, long_request(seed=len(num_reads)))
             assert stats.num_blocks == -(-LONG_PROMPT_LEN // BLOCK_SIZE)
@@ -163,33 +162,6 @@ def long_request(seed: int) -> EngineCoreRequest:
         prompt_token_ids=tuple(prompt),
         sampling_params=SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
     )
-
-
-@contextlib.asynccontextmanager
-async def attached(stack: Any, role: WorkerRole) -> AsyncIterator[WorkerClient]:
-    """A router's link to the worker of that role."""
-    name = f"{role.name.lower()}-0"
-    (worker,) = [worker for worker in stack.workers if worker.name == name]
-    is_ready = asyncio.Event()
-
-    def look() -> None:
-        if client.is_ready:
-            is_ready.set()
-
-    client = WorkerClient(
-        f"127.0.0.1:{worker.port}",
-        role=role,
-        model=stack.served_model,
-        router_id="other",
-        router_epoch="0" * 32,
-        on_change=look,
-    )
-    client.start()
-    try:
-        await asyncio.wait_for(is_ready.wait(), 60)
-        yield client
-    finally:
-        await client.close()
 
 
 async def hand_over(

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
+from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.child import MAX_SMALL_BYTES
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.grammar.native import (
@@ -28,7 +29,7 @@ from pdserve_engine.grammar.native import (
 from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_router.chat_formats.base import ParserOptions, ReasoningStart
 from pdserve_router.chat_formats.registry import FORMATS
-from pdserve_router.chat_formats.tags import CallRules
+from pdserve_router.chat_formats.tags import CallRules, constraint_tag
 from pdserve_router.requests.answer_parser import answer_parser, silent_token_ids
 from pdserve_router.requests.tool_use import MAX_ENFORCED_TOOLS
 from pdserve_router.text.detokenizer import Detokenizer
@@ -195,6 +196,18 @@ def test_a_call_fits_as_models_write_it(model: Model, kind: str, name: str, star
         assert is_text or not fits(model, grammar, twice + model.encode(f"hm{end}{call}"))
     assert not fits(model, grammar, model.encode(before))
     assert not fits(model, grammar, model.encode(before + "It rains. " + call))
+
+
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.reasoning])
+def test_workers_make_the_same_grammar_of_a_marker(model: Model, name: str) -> None:
+    chat_format = FORMATS[name]
+    asked = StructuredOutputsParams(json_schema=json.dumps(PARAMETERS))
+    ids = chat_format.marker_ids(model.tokenizer.added_token_ids)
+    tag = chat_format.answer_tag(constraint_tag(asked), ReasoningStart.OPEN, ids)
+    routed = to_structural_tag(StructuredOutputsParams(structural_tag=json.dumps(tag)))
+    assert chat_format.reasoning is not None
+    before = Reasoning(end=chat_format.reasoning[1]).formats(model.info.added_token_ids)
+    assert to_structural_tag(asked, before=before) == routed
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,6 +13,7 @@ import numpy as np
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
+from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.manager import StructuredOutputManager
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar
 
@@ -56,7 +57,9 @@ class ScriptedCompiler:
         # Runs before the engine learns whether a grammar is there: it may come just then.
         self.on_look: Callable[[], object] = lambda: None
 
-    def __call__(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
+    def __call__(
+        self, params: StructuredOutputsParams, reasoning: Reasoning | None = None
+    ) -> "Future[CompiledGrammar]":
         assert params.regex is not None
         return self._future(params.regex)
 

@@ -17,11 +17,13 @@ from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_client.client import AsyncClient
 from pdserve_client.config import StackConfig
 from pdserve_client.stack import FREE_PORTS, Stack
+from pdserve_common.engine_types import WorkerRole
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_router.config import RouterConfig
 from pdserve_router.server import RouterServer
 from pdserve_router.text.served_model import ServedModel
+from pdserve_router.workers.worker_client import WorkerClient
 from support.metrics import scrape, total
 
 # Of what has to happen, however busy the machine is.
@@ -268,6 +270,32 @@ async def attached_router(
     finally:
         await client.close()
         await server.stop(1.0)
+
+
+@contextlib.asynccontextmanager
+async def attached_worker(stack: RunningStack, name: str) -> AsyncIterator[WorkerClient]:
+    """Attach to a worker as a router does, for requests as engines take them."""
+    (worker,) = [worker for worker in stack.workers if worker.name == name]
+    is_ready = asyncio.Event()
+
+    def look() -> None:
+        if client.is_ready:
+            is_ready.set()
+
+    client = WorkerClient(
+        f"127.0.0.1:{worker.port}",
+        role=WorkerRole[name.split("-")[0].upper()],
+        model=stack.served_model,
+        router_id="other",
+        router_epoch="0" * 32,
+        on_change=look,
+    )
+    client.start()
+    try:
+        await asyncio.wait_for(is_ready.wait(), READY_TIMEOUT_S)
+        yield client
+    finally:
+        await client.close()
 
 
 StartStack = Callable[..., "contextlib.AbstractContextManager[RunningStack]"]

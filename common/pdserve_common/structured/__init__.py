@@ -6,6 +6,7 @@ under what is accepted is valid.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pdserve_common.errors import InvalidRequestError
@@ -41,15 +42,21 @@ class StructuralTag:
 
 
 def to_structural_tag(
-    params: StructuredOutputsParams, *, field: str | None = None
+    params: StructuredOutputsParams,
+    *,
+    field: str | None = None,
+    before: Sequence[tags.Format] = (),
 ) -> StructuralTag:
     """Return the tag of a constraint. Raises InvalidRequestError for more or less than one, for one
     that is malformed or too large, and for what is not enforced; `field` is the constraint's path
-    in what a client sent.
+    in what a client sent. `before` comes first, as it is.
     """
     name = _check_one_constraint(params)
     field = field or f"{_FIELD}.{name}"
-    tag = StructuralTag.of(_format(params, field))
+    format = _format(params, field)
+    if before:
+        format = {"type": "sequence", "elements": [*before, format]}
+    tag = StructuralTag.of(format)
     if len(tag.text) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
             f"{field} has {len(tag.text)} bytes as a structural tag, at most {MAX_TEXT_BYTES}",

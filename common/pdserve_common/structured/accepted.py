@@ -4,18 +4,20 @@ import dataclasses
 import hashlib
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag, to_structural_tag
+from pdserve_common.structured.tags import Format
 
 MAX_ENTRIES = 4096
 MAX_BYTES = 32 * 1024 * 1024
 DIGEST_BYTES = 32
 
 
-def digest_of(params: StructuredOutputsParams) -> bytes:
-    """Return the SHA-256 of a constraint as it was asked for."""
-    text = json.dumps(dataclasses.astuple(params))
+def digest_of(params: StructuredOutputsParams, before: Sequence[Format] = ()) -> bytes:
+    """Return the SHA-256 of a constraint as it was asked for, and of what comes before it."""
+    text = json.dumps((dataclasses.astuple(params), *before))
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -63,13 +65,13 @@ class StructuralTags:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def get(self, params: StructuredOutputsParams) -> StructuralTag:
+    def get(self, params: StructuredOutputsParams, before: Sequence[Format] = ()) -> StructuralTag:
         """Return the tag of a constraint. Raises InvalidRequestError as `to_structural_tag`."""
-        digest = digest_of(params)
+        digest = digest_of(params, before)
         if (known := self._tags.get(digest)) is not None:
             self._tags.move_to_end(digest)
             return known
-        tag = self._tags[digest] = to_structural_tag(params)
+        tag = self._tags[digest] = to_structural_tag(params, before=before)
         self._num_bytes += _num_bytes(tag)
         while self._num_bytes > self._max_bytes:
             _, forgotten = self._tags.popitem(last=False)

@@ -7,7 +7,7 @@ dataclass's default. `_DIFFERENT` has the fields that differ in more than that.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import IntEnum
 from functools import partial
@@ -79,6 +79,16 @@ def _end_reason_from_proto(value: int) -> kv_types.SessionEndReason:
         return kv_types.SessionEndReason.UNSPECIFIED
 
 
+def _kwargs_from_proto(
+    messages: Sequence[core_pb2.EngineCoreRequest.ReasoningParserKwarg],
+) -> dict[str, str]:
+    kwargs = {message.name: message.value for message in messages}
+    if len(kwargs) < len(messages):
+        field = "reasoning_parser_kwargs"
+        raise InvalidRequestError(f"{field} has a name more than once", field=field)
+    return kwargs
+
+
 # The field's name in the message, and its conversions.
 _DIFFERENT: Mapping[tuple[type, str], tuple[str, Convert, Convert]] = {
     (engine_types.EngineError, "is_retryable"): ("retryable", None, None),
@@ -115,7 +125,7 @@ _DIFFERENT: Mapping[tuple[type, str], tuple[str, Convert, Convert]] = {
             core_pb2.EngineCoreRequest.ReasoningParserKwarg(name=name, value=value)
             for name, value in kwargs.items()
         ],
-        lambda messages: {message.name: message.value for message in messages},
+        _kwargs_from_proto,
     ),
     (kv_types.SessionEnded, "reason"): ("reason", None, _end_reason_from_proto),
 }

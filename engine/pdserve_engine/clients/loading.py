@@ -40,6 +40,9 @@ from pdserve_engine.runner.rank import Rank
 
 logger = logging.getLogger(__name__)
 
+# Of requests: served where grammars are.
+_GRAMMAR_FIELDS = ("structured_outputs", "reasoning_ended", "reasoning_parser_kwargs")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
@@ -177,7 +180,7 @@ def _load(
     info = _describe(config, role, identity, model, manager, max_model_len, source)
     info = dataclasses.replace(info, has_prefix_pulls=prefix_connector is not None)
     if compiler is not None:
-        info = dataclasses.replace(info, served_fields=("structured_outputs",))
+        info = dataclasses.replace(info, served_fields=_GRAMMAR_FIELDS)
     _log_loaded(info, source, manager, time.monotonic() - started)
     return LoadedEngine(
         core=core,

@@ -5,11 +5,12 @@ from concurrent.futures import Future
 
 from pdserve_common.errors import InvalidRequestError, PdserveError
 from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.structured.reasoning import Reasoning, reasoning_of
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.request.request import Place, Request, RequestStatus
 
 # Returns at once, with a future whose exception is a PdserveError, or raises one.
-CompileGrammar = Callable[[StructuredOutputsParams], "Future[CompiledGrammar]"]
+CompileGrammar = Callable[[StructuredOutputsParams, Reasoning | None], "Future[CompiledGrammar]"]
 
 
 class WaitingForFSM(Place):
@@ -45,7 +46,7 @@ class WaitingForFSM(Place):
                 "structured_outputs is set, this worker serves none", field="structured_outputs"
             )
         try:
-            future = self._compile(params)
+            future = self._compile(params, reasoning_of(request.core_request))
         except PdserveError as error:
             return error
         request.is_grammar_ready = False

@@ -22,6 +22,7 @@ from pdserve_common.errors import (
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.accepted import StructuralTags
+from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.cache import GrammarCache
 from pdserve_engine.grammar.child import LOWEST_PRIORITY
 from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Killed, Refused, TimedOut
@@ -87,9 +88,15 @@ class GrammarCompiler:
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
-    def compile(self, params: StructuredOutputsParams) -> "Future[CompiledGrammar]":
-        """As `submit`, of a constraint; one thread. Raises InvalidRequestError."""
-        return self.submit(self._tags.get(params))
+    def compile(
+        self, params: StructuredOutputsParams, reasoning: Reasoning | None = None
+    ) -> "Future[CompiledGrammar]":
+        """As `submit`, of a constraint, behind reasoning if there is some; one thread. Raises
+        InvalidRequestError.
+        """
+        added_token_ids = self._tokenizer_info.added_token_ids
+        before = () if reasoning is None else reasoning.formats(added_token_ids)
+        return self.submit(self._tags.get(params, before))
 
     def submit(self, tag: StructuralTag) -> "Future[CompiledGrammar]":
         """Compile a structural tag. Any thread; returns at once.

@@ -7,8 +7,8 @@ in a library that is loaded without them.
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 # One row of a mask: a set bit allows a token, the lowest bit of the first word that of id 0.
 Bitmask = npt.NDArray[np.int32]
+_NO_IDS: Mapping[str, int] = MappingProxyType({})
 
 
 def xgrammar_version() -> str | None:
@@ -29,20 +30,26 @@ def xgrammar_version() -> str | None:
 class TokenizerInfo:
     """A model's vocabulary as grammars see it."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, added_token_ids: Mapping[str, int] = _NO_IDS) -> None:
         self.handle = handle
+        # By their text. Not serialized: what is compiled has their ids.
+        self.added_token_ids = added_token_ids
 
     @classmethod
-    def make(cls, vocabulary: Sequence[bytes], stop_token_ids: Sequence[int]) -> "TokenizerInfo":
+    def make(
+        cls,
+        vocabulary: Sequence[bytes],
+        stop_token_ids: Sequence[int],
+        added_token_ids: Mapping[str, int] = _NO_IDS,
+    ) -> "TokenizerInfo":
         """`vocabulary` has the bytes of each token; empty for those that never fit. At the end of a
         grammar only `stop_token_ids` do.
         """
         raw, add_prefix_space = 0, False  # the bytes are what they are
-        return cls(
-            _bindings().TokenizerInfo(
-                list(vocabulary), raw, len(vocabulary), list(stop_token_ids), add_prefix_space
-            )
+        handle = _bindings().TokenizerInfo(
+            list(vocabulary), raw, len(vocabulary), list(stop_token_ids), add_prefix_space
         )
+        return cls(handle, added_token_ids)
 
     @classmethod
     def deserialize(cls, text: str) -> "TokenizerInfo":

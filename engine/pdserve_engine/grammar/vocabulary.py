@@ -24,11 +24,16 @@ def make_tokenizer_info(
         raise ValueError(f"{model_dir} has no tokenizer.json")
     if not eos_token_ids:
         raise ValueError(f"{model_dir} names no EOS token")
-    return TokenizerInfo.make(_read_vocabulary(path, vocab_size), eos_token_ids)
-
-
-def _read_vocabulary(path: Path, vocab_size: int) -> list[bytes]:
     backend = tokenizers.Tokenizer.from_file(str(path))
+    added = {
+        token.content: token_id
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token_id < vocab_size
+    }
+    return TokenizerInfo.make(_vocabulary(backend, vocab_size), eos_token_ids, added)
+
+
+def _vocabulary(backend: tokenizers.Tokenizer, vocab_size: int) -> list[bytes]:
     decode = piece_decoder(backend)
     # Logits without a token, as of an embedding padded in size, stand for nothing.
     vocabulary = [b""] * vocab_size

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pdserve_common.structured.reasoning import reasoning_formats
 from pdserve_router.chat_formats.reader import Reader, Steps
 from pdserve_router.chat_formats.tags import (
     CallRules,
     Tag,
     by_id,
     optional,
-    reasoning_tag,
     structural_tag,
 )
 from pdserve_router.text.parts import Content, OutputPart, Reasoning, ToolCallDelta
@@ -141,10 +141,10 @@ class ChatFormat(ABC):
             return structural_tag([content])
         begin, end = self.reasoning
         if reasoning is ReasoningStart.OPEN:
-            return structural_tag([*reasoning_tag("", end, ids), content])
+            return structural_tag([*reasoning_formats("", end, ids), content])
         if self.is_reasoning_implied:
-            return structural_tag([*reasoning_tag(begin, end, ids), content])
-        return structural_tag([optional(reasoning_tag(begin, end, ids)), content])
+            return structural_tag([*reasoning_formats(begin, end, ids), content])
+        return structural_tag([optional(reasoning_formats(begin, end, ids)), content])
 
     def may_reason(self, reasoning: ReasoningStart) -> bool:
         """Return whether an answer to such a prompt may have reasoning."""

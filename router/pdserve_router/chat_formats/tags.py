@@ -1,17 +1,14 @@
 """The structural tag of a chat format: xgrammar's JSON form of a grammar for text with calls."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from pdserve_common.sampling_params import StructuredOutputsParams
+from pdserve_common.structured.reasoning import texts
 
 Tag = dict[str, Any]
-# What an answer may have between reasoning and what follows.
-_LINE_BREAKS = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +30,13 @@ def sequence(elements: Iterable[Tag]) -> Tag:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def reasoning_tag(begin: str, end: str, ids: Mapping[str, int]) -> list[Tag]:
-    """Return free text up to `end`, and what may follow it; `ids` as for `by_id`."""
-    free: list[Tag] = [{"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}]
-    if end in ids:
-        free = [_text_without(end), *_texts(end, ids)]
-    return [*_texts(begin, ids), *free, _LINE_BREAKS]
-
-
 def optional(elements: list[Tag]) -> Tag:
     return {"type": "optional", "content": sequence(elements)}
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
     """Return content between two texts."""
-    return sequence([*_texts(begin), content, *_texts(end)])
+    return sequence([*texts(begin), content, *texts(end)])
 
 
 def json_of(schema: Any, **more: str) -> Tag:
@@ -126,36 +115,5 @@ def by_id(call_tag: Tag, ids: Mapping[str, int]) -> Tag:
 def _parts(element: Tag, ids: Mapping[str, int]) -> list[Tag]:
     """Return an element of a sequence as those that stand for it."""
     if element["type"] == "const_string":
-        return _texts(element["value"], ids)
+        return texts(element["value"], ids)
     return [by_id(element, ids)]
-
-
-def _texts(text: str, ids: Mapping[str, int] = MappingProxyType({})) -> list[Tag]:
-    """Return text and tokens, one behind the other."""
-    markers = "|".join(map(re.escape, ids)) or "(?!)"
-    return [
-        {"type": "token", "token": ids[piece]}
-        if piece in ids
-        else {"type": "const_string", "value": piece}
-        for piece in re.split(f"({markers})", text)
-        if piece
-    ]
-
-
-def _text_without(marker: str) -> Tag:
-    """Return text in which the marker is not spelled out, which reads like the token. A rule for
-    each number of the marker's characters that came last: what any_text excludes would let special
-    tokens pass, the marker's own among them.
-    """
-    first, *others = map(_escaped, marker)
-    assert marker[0] not in marker[1:], "what follows its first character may begin it again"
-    rules = ["root ::= s0", f's0 ::= "" | [^{first}] s0 | "{first}" s1']
-    for number, character in enumerate(others, start=1):
-        begun = f's{number} ::= "" | [^{first}{character}] s0 | "{first}" s1'
-        is_last = number == len(others)
-        rules.append(begun if is_last else f'{begun} | "{character}" s{number + 1}')
-    return {"type": "grammar", "grammar": "\n".join(rules)}
-
-
-def _escaped(character: str) -> str:
-    return f"\\u{ord(character):04x}"

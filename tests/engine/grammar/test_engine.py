@@ -5,6 +5,7 @@ are what was asked for.
 import itertools
 import json
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ CONSTRAINTS = (
     StructuredOutputsParams(json_schema='{"type": "array", "items": {"type": "integer"}}'),
     StructuredOutputsParams(grammar='root ::= "(" root ")" | [a-z]*'),
 )
+REASONING = {"reasoning_ended": False, "reasoning_parser_kwargs": {"reasoning_end_str": "."}}
 
 
 class Engine:
@@ -157,8 +159,8 @@ class Hold:
 
 
 def ask_all(engine: Engine) -> None:
-    """Two long requests without a constraint, and one for each."""
-    for number, constraint in enumerate((None, None, *CONSTRAINTS)):
+    """Two long requests without a constraint, one for each, and one that reasons before it."""
+    for number, constraint in enumerate((None, None, *CONSTRAINTS, CONSTRAINTS[0])):
         params = SamplingParams(
             temperature=1.0,
             seed=number,
@@ -168,13 +170,14 @@ def ask_all(engine: Engine) -> None:
             ignore_eos=constraint is None,
             structured_outputs=constraint,
         )
-        engine.add(f"{number}", [10 + number] * 40, params)
+        fields = REASONING if number > len(CONSTRAINTS) + 1 else {}
+        engine.add(f"{number}", [10 + number] * 40, params, **fields)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.usefixtures("looks_ahead")
 def test_rows_whose_masks_are_late_go_on_with_the_same_tokens(
-    make_engine: Callable[..., Engine], async_scheduling: bool
+    make_engine: Callable[..., Engine], tokenizer: tokenizers.Tokenizer, async_scheduling: bool
 ) -> None:
     calm = make_engine()
     ask_all(calm)
@@ -187,6 +190,8 @@ def test_rows_whose_masks_are_late_go_on_with_the_same_tokens(
     hold.end()
     assert engine.tokens == calm.tokens
     assert not [end for end in engine.ends.values() if end.error is not None]
+    reasoned = tokenizer.decode(engine.tokens[f"{len(CONSTRAINTS) + 2}"])
+    assert re.fullmatch(r"[^.]{9,}\.\n{0,2}(Mia|Theo) [a-z ]+[.!]", reasoned), reasoned
     assert engine.core.scheduler.places.num_late_masks
     assert engine.core.scheduler.num_preemptions
 
