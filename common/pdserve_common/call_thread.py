@@ -1,6 +1,8 @@
 """A thread that calls what it is given."""
 
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +16,9 @@ class CallThread:
     not keep the process from exiting, as an executor of the standard library would.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, niceness: int = 0) -> None:
+        """`niceness` is what the thread adds to the process's, where threads have their own."""
+        self._niceness = niceness
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._start_lock = threading.Lock()
@@ -44,5 +48,7 @@ class CallThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._niceness and sys.platform == "linux":
+            os.nice(self._niceness)
         while (call := self._calls.get()) is not None:
             call()

@@ -128,7 +128,7 @@ def _compile(text: str, tokenizer_info: TokenizerInfo) -> Answer:
         )
     if grammar.num_bytes > MAX_SMALL_BYTES or len(sent := grammar.serialize()) > MAX_SENT_BYTES:
         return CompiledLarge()
-    return Compiled(sent)
+    return Compiled(sent, grammar.first_mask_s)
 
 
 def _reason(error: Exception) -> str:

@@ -1,9 +1,7 @@
 """The engine's end of the grammar compiler: a queue, a process, and what it has compiled."""
 
 import logging
-import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -84,7 +82,7 @@ class GrammarCompiler:
         self._process: CompilerProcess | None = None
         self._is_closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._again = CallThread("grammar-compiler-large")
+        self._again = CallThread("grammar-compiler-large", niceness=LOWEST_PRIORITY)
         self._thread = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
         self._thread.start()
 
@@ -184,13 +182,15 @@ class GrammarCompiler:
         if isinstance(answer, CompiledLarge):
             return self._compile_again(job.tag.text)
         try:
-            return CompiledGrammar.deserialize(answer.grammar, self._tokenizer_info)
+            return CompiledGrammar.deserialize(
+                answer.grammar, self._tokenizer_info, answer.first_mask_s
+            )
         except RuntimeError as error:
             raise RequestFailedError(f"the compiled grammar cannot be read: {error}") from error
 
     def _compile_again(self, text: str) -> CompiledGrammar:
         """Compile here what the process has proven to stay within its bounds."""
-        future = self._again.submit(lambda: _compile_slowly(text, self._tokenizer_info))
+        future = self._again.submit(lambda: compile_structural_tag(text, self._tokenizer_info))
         try:
             return future.result(MAX_AGAIN_S)
         except TimeoutError:
@@ -227,12 +227,6 @@ class GrammarCompiler:
             if self._process is not None:
                 self._process.close()
             self._process = None
-
-
-def _compile_slowly(text: str, tokenizer_info: TokenizerInfo) -> CompiledGrammar:
-    if sys.platform == "linux":  # whose threads have priorities of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-    return compile_structural_tag(text, tokenizer_info)
 
 
 def _closed() -> PdserveError:

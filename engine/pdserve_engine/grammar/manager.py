@@ -20,6 +20,8 @@ MAX_LATE_S = 5.0
 SLOW_S = 0.002
 # So many tokens take that long.
 SLOW_NUM_TOKENS = 1000
+# A tenth of a core that the model's threads want as well.
+SLOW_NICENESS = 10
 # CPU time for all tokens of an answer. An ambiguous grammar takes more for each, and keeps what it
 # made of them: some 10 MB a second. Others take 5 s for a million tokens.
 MAX_ACCEPT_S = 5.0
@@ -65,7 +67,8 @@ class StructuredOutputManager:
     """Matches the rows of a batch with their grammars, beside the thread that runs the model, which
     alone uses this. A row's mask is made as soon as its tokens are known.
 
-    A grammar may be slow: rows that are have a thread to themselves.
+    A grammar may be slow: rows that are have a thread to themselves, of a lower priority than the
+    model's.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class StructuredOutputManager:
         self._cpu_clock = cpu_clock
         self._rows: dict[int, _Row] = {}
         self._quick = CallThread("grammar-masks")
-        self._slow = CallThread("grammar-slow-masks")
+        self._slow = CallThread("grammar-slow-masks", niceness=SLOW_NICENESS)
 
     @property
     def num_rows(self) -> int:
@@ -97,8 +100,8 @@ class StructuredOutputManager:
         """Constrain a row of the batch, which has some output already."""
         assert row not in self._rows, row
         mask = np.empty(self._num_words, dtype=np.int32)
-        is_long = len(output_token_ids) > SLOW_NUM_TOKENS
-        thread = self._slow if is_long else self._quick
+        is_slow = len(output_token_ids) > SLOW_NUM_TOKENS or grammar.first_mask_s > SLOW_S
+        thread = self._slow if is_slow else self._quick
         self._rows[row] = _Row(Matcher(grammar), mask, thread)
         self._advance(self._rows[row], output_token_ids)
 

@@ -16,9 +16,10 @@ _LENGTH = struct.Struct("!I")
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """A CompiledGrammar, serialized."""
+    """A CompiledGrammar, serialized, and what its first mask took."""
 
     grammar: str
+    first_mask_s: float
 
 
 class CompiledLarge(msgspec.Struct, frozen=True, tag=True):

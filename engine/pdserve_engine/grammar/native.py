@@ -7,6 +7,7 @@ in a library that is loaded without them.
 import importlib.metadata
 import importlib.util
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -66,20 +67,25 @@ class TokenizerInfo:
 class CompiledGrammar:
     """What matchers of one grammar share; it does not change."""
 
-    def __init__(self, handle: Any, num_bytes: int) -> None:
-        """`num_bytes` is what it takes in memory."""
+    def __init__(self, handle: Any, num_bytes: int, first_mask_s: float = 0.0) -> None:
+        """`num_bytes` is what it takes in memory, `first_mask_s` the CPU time of the mask of an
+        empty text.
+        """
         self.handle = handle
         self.num_bytes = num_bytes
+        self.first_mask_s = first_mask_s
 
     @classmethod
-    def of(cls, handle: Any) -> "CompiledGrammar":
-        return cls(handle, int(handle.memory_size_bytes()))
+    def of(cls, handle: Any, first_mask_s: float = 0.0) -> "CompiledGrammar":
+        return cls(handle, int(handle.memory_size_bytes()), first_mask_s)
 
     @classmethod
-    def deserialize(cls, text: str, tokenizer_info: TokenizerInfo) -> "CompiledGrammar":
+    def deserialize(
+        cls, text: str, tokenizer_info: TokenizerInfo, first_mask_s: float = 0.0
+    ) -> "CompiledGrammar":
         """Raises RuntimeError if it is of another tokenizer or another version."""
         handle = _bindings().CompiledGrammar.deserialize_json(text, tokenizer_info.handle)
-        return cls.of(handle)
+        return cls.of(handle, first_mask_s)
 
     def serialize(self) -> str:
         """Its time and length grow with the square of the number of rules: each repeats all."""
@@ -124,7 +130,10 @@ def compile_structural_tag(text: str, tokenizer_info: TokenizerInfo) -> Compiled
     compiler = _bindings().GrammarCompiler(tokenizer_info.handle, num_threads, caches, cache_bytes)
     grammar = CompiledGrammar.of(compiler.compile_structural_tag(text))
     bitmask = np.zeros(-(-tokenizer_info.vocab_size // 32), np.int32)
-    Matcher(grammar).fill(bitmask)
+    matcher = Matcher(grammar)
+    start = time.thread_time()
+    matcher.fill(bitmask)
+    grammar.first_mask_s = time.thread_time() - start
     if not bitmask.any():
         raise RuntimeError("no text of the model's tokens fits it")
     return grammar

@@ -1,6 +1,7 @@
 """Masks: each bit is right by another library's word, and however a row came to its tokens."""
 
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pdserve_engine.grammar import manager as manager_module
 from pdserve_engine.grammar.manager import (
     ALL_ALLOWED,
     MAX_LATE_S,
+    SLOW_NICENESS,
     SLOW_NUM_TOKENS,
     StructuredOutputManager,
     TokenMasks,
@@ -314,6 +316,25 @@ def test_a_row_whose_masks_are_slow_leaves_the_others_alone(
     manager.masks(0)
     blocked.set()
     assert manager.close()
+
+
+def test_a_grammar_whose_first_mask_is_slow_begins_where_it_delays_nobody(
+    tokenizer_info: TokenizerInfo, compile_format: Compile, manager: Manager
+) -> None:
+    quick = compile_format({"type": "regex", "pattern": "a+"})
+    slow = CompiledGrammar.deserialize(quick.serialize(), tokenizer_info, first_mask_s=0.1)
+    blocked = threading.Event()
+    hold_masks(manager, blocked, slow_only=True)
+    for row, grammar in enumerate((slow, quick)):
+        manager.add(row, grammar, ())
+    manager.masks(1)
+    assert not manager.row(0).ready.done()
+    blocked.set()
+    assert manager.allowed(0) == manager.allowed(1)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    threads = (manager._quick, manager._slow)
+    found = [thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, 0)) for thread in threads]
+    assert [each.result(60) for each in found] == [own, min(own + SLOW_NICENESS, 19)]
 
 
 def test_a_row_that_is_gone_is_not_matched(
