@@ -5,7 +5,7 @@ special tokens, and of others a model knows no other spelling.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,27 +32,36 @@ class Reasoning:
     # Reasoning may begin with it.
     start: str = ""
 
-    def formats(self, added_token_ids: Mapping[str, int]) -> list[Format]:
+    def formats(
+        self, added_token_ids: Mapping[str, int], stop_token_ids: Collection[int] = ()
+    ) -> list[Format]:
         """Return the formats before the constraint's. `added_token_ids` has the tokens that a
-        tokenizer takes for a text as a whole. Raises InvalidRequestError for a marker that is none
-        of them, but has one within.
+        tokenizer takes for a text as a whole, `stop_token_ids` those that end an answer. Raises
+        InvalidRequestError for a marker that ends it, and for one that is no token, but has one
+        within.
         """
-        for name, marker in ((_START, self.start), (_END, self.end)):
+        ids = {each: added_token_ids[each] for each in self._markers if each in added_token_ids}
+        for name, marker in zip(_MARKERS, self._markers, strict=True):
             within = [text for text in added_token_ids if text in marker]
-            if within and marker not in added_token_ids:
+            if ids.get(marker) in stop_token_ids:
+                raise InvalidRequestError(f"{_FIELD}.{name} ends the answer", field=_FIELD)
+            if within and marker not in ids:
                 raise InvalidRequestError(
                     f"{_FIELD}.{name} has the token {short(within[0])} within, must be one token "
                     "or text without such",
                     field=_FIELD,
                 )
-        elements = reasoning_formats("", self.end, added_token_ids)
+        elements = reasoning_formats("", self.end, ids)
         # As text it is free text.
-        if self.start in added_token_ids:
-            start: Format = {"type": "token", "token": added_token_ids[self.start]}
-            elements = [{"type": "optional", "content": start}, *elements]
+        if self.start in ids:
+            elements = [{"type": "optional", "content": _token(self.start, ids)}, *elements]
         read = read_format({"type": "sequence", "elements": elements}, field=_FIELD)
         formats: list[Format] = read["elements"]
         return formats
+
+    @property
+    def _markers(self) -> tuple[str, str]:
+        return self.start, self.end
 
 
 def reasoning_of(request: EngineCoreRequest) -> Reasoning | None:
@@ -101,7 +110,7 @@ def reasoning_formats(begin: str, end: str, ids: Mapping[str, int]) -> list[Form
     # Either way the text has no special tokens: any_text would let them pass, also `end` itself.
     free = [_text(end, is_through=end not in ids)]
     if end in ids:
-        free += texts(end, ids)
+        free.append(_token(end, ids))
     return [*texts(begin, ids), *free, _LINE_BREAKS]
 
 
@@ -109,12 +118,14 @@ def texts(text: str, ids: Mapping[str, int] = _NO_IDS) -> list[Format]:
     """Return text and tokens, one behind the other."""
     markers = "|".join(map(re.escape, ids)) or "(?!)"
     return [
-        {"type": "token", "token": ids[piece]}
-        if piece in ids
-        else {"type": "const_string", "value": piece}
+        _token(piece, ids) if piece in ids else {"type": "const_string", "value": piece}
         for piece in re.split(f"({markers})", text)
         if piece
     ]
+
+
+def _token(marker: str, ids: Mapping[str, int]) -> Format:
+    return {"type": "token", "token": ids[marker]}
 
 
 def _text(marker: str, *, is_through: bool) -> Format:

@@ -92,8 +92,12 @@ class GrammarCompiler:
         """As `submit`, of a constraint, behind reasoning if there is some; one thread. Raises
         InvalidRequestError.
         """
-        added_token_ids = self._tokenizer_info.added_token_ids
-        before = () if reasoning is None else reasoning.formats(added_token_ids)
+        info = self._tokenizer_info
+        before = (
+            ()
+            if reasoning is None
+            else reasoning.formats(info.added_token_ids, info.stop_token_ids)
+        )
         return self.submit(self._tags.get(params, before))
 
     def submit(self, tag: StructuralTag) -> "Future[CompiledGrammar]":

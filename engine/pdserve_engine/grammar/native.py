@@ -60,6 +60,10 @@ class TokenizerInfo:
         return str(self.handle.serialize_json())
 
     @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return frozenset(self.handle.stop_token_ids())
+
+    @property
     def vocab_size(self) -> int:
         return int(self.handle.vocab_size())
 

@@ -135,10 +135,17 @@ def test_markers_that_are_tokens_have_no_other_spelling(with_markers: TokenizerI
 
 
 @pytest.mark.parametrize("name", ["start", "end"])
-def test_a_marker_with_a_token_within_is_refused(tokenizer_info: TokenizerInfo, name: str) -> None:
-    markers = {"end": "</think>", name: "\n<|user|>"}
-    with pytest.raises(InvalidRequestError, match=f"reasoning_{name}_str has the token <|user|>"):
-        Reasoning(**markers).formats(tokenizer_info.added_token_ids)
+@pytest.mark.parametrize(
+    ("marker", "problem"),
+    [("\n<|user|>", "has the token <|user|> within"), ("<|end|>", "ends the answer")],
+)
+def test_a_marker_that_cannot_end_reasoning_is_refused(
+    compiler: GrammarCompiler, name: str, marker: str, problem: str
+) -> None:
+    reasoning = Reasoning(**{"end": "</think>", name: marker})
+    with pytest.raises(InvalidRequestError) as caught:
+        compiler.compile(NUMBER, reasoning)
+    assert f"reasoning_parser_kwargs.reasoning_{name}_str {problem}" in caught.value.message
 
 
 def test_a_grammar_is_known_by_the_reasoning_before_it_too(compiler: GrammarCompiler) -> None:
