@@ -1,18 +1,21 @@
 """An engine whose ranks are processes: what only they show."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
@@ -53,11 +56,9 @@ def executor_of(engine: LoadedEngine) -> MultiprocExecutor:
     return engine.core.executor
 
 
-def tokens_of(
-    engine: LoadedEngine, request_id: str, *, params: SamplingParams | None = None
-) -> list[int]:
+def tokens_of(engine: LoadedEngine, request_id: str, **fields: Any) -> list[int]:
     core = engine.core
-    params = params or SamplingParams(temperature=1.0, seed=1, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, **fields)
     core.add_request(
         EngineCoreRequest(
             request_id=request_id,
@@ -68,8 +69,9 @@ def tokens_of(
         )
     )
     tokens: list[int] = []
-    while core.has_work():
-        for output in core.step().outputs.get(0, ()):
+    while core.scheduler.has_requests():  # it may wait for its grammar
+        result = core.step() if core.has_work() else core.poll()
+        for output in result.outputs.get(0, ()):
             assert output.error is None, output.error
             tokens.extend(output.new_token_ids)
     return tokens
@@ -79,10 +81,10 @@ def test_it_sleeps_profiles_and_shows_its_blocks_as_one_rank_does(
     engine: LoadedEngine, model: Path
 ) -> None:
     whole = load(model)
-    expected = tokens_of(whole, "a")
+    expected = tokens_of(whole, "a", ignore_eos=True)
     core, executor = engine.core, engine.core.executor
     core.wait_for(executor.start_profile())
-    assert tokens_of(engine, "a") == expected
+    assert tokens_of(engine, "a", ignore_eos=True) == expected
     assert Path(core.wait_for(executor.stop_profile())).is_file()
     with pytest.raises(FailedPreconditionError):
         core.wait_for(executor.stop_profile())
@@ -93,11 +95,18 @@ def test_it_sleeps_profiles_and_shows_its_blocks_as_one_rank_does(
     assert executor.sleep(2) >= 0
     executor.restore_weights()
     executor.restore_kv_cache()
-    assert tokens_of(engine, "b") == expected
+    assert tokens_of(engine, "b", ignore_eos=True) == expected
+
+
+def test_a_grammar_is_rank_0s_matter(engine: LoadedEngine, model: Path) -> None:
+    constraint = StructuredOutputsParams(regex="[a-f]{6}")
+    tokens = tokens_of(engine, "a", structured_outputs=constraint)
+    text = Tokenizer.from_file(str(model / "tokenizer.json")).decode(tokens)
+    assert re.fullmatch("[a-f]{6}", text)
 
 
 def test_a_step_that_fails_everywhere_is_its_requests_fault(engine: LoadedEngine) -> None:
-    expected = tokens_of(engine, "a")
+    expected = tokens_of(engine, "a", ignore_eos=True)
     # Nothing that came over the wire has such a table.
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, bad_words_token_ids=((10**9,),))
     core = engine.core
@@ -112,7 +121,7 @@ def test_a_step_that_fails_everywhere_is_its_requests_fault(engine: LoadedEngine
     (error,) = errors
     assert "the model failed on this request" in error.message
     assert core.executor.failure() is None
-    assert tokens_of(engine, "b") == expected
+    assert tokens_of(engine, "b", ignore_eos=True) == expected
 
 
 def test_a_rank_that_is_killed_ends_the_engine(engine: LoadedEngine) -> None:

@@ -244,6 +244,8 @@ class Failed:
         return kinds.get(self.kind, RuntimeError)(self.error.message)
 
 
+# Makes a grammar of its text and first_mask_s, with the tokenizer that this end knows.
+ReadGrammar = Callable[[str, float], CompiledGrammar]
 TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Read
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (
@@ -259,14 +261,12 @@ MESSAGES: tuple[type, ...] = (
 )  # fmt: skip
 
 
-def make_codec(read_grammar: Callable[[str], CompiledGrammar]) -> "FrameCodec[Message]":
-    """Return the frames' codec; `read_grammar` makes a grammar of its text, with the tokenizer that
-    this end knows.
-    """
+def make_codec(read_grammar: ReadGrammar) -> "FrameCodec[Message]":
+    """Return the frames' codec."""
 
     def decode(cls: type, value: Any) -> Any:
         if cls is CompiledGrammar:
-            return read_grammar(value)
+            return read_grammar(*value)
         raise NotImplementedError(f"{cls} does not cross between processes")
 
     return FrameCodec(MESSAGES, enc_hook=_encode, dec_hook=decode)
@@ -274,5 +274,5 @@ def make_codec(read_grammar: Callable[[str], CompiledGrammar]) -> "FrameCodec[Me
 
 def _encode(value: Any) -> Any:
     if isinstance(value, CompiledGrammar):
-        return value.serialize()
+        return value.serialize(), value.first_mask_s
     raise NotImplementedError(f"{type(value)} does not cross between processes")

@@ -85,11 +85,11 @@ class _RankServer:
             messages.StopRank: lambda call: self._executor.stop(),
         }
 
-    def read_grammar(self, text: str) -> CompiledGrammar:
+    def read_grammar(self, text: str, first_mask_s: float) -> CompiledGrammar:
         """Return the grammar of a text that the engine has made of one."""
         if self._tokenizer_info is None:
             self._tokenizer_info = self._source.tokenizer_info()
-        return CompiledGrammar.deserialize(text, self._tokenizer_info)
+        return CompiledGrammar.deserialize(text, self._tokenizer_info, first_mask_s)
 
     def handle(self, message: Message, number: int) -> None:
         """Begin to do what a message asks for."""

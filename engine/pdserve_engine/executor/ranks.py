@@ -228,5 +228,5 @@ def _find_failure(pending: _Pending) -> tuple[int, messages.Failed] | None:
     return None
 
 
-def _no_grammar(text: str) -> CompiledGrammar:
+def _no_grammar(text: str, first_mask_s: float) -> CompiledGrammar:
     raise ProtocolError("a rank has sent a grammar")
