@@ -57,6 +57,26 @@ class Argmax(NamedTuple):
     token_ids: torch.Tensor
     # [n] int64 on the logits' device: of the tokens that are allowed.
     num_nans: torch.Tensor
+    # [n] fp32 on the logits' device: the token's logit, -inf where none is allowed; any for a row
+    # with NaN.
+    values: torch.Tensor
+
+
+def combine_argmax(parts: Sequence[Argmax], first_ids: Sequence[int]) -> Argmax:
+    """Return the argmax of rows of which each part has seen the logits from its first id on.
+
+    Parts are in the order of their ids, so that the lowest id wins among equals. A row that has NaN
+    in any part gets any valid id, as it does from one argmax.
+    """
+    ids = torch.stack(
+        [part.token_ids + first for part, first in zip(parts, first_ids, strict=True)]
+    )
+    values, best = torch.stack([part.values for part in parts]).max(0)
+    return Argmax(
+        token_ids=ids.gather(0, best[None])[0],
+        num_nans=torch.stack([part.num_nans for part in parts]).sum(0),
+        values=values,
+    )
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from sampling_batches import make_logits, make_sampling_batch
 
 from pdserve_kernels import cpu, reference
+from pdserve_kernels.sampling_batch import combine_argmax
 
 VOCAB_SIZES = [1, 7, 64, 1392]
 WANTED: list[dict[str, Any]] = [
@@ -145,8 +147,42 @@ def test_linear_argmax_is_the_argmax_of_linear(
     best, logits = cpu.linear_argmax(x, packed), cpu.linear(x, packed)
     is_healthy = ~logits.isnan().any(1)
     assert torch.equal(best.token_ids[is_healthy], logits[is_healthy].argmax(-1))
+    assert torch.equal(best.values[is_healthy], logits[is_healthy].amax(-1).float())
     assert torch.equal(best.num_nans, logits.isnan().sum(-1))
     assert bool((best.token_ids < out_features).all())
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+@pytest.mark.parametrize("cuts", [[100], [50, 50], [64, 1, 35], [1] * 100, [30, 40, 30]])
+def test_parts_of_a_vocabulary_combine_to_the_argmax_of_the_whole(
+    kernels: ModuleType, cuts: list[int]
+) -> None:
+    logits = make_logits(60, 100)
+    logits[:20] = logits[:20].round()  # equals in many parts
+    logits[20] = -torch.inf
+    logits[21, 40:] = -torch.inf
+    logits[30:40, 60] = torch.nan
+    whole = kernels.argmax(logits)
+    parts = [kernels.argmax(part) for part in logits.split(cuts, 1)]
+    best = combine_argmax(parts, np.cumsum([0, *cuts[:-1]]).tolist())
+    is_healthy = ~logits.isnan().any(1)
+    for ours, theirs in zip(best, whole, strict=True):
+        assert torch.equal(ours[is_healthy], theirs[is_healthy])
+    assert torch.equal(best.num_nans, whole.num_nans)
+    assert bool(((best.token_ids >= 0) & (best.token_ids < 100)).all())
+
+
+def test_heads_cut_by_the_vocabulary_choose_what_the_whole_one_does() -> None:
+    weight, bias, x = (torch.randn(shape).bfloat16() for shape in ((200, 64), (200,), (40, 64)))
+    weight[150:] = weight[:50].clone()
+    bias[150:] = bias[:50].clone()
+    parts = [
+        cpu.linear_argmax(x, cpu.pack_linear(rows, its_bias))
+        for rows, its_bias in zip(weight.chunk(4), bias.chunk(4), strict=True)
+    ]
+    best = combine_argmax(parts, [0, 50, 100, 150])
+    whole = cpu.linear_argmax(x, cpu.pack_linear(weight, bias))
+    assert all(torch.equal(*pair) for pair in zip(best, whole, strict=True))
 
 
 def test_fp32_linear_argmax_goes_through_the_logits() -> None:

@@ -22,11 +22,11 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
     """See the reference."""
     logits, mask = _readable(logits), _readable_mask(mask, logits.shape)
-    token_ids, num_nans = torch.empty(2, len(logits), dtype=torch.int64)
+    best = _empty_argmax(len(logits))
     arguments = (*_describe(logits), address(mask))
-    library().pds_argmax(*arguments, token_ids.data_ptr())
-    library().pds_count_nans(*arguments, num_nans.data_ptr())
-    return Argmax(token_ids, num_nans)
+    library().pds_argmax(*arguments, best.token_ids.data_ptr(), best.values.data_ptr())
+    library().pds_count_nans(*arguments, best.num_nans.data_ptr())
+    return best
 
 
 def count_nans(logits: torch.Tensor) -> torch.Tensor:
@@ -65,12 +65,16 @@ def linear_argmax(
     """
     if not isinstance(packed, LinearWeight) or packed.num_parts != 1:
         return argmax(linear(x, packed), mask=mask)
-    token_ids, num_nans = torch.empty(2, len(x), dtype=torch.int64)
+    best = _empty_argmax(len(x))
     x, mask = rows_for(x, packed), _readable_mask(mask, (len(x), packed.out_features))
-    library().pds_linear_argmax(
-        *kernel_arguments(x, packed), address(mask), token_ids.data_ptr(), num_nans.data_ptr()
-    )
-    return Argmax(token_ids, num_nans)
+    outputs = (tensor.data_ptr() for tensor in best)
+    library().pds_linear_argmax(*kernel_arguments(x, packed), address(mask), *outputs)
+    return best
+
+
+def _empty_argmax(num_rows: int) -> Argmax:
+    token_ids, num_nans = torch.empty(2, num_rows, dtype=torch.int64)
+    return Argmax(token_ids, num_nans, torch.empty(num_rows))
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:

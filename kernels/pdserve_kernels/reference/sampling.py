@@ -16,13 +16,16 @@ from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 
 
 def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
-    """Return the best token of each row of logits [n, vocab_size] and how many NaN it has.
+    """Return the best token of each row of logits [n, vocab_size], its logit, and how many NaN the
+    row has.
 
     Masks are those of `mask_logits`. What is not allowed is not looked at; a row that allows
     nothing gets any valid id.
     """
     logits = mask_logits(logits, mask)
-    return Argmax(logits.argmax(-1), count_nans(logits))
+    token_ids = logits.argmax(-1)
+    values = logits.gather(1, token_ids[:, None])[:, 0].float()
+    return Argmax(token_ids, count_nans(logits), values)
 
 
 def linear_argmax(

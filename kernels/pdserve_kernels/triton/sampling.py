@@ -14,7 +14,7 @@ from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
 from pdserve_kernels.triton.filters import find_thresholds
 from pdserve_kernels.triton.gumbel import gumbel_noise
 from pdserve_kernels.triton.linear import LinearWeight, linear
-from pdserve_kernels.triton.masks import load_logits, load_scaled, readable, to_key
+from pdserve_kernels.triton.masks import from_key, load_logits, load_scaled, readable, to_key
 
 __all__ = ["argmax", "count_nans", "linear_argmax", "sample", "sample_staged"]
 
@@ -34,7 +34,8 @@ def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
         torch.empty(shape, dtype=torch.int64, device=logits.device)
         for shape in 2 * [(num_rows, num_parts)] + 2 * [(num_rows,)]
     )
-    result = Argmax(token_ids, num_nans)
+    values = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    result = Argmax(token_ids, num_nans, values)
     if num_rows:
         _argmax_kernel[(num_rows, num_parts)](
             logits,
@@ -103,7 +104,7 @@ def sample_staged(
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
-        _choose(best, None, Argmax(token_ids, token_ids))
+        _choose(best, None, Argmax(token_ids, token_ids, token_ids))
     return token_ids
 
 
@@ -114,6 +115,7 @@ def _choose(best: torch.Tensor, nans: torch.Tensor | None, result: Argmax) -> No
         best if nans is None else nans,
         result.token_ids,
         result.num_nans,
+        result.values,
         num_parts,
         HAS_NANS=nans is not None,
         BLOCK=triton.next_power_of_2(num_parts),
@@ -184,6 +186,7 @@ def _choose_kernel(
     nans_ptr,
     token_ids_ptr,
     num_nans_ptr,
+    values_ptr,
     num_parts,
     HAS_NANS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,3 +200,4 @@ def _choose_kernel(
     if HAS_NANS:
         nans = tl.load(nans_ptr + row * num_parts + part, mask=inside, other=0)
         tl.store(num_nans_ptr + row, tl.sum(nans, axis=0))
+        tl.store(values_ptr + row, from_key((best >> 32).to(tl.int32)))

@@ -12,8 +12,10 @@ static void with_logits(const void* data, int64_t is_bf16, int64_t num_rows, int
     body(Logits<float>{static_cast<const float*>(data), num_rows, vocab_size, stride});
 }
 
-// tokens [num_rows]: the best over the parts of each row, which are in the order of their ids.
-static void merge(const RowParts& parts, const std::vector<Best>& best, int64_t* tokens) {
+// tokens [num_rows]: the best over the parts of each row, which are in the order of their ids; values
+// [num_rows], unless null: what they were compared by.
+static void merge(const RowParts& parts, const std::vector<Best>& best, int64_t* tokens,
+                  float* values) {
   for (int64_t row = 0; row < parts.num_rows; ++row) {
     Best winner = best[row * parts.per_row];
     for (int64_t i = 1; i < parts.per_row; ++i) {
@@ -21,11 +23,12 @@ static void merge(const RowParts& parts, const std::vector<Best>& best, int64_t*
       winner.offer(other.value, other.token_id);
     }
     tokens[row] = winner.token_id;
+    if (values != nullptr) values[row] = winner.value;
   }
 }
 
 static void merge(const std::vector<SeenLogits>& seen, int64_t m, int64_t* tokens,
-                  int64_t* num_nans) {
+                  int64_t* num_nans, float* values) {
   for (int64_t row = 0; row < m; ++row) {
     SeenLogits all;
     for (size_t i = row; i < seen.size(); i += m) {
@@ -37,6 +40,7 @@ static void merge(const std::vector<SeenLogits>& seen, int64_t m, int64_t* token
     }
     tokens[row] = all.best.token_id;
     num_nans[row] = all.num_nans;
+    values[row] = all.best.value;
   }
 }
 
@@ -48,7 +52,7 @@ extern "C" {
 // Masks are [num_rows, ceil(vocab_size / 32)] or null.
 
 void pds_argmax(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
-                int64_t stride, const uint32_t* mask, int64_t* tokens) {
+                int64_t stride, const uint32_t* mask, int64_t* tokens, float* values) {
   const pds::RowParts parts(num_rows, vocab_size, omp_get_max_threads());
   std::vector<pds::Best> best(parts.count());
   pds::with_logits(data, is_bf16, num_rows, vocab_size, stride, [&](const auto& logits) {
@@ -56,7 +60,7 @@ void pds_argmax(const void* data, int64_t is_bf16, int64_t num_rows, int64_t voc
       find_best(team, logits, pds::Mask{mask, vocab_size}, parts, best.data());
     });
   });
-  merge(parts, best, tokens);
+  merge(parts, best, tokens, values);
 }
 
 void pds_count_nans(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
@@ -83,20 +87,21 @@ void pds_sample(const void* data, int64_t is_bf16, int64_t num_rows, int64_t voc
              best.data());
     });
   });
-  merge(parts, best, tokens);
+  merge(parts, best, tokens, nullptr);
 }
 
-// The argmax of the allowed numbers of pds_linear's rows, and how many of them are NaN. The weight
-// has one part.
+// The argmax of the allowed numbers of pds_linear's rows, how many of them are NaN, and the highest of
+// them. The weight has one part.
 void pds_linear_argmax(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight,
-                       const uint32_t* words, int64_t* tokens, int64_t* num_nans) {
+                       const uint32_t* words, int64_t* tokens, int64_t* num_nans,
+                       float* values) {
   const pds::Mask mask{words, weight->n};
   const std::vector<int64_t> panels = pds::find_allowed_panels(*weight, mask, m);
   std::vector<pds::SeenLogits> seen(m * omp_get_max_threads());
   pds::run_team([&](const pds::Team& team) {
     pds::linear_argmax(team, x, m, *weight, mask, panels, seen.data() + team.rank * m);
   });
-  merge(seen, m, tokens, num_nans);
+  merge(seen, m, tokens, num_nans, values);
 }
 
 }  // extern "C"
