@@ -57,7 +57,7 @@ __attribute__((noinline)) void add_products(const bf16* x, int64_t row_stride, c
     int64_t pair = 0;
     for (; pair + STEP_PAIRS <= num_pairs; pair += STEP_PAIRS) {
       if (first == 0) prefetch.step();
-      sums.fetch(first, pair / STEP_PAIRS);
+      sums.fetch<ROWS>(first, (num_pairs - pair) / STEP_PAIRS - 1);
       for (int i = 0; i < STEP_PAIRS; ++i) add_pair(pair + i);
     }
     for (; pair < num_pairs; ++pair) add_pair(pair);

@@ -39,10 +39,13 @@ struct PartialSums {
       for (int v = 0; v < TILE_VECTORS; ++v)
         tile[row][v] = is_begun ? load(at(0, row, first + v)) : zero();
   }
-  // Brings the `index`-th cache line from there on back into L1, from which the weight pushes what is
-  // stored later: many such stores in a row would hold up reading the weight.
-  PDS_INLINE void fetch(int first, int64_t index) const {
-    _mm_prefetch(reinterpret_cast<const char*>(at(num_left, 0, first) + index * LANES), _MM_HINT_T0);
+  // Brings the tile's vectors back into L1, from which the weight has pushed them, one in each of the
+  // last steps: many stores in a row that miss it would hold up reading the weight.
+  template <int ROWS>
+  PDS_INLINE void fetch(int first, int64_t steps_left) const {
+    if (steps_left >= ROWS * TILE_VECTORS) return;
+    const float* vector = at(num_left, steps_left / TILE_VECTORS, first + steps_left % TILE_VECTORS);
+    _mm_prefetch(reinterpret_cast<const char*>(vector), _MM_HINT_T0);
   }
   template <int ROWS>
   PDS_INLINE void store_from(F32 (&tile)[ROWS][TILE_VECTORS], int first) const {
