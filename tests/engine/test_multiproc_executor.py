@@ -66,6 +66,7 @@ def tokens_of(engine: LoadedEngine, request_id: str, **fields: Any) -> list[int]
             sampling_params=params,
             client_index=0,
             cache_salt=request_id,
+            eos_token_id=1,
         )
     )
     tokens: list[int] = []

@@ -44,6 +44,8 @@ TYPED_ERRORS = frozenset(
     }
 )
 PROVEN = 'pdserve_worker_pairs{state="proven"}'
+# Processes that the models of prefill workers are cut over.
+NUM_RANKS = int(os.environ.get("PDSERVE_FAULT_RANKS", "1"))
 HELD_SAMPLES = {
     "blocks": 'pdserve_kv_blocks{state="used"}',
     "zombies": "pdserve_kv_zombie_reads",
@@ -352,7 +354,8 @@ def _held(cluster: Cluster, name: str) -> Held:
     nixl = {
         "handles": counts["handles"],
         "registered_bytes": counts["registered_bytes"],
-        "orphans": max(0, counts["peers"] - int(samples["pdserve_kv_links"])),
+        # D has a peer for each rank of P.
+        "orphans": max(0, counts["peers"] // NUM_RANKS - int(samples["pdserve_kv_links"])),
     }
     gauges = {what: samples[sample] for what, sample in HELD_SAMPLES.items()}
     return Held(sessions=sessions, **gauges, **nixl, **system)

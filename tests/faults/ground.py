@@ -1,7 +1,6 @@
 """A cluster to strike at, and what it does when nobody does."""
 
 import contextlib
-import os
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,15 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cases import TRANSFER_TIMEOUT_S
-from checks import Answer, Asker, Held, held, wait_until_handing_off
+from checks import NUM_RANKS, Answer, Asker, Held, held, wait_until_handing_off
 
 from pdserve_common.sampling_params import SamplingParams
 from support.cluster import Cluster
 from support.network import missing_for_loss, missing_for_partitions
 
 TRANSPORTS = ("shm", "tcp")
-# Processes that the models of prefill workers are cut over.
-NUM_RANKS = os.environ.get("PDSERVE_FAULT_RANKS", "1")
 NUM_TOKENS = 24
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),

@@ -17,9 +17,8 @@ from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.shard import vocab_share
 from pdserve_engine.sampling.logits_rows import Rows
-from pdserve_kernels import select
 from pdserve_kernels.groups import Group
-from pdserve_kernels.sampling_batch import Argmax
+from pdserve_kernels.sampling_batch import MASK_BITS, Argmax, combine_argmax, num_mask_words
 
 
 class _Ask(IntEnum):
@@ -27,10 +26,13 @@ class _Ask(IntEnum):
 
     # Logits of some rows of states.
     LOGITS = 1
+    # The best token of some rows of states, or the best that a mask allows.
+    ARGMAX = 2
+    MASKED_ARGMAX = 3
     # The step is over, with so many tokens.
-    TOKENS = 2
+    TOKENS = 4
     # The step has failed.
-    FAILED = 3
+    FAILED = 5
 
 
 class StepTokens(NamedTuple):
@@ -48,7 +50,6 @@ class ShardedModel:
     def __init__(self, part: LlamaModel, group: Group) -> None:
         self._part = part
         self._group = group
-        self._kernels = select(part.device)
         self.config: ModelConfig = part.config
         self.device = part.device
         self.is_row_independent = part.is_row_independent
@@ -60,8 +61,7 @@ class ShardedModel:
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
-        self._say(_Ask.LOGITS, len(hidden_rows))
-        self._group.broadcast(hidden_rows.contiguous())
+        hidden_rows = self._ask(_Ask.LOGITS, hidden_rows)
         parts = _gather_logits(self._part, self._group, hidden_rows)
         logits = parts.transpose(0, 1).reshape(len(hidden_rows), -1)
         return logits[:, : self.config.vocab_size].contiguous()
@@ -70,7 +70,12 @@ class ShardedModel:
         self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
     ) -> Argmax:
         """See `models.base.Model`."""
-        return self._kernels.argmax(self.compute_logits(hidden_rows), mask=mask)
+        hidden_rows = self._ask(_Ask.ARGMAX if mask is None else _Ask.MASKED_ARGMAX, hidden_rows)
+        if mask is not None:
+            self._group.broadcast(mask)
+        parts = _gather_argmax(self._part, self._group, hidden_rows, mask)
+        share = vocab_share(self.config.vocab_size, self._group.size)
+        return combine_argmax(parts, [rank * share for rank in range(len(parts))])
 
     def tell_tokens(self, tokens: StepTokens) -> None:
         """End the step on the other ranks."""
@@ -81,6 +86,15 @@ class ShardedModel:
     def tell_failure(self) -> None:
         """End the step on the other ranks: it has failed here."""
         self._say(_Ask.FAILED, 0)
+
+    def _ask(self, ask: _Ask, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Have the other ranks compute something of these rows, which are returned as they see
+        them.
+        """
+        hidden_rows = hidden_rows.contiguous()
+        self._say(ask, len(hidden_rows))
+        self._group.broadcast(hidden_rows)
+        return hidden_rows
 
     def _say(self, ask: _Ask, count: int) -> None:
         self._group.broadcast(torch.tensor([ask, count]))
@@ -102,7 +116,15 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
         config = part.config
         rows = torch.empty(count, config.hidden_size, dtype=config.dtype, device=part.device)
         group.broadcast(rows)
-        _gather_logits(part, group, rows)
+        if ask == _Ask.LOGITS:
+            _gather_logits(part, group, rows)
+            continue
+        mask = None
+        if ask == _Ask.MASKED_ARGMAX:
+            num_words = num_mask_words(config.vocab_size)
+            mask = torch.empty(count, num_words, dtype=torch.int32, device=part.device)
+            group.broadcast(mask)
+        _gather_argmax(part, group, rows, mask)
 
 
 def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -110,6 +132,22 @@ def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) ->
     logits = part.compute_logits(hidden_rows)
     missing = vocab_share(part.config.vocab_size, group.size) - logits.shape[1]
     return group.gather(F.pad(logits, (0, missing)).contiguous())
+
+
+def _gather_argmax(
+    part: LlamaModel, group: Group, hidden_rows: torch.Tensor, mask: torch.Tensor | None
+) -> list[Argmax]:
+    """Return the best token of each rank's part of the vocabulary, numbered within the part."""
+    if mask is not None:
+        first, end = part.vocabulary.start, part.vocabulary.stop
+        mask = mask[:, first // MASK_BITS : num_mask_words(end)].contiguous()
+    token_ids, num_nans, values = part.choose_greedily(hidden_rows, mask=mask)
+    # In one message: the bits of a value as a number.
+    bits = values.view(torch.int32).long()
+    gathered = group.gather(torch.stack((token_ids, num_nans, bits)))
+    return [
+        Argmax(ids, nans, bits.int().view(torch.float32)) for ids, nans, bits in gathered.unbind()
+    ]
 
 
 def _receive(group: Group, count: int) -> Rows:
