@@ -168,6 +168,17 @@ def test_probes_run_few_at_a_time_and_take_no_seat_of_others(
     engine.assert_idle()
 
 
+def test_as_many_probes_run_at_once_as_have_seats() -> None:
+    engine = Engine(max_num_seqs=2, max_num_batched_tokens=(NUM_PROBE_SEATS + 2) * len(PROMPT))
+    fill(engine)
+    for index in range(NUM_PROBE_SEATS + 1):
+        add_probe(engine, f"p{index}")
+    engine.step()
+    assert engine.scheduler.running.num_probes == NUM_PROBE_SEATS
+    engine.run()
+    engine.assert_idle()
+
+
 def test_a_probe_that_has_landed_comes_before_a_prompt_that_fills_the_step(
     consumer: ScriptedConsumer,
 ) -> None:

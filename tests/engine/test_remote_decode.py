@@ -6,7 +6,7 @@ from pdserve_common.engine_types import FinishReason, KVTransferParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import RequestStatus
 from support.clock import Clock
-from support.scripted_engine import ON_P, Engine, ScriptedProducer, expected
+from support.scripted_engine import ON_P, Engine, ScriptedProducer, check_places, expected
 
 ON_P_FOR_E = KVTransferParams(do_remote_decode=True, remote_engine_id="e")
 
@@ -96,9 +96,12 @@ def test_a_grant_revoked_behind_the_schedulers_back_does_not_start(
     engine.run()
     producer.revoked.add("a")
     producer.allow("a")
-    engine.step()
+    for _ in range(3):  # the first one only applies the grant
+        engine.step()
     assert not started(engine)
+    assert len(engine.scheduler.waiting) == 1
     assert engine.pool.num_free_blocks == engine.pool.num_blocks
+    check_places(engine.scheduler)
 
 
 def test_blocks_are_announced_when_they_are_whole_and_computed(

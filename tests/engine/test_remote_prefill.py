@@ -175,6 +175,22 @@ def test_a_claim_that_comes_during_a_step_is_as_old_as_when_it_came(
     engine.assert_idle()
 
 
+def test_a_local_request_that_came_before_the_claim_has_its_turn_before_it(
+    consumer: ScriptedConsumer, clock: Clock
+) -> None:
+    engine = Engine(clock=clock, consumer=consumer, num_blocks=8, enable_caching=False)
+    engine.add("local", [1] * 24)
+    clock.now_s += 0.5
+    add_ticket(engine, "a", 24)
+    consumer.claim("a")
+    clock.now_s += 5
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["local"]
+    assert not consumer.loading
+    engine.run()
+    assert "a" in consumer.loading
+
+
 def test_a_claim_is_before_younger_ones_also_if_its_ticket_was_late(
     consumer: ScriptedConsumer, clock: Clock
 ) -> None:

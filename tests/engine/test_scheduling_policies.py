@@ -4,6 +4,7 @@ import pytest
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.sampling_params import RepetitionDetectionParams, SamplingParams
+from pdserve_engine.core import planner
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request_queue import PriorityRequestQueue
 from support.scripted_engine import (
@@ -37,6 +38,22 @@ def test_short_prompts_overtake_a_long_one_that_waits_for_a_place_among_the_part
     engine.step()
     # long-1 reaches its end in this step, so its place goes to long-2.
     assert engine.step().num_scheduled_tokens == {"long-1": 4, "short": 1, "long-2": 4}
+    engine.run()
+
+
+def test_only_so_many_long_prompts_are_overtaken_in_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "MAX_SKIPPED", 1)
+    engine = Engine(max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    for name in ("long-1", "long-2", "long-3"):
+        engine.add(name, [ord(name[-1])] * 12)
+    engine.add("short", [1, 2, 3])
+    step = engine.step()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"long-1": 4}
+    waiting = [request.request_id for request in engine.scheduler.waiting]
+    assert waiting == ["long-2", "long-3", "short"]
     engine.run()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from pdserve_common.validation import PROBE_PRIORITY
+from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.core.seats import Outlook, Seats
 from support.clock import Clock
 from support.scripted_engine import EOS, ON_D, Engine, ScriptedConsumer, expected
@@ -208,6 +210,36 @@ def test_forks_need_seats_as_well(consumer: ScriptedConsumer) -> None:
     consumer.finish_load("b")
     engine.run()
     engine.assert_idle()
+
+
+def test_what_has_landed_needs_a_seat_now_and_so_do_its_forks(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=64)
+    add_ticket(engine, "a")
+    for name in ("f", "g"):
+        engine.add(name, [ord("a")] * 8, fork_of="a")
+    engine.add("probe", [7] * 4, max_tokens=2, priority=PROBE_PRIORITY, kv_transfer_params=ON_D)
+    for name in ("a", "probe"):
+        consumer.claim(name)
+    engine.step()
+    engine.scheduler.pause_state = PauseState.PAUSED_ALL
+    for name in ("a", "probe"):
+        consumer.land_all(name)
+    engine.step()
+    assert len(engine.scheduler.places.kv_ready) == 2
+    seats = engine.scheduler.places.seats
+    assert seats.look_ahead().arrivals == [0, 0, 0], "the probe has a seat of its own"
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_answers_are_expected_to_end_early_if_some_have(ends_early: bool) -> None:
+    engine = Engine(num_blocks=64)
+    engine.add("x", [1] * 4, max_tokens=40 if ends_early else 2)
+    engine.rank.script["x"] = [1, EOS if ends_early else 1]
+    engine.add("y", [2] * 4, max_tokens=40)
+    while "x" in engine.scheduler.requests:
+        engine.step()
+    engine.step()
+    assert (engine.scheduler.places.seats.look_ahead().early_ends > 0) is ends_early
 
 
 def test_a_pull_is_expected_when_the_one_before_it_took_so_long(consumer: ScriptedConsumer) -> None:

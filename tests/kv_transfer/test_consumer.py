@@ -2,6 +2,7 @@
 accepts, that it checks what P says, and how a pull is lost.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -27,6 +28,8 @@ from pdserve_common.kv_types import (
     SessionEnded,
     SessionEndReason,
 )
+from pdserve_engine.kv.kv_cache import KVCacheSpec
+from pdserve_engine.kv.kv_groups import group_layers
 from pdserve_engine.kv_transfer import consumer
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
@@ -47,7 +50,7 @@ from pdserve_engine.kv_transfer.protocol import (
 from pdserve_engine.kv_transfer.pull import LossReason
 from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
 from pdserve_engine.request.request import Request
-from support.handoff import Pair, Wire, make_identity, welcome_of
+from support.handoff import SPEC, Pair, Wire, make_identity, welcome_of
 from support.metrics import series, value
 
 State = ConsumerState
@@ -59,8 +62,8 @@ class World:
     A prompt is of 40 tokens: three blocks, the last one partial.
     """
 
-    def __init__(self) -> None:
-        self.pair = Pair("local")
+    def __init__(self, spec: KVCacheSpec = SPEC) -> None:
+        self.pair = Pair("local", spec)
         self.d = self.pair.d
         self.transport = self.pair.transport
         self.transport.is_holding = True
@@ -284,6 +287,21 @@ def test_a_prompt_that_is_cached_whole_needs_no_read_and_no_release(world: World
     assert landed.output_token_ids == (77,)
     assert world.heard() == []
     world.end(request)
+
+
+def test_a_chunk_that_no_window_needs_is_released_unread() -> None:
+    world = World(replace(SPEC, groups=group_layers([16, 16])))
+    with contextlib.closing(world.pair):
+        request, session = world.granted()
+        world.say(ready(session, 0, 5))
+        assert not world.transport.held
+        assert world.heard() == [Release(session=session, through_block=1)]
+        world.say(ready(session, 1, 9, 2), done(session))
+        world.transport.land()
+        assert world.heard() == [Release(session=session, through_block=3)]
+        world.say(ack(session, 3))
+        assert world.told(PullFinished)
+        world.end(request)
 
 
 def test_a_release_may_be_confirmed_in_parts(world: World) -> None:

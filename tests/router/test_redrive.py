@@ -23,7 +23,13 @@ from pdserve_common.errors import NoWorkerError
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import MAX_ATTEMPT
-from pdserve_router.requests.redrive import TOKENS_PER_REDRIVE, Recovery, RedriveQueue
+from pdserve_router.requests import redrive
+from pdserve_router.requests.redrive import (
+    SMALL_NUM_TOKENS,
+    TOKENS_PER_REDRIVE,
+    Recovery,
+    RedriveQueue,
+)
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import Route
 from pdserve_router.workers.worker_client import WorkerState
@@ -196,6 +202,36 @@ async def test_what_is_spent_is_given_up_in_time_whoever_waits_before_it() -> No
         queue.discard(request)
 
 
+async def test_one_that_has_to_wait_for_longer_holds_nobody_up() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=8)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    soon, later = lost_request("a", SentRequest), lost_request("b", SentRequest)
+    queue.add(soon)
+    queue.add(later, delay_s=60)
+    await asyncio.sleep(0.01)
+    assert (soon.is_sent, later.is_sent) == (True, False)
+    for request in (soon, later):
+        queue.discard(request)
+
+
+async def test_a_token_lets_the_next_one_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redrive, "TICK_S", 60.0)
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = OnePairPool(step_tokens=2)
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=1)  # type: ignore[arg-type]
+    first, second = lost_request("a", SentRequest), lost_request("b", SentRequest)
+    for request in (first, second):
+        queue.add(request)
+    await asyncio.sleep(0.01)
+    assert (first.is_sent, second.is_sent) == (True, False)
+    queue.on_token(first)
+    await asyncio.sleep(0.01)
+    assert second.is_sent
+    for request in (first, second):
+        queue.discard(request)
+
+
 class NobodyListedPool(NobodyPool):
     """A pool whose only decode worker has left the list, with what runs there."""
 
@@ -214,6 +250,20 @@ async def test_what_decode_holds_blocks_of_goes_on_there_after_it_has_left_the_l
     await asyncio.wait_for(other.given_up.wait(), 20)
     assert (held.is_sent, held.given_up.is_set(), other.is_sent) == (True, False, False)
     queue.discard(held)
+
+
+async def test_what_decode_holds_just_enough_of_goes_on_there_while_nobody_is_listed() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    pool = NobodyListedPool()
+    queue = RedriveQueue(pool, metrics=metrics, max_redrives=3, wait_s=60)  # type: ignore[arg-type]
+    request = lost_request("a", SentRequest)
+    request.core_request = dataclasses.replace(request.core_request, prompt_token_ids=(1,) * 1000)
+    request.recovery.holder = pool.leaving  # type: ignore[assignment]
+    request.recovery.num_confirmed_tokens = 1000 - SMALL_NUM_TOKENS
+    queue.add(request)
+    await asyncio.sleep(0.01)
+    assert request.is_sent
+    queue.discard(request)
 
 
 async def test_what_decode_holds_too_little_of_waits_while_nobody_is_listed() -> None:
@@ -318,11 +368,67 @@ async def test_a_request_waits_while_somebody_has_not_been_gone_for_long(
     queue.discard(request)
 
 
+class SometimesDecodePool(OnePairPool):
+    """A pool whose decode worker the test takes away; counts how often nobody was there."""
+
+    num_asked = 0
+
+    def last_served_at(self, origins: object) -> float:
+        self.num_asked += 1
+        return -math.inf
+
+
+async def test_a_request_that_waits_for_its_turn_has_not_been_without_a_worker() -> None:
+    pool, clock = SometimesDecodePool(step_tokens=2), Clock()
+    queue = RedriveQueue(
+        pool,  # type: ignore[arg-type]
+        metrics=RouterMetrics(CollectorRegistry()),
+        max_redrives=3,
+        wait_s=60,
+        clock=clock,
+    )
+    first, second = lost_request("a", SentRequest), lost_request("b", SentRequest)
+    for request, within_s in ((first, 1000), (second, 2000)):
+        request.core_request = dataclasses.replace(
+            request.core_request, deadline=clock() + within_s
+        )
+    (decode,) = pool.decode
+    decode.is_ready = False
+    queue.add(second)
+    await until(lambda: pool.num_asked > 0)
+    clock.now_s += 30
+    decode.is_ready = True
+    queue.add(first)
+    await until(lambda: first.is_sent)
+    decode.is_ready = False
+    for seconds, is_given_up in ((40, False), (60, True)):
+        clock.now_s += seconds
+        pool.num_asked = 0
+        await until(lambda: pool.num_asked > 1 or second.given_up.is_set())
+        assert second.given_up.is_set() is is_given_up
+    assert not second.is_sent
+    queue.discard(first)
+
+
 def lose_again(recovery: Recovery, *, code: ErrorCode = ErrorCode.ENGINE_DEAD) -> None:
     worker = Worker(WorkerRole.DECODE, 1)
     error = EngineError(code=code, message="gone", is_retryable=True)
     recovery.add(Route(decode=worker), worker, error, reason="", now=0.0)  # type: ignore[arg-type]
     recovery.begin_attempt()
+
+
+@pytest.mark.parametrize("code", [ErrorCode.KV_TRANSFER_FAILED, ErrorCode.KV_EXPIRED])
+def test_a_handoff_that_failed_is_put_down_to_prefill_unless_decode_failed_itself(
+    code: ErrorCode,
+) -> None:
+    recovery = Recovery()
+    prefill, decode = Worker(WorkerRole.PREFILL, 1), Worker(WorkerRole.DECODE, 1)
+    route = Route(prefill=prefill, decode=decode)  # type: ignore[arg-type]
+    for each, blamed in ((code, prefill), (ErrorCode.ENGINE_DEAD, decode)):
+        error = EngineError(code=each, message="gone", is_retryable=True)
+        recovery.add(route, decode, error, reason="", now=0.0)  # type: ignore[arg-type]
+        found: frozenset[object] = recovery.blamed
+        assert found == {blamed}
 
 
 def test_progress_gives_redrives_back_and_drains_take_none() -> None:
