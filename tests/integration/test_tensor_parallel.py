@@ -32,6 +32,7 @@ PARAMS = {
 KILLED_TIMEOUT_S = 20.0
 STOPPED_TIMEOUT_S = 60.0
 EXIT_TIMEOUT_S = 10.0
+NUM_SOAK_LOSSES = 100
 
 
 @pytest.fixture(scope="module")
@@ -118,29 +119,33 @@ def ranks_of(stack: RunningStack, name: str) -> list[psutil.Process]:
     return [p for p in service.children() if "pdserve_engine.executor.rank" in p.cmdline()]
 
 
-@pytest.mark.parametrize(
-    ("signum", "timeout_s"),
-    [(signal.SIGKILL, KILLED_TIMEOUT_S), (signal.SIGSTOP, STOPPED_TIMEOUT_S)],
-)
+@pytest.mark.parametrize("num_losses", [2, pytest.param(NUM_SOAK_LOSSES, marks=pytest.mark.soak)])
 async def test_a_lost_rank_ends_its_service_and_answers_go_on(
-    signum: int, timeout_s: float, start: Callable[..., Any]
+    num_losses: int, start: Callable[..., Any]
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     with start(1, 2, decode=2, restart=False) as stack:
         client = AsyncClient(stack.grpc_address)
         try:
             undisturbed = await ask(client, prompts()[0], params)
-            answers = [asyncio.create_task(ask(client, prompts()[0], params)) for _ in range(4)]
-            await asyncio.sleep(0.3)
-            lost = ranks_of(stack, "decode-0")
-            lost[1].send_signal(signum)
-            started = time.monotonic()
-            status = await asyncio.to_thread(stack.process("decode-0").wait, timeout_s)
-            assert status == 2, stack.log("decode-0")[-2000:]
-            assert await asyncio.gather(*answers) == [undisturbed] * 4
-            print(f"the service ended after {time.monotonic() - started:.1f} s")
+            for number in range(num_losses):
+                answers = [asyncio.create_task(ask(client, prompts()[0], params)) for _ in range(4)]
+                await asyncio.sleep(0.3)
+                await lose(stack, f"decode-{number // 2 % 2}", number // 4 % 2, number % 2 == 0)
+                assert await asyncio.gather(*answers) == [undisturbed] * 4
+                stack.restore()
         finally:
             await client.close()
-        _, alive = psutil.wait_procs(lost, timeout=EXIT_TIMEOUT_S)
-        assert not alive
-        stack.restore()
+
+
+async def lose(stack: RunningStack, name: str, rank: int, is_kill: bool) -> None:
+    """Kill a rank, or stop it, and wait for the end of its service; both ranks are gone then."""
+    ranks = ranks_of(stack, name)
+    ranks[rank].send_signal(signal.SIGKILL if is_kill else signal.SIGSTOP)
+    started = time.monotonic()
+    timeout_s = KILLED_TIMEOUT_S if is_kill else STOPPED_TIMEOUT_S
+    status = await asyncio.to_thread(stack.process(name).wait, timeout_s)
+    print(f"{'killed' if is_kill else 'stopped'}: ended after {time.monotonic() - started:.1f} s")
+    assert status == 2, stack.log(name)[-2000:]
+    _, alive = psutil.wait_procs(ranks, timeout=EXIT_TIMEOUT_S)
+    assert not alive
