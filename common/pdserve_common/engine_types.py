@@ -470,3 +470,5 @@ class EngineInfo:
     # Processes that each layer is cut over, and stages of them that the layers are cut into.
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    # The zone that its machine is in; empty: not known.
+    zone: str = ""

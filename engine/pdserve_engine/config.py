@@ -21,6 +21,8 @@ DEFAULT_BLOCK_SIZE: dict[Device, int] = {"cpu": 16, "cuda": 64}
 # prompt's last chunk.
 DEFAULT_BATCHED_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
+# Of a label's value in Kubernetes.
+MAX_ZONE_CHARS = 63
 # Places in the batch besides max_num_seqs, for probes: as many as one router has under way.
 NUM_PROBE_SEATS = 4
 
@@ -151,6 +153,7 @@ class EngineConfig:
     step_timeout_s: float = opt(
         300.0, "When a step counts as hung at the latest: the process exits to be restarted."
     )
+    zone: str = opt("", "Zone that this machine is in: routers pair workers of one zone first.")
     log_iterations: bool = opt(False, "Log a line for each step.")
     profile_dir: str | None = opt(None, "Folder for profiles; a temporary one if unset.")
 
@@ -185,6 +188,10 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 to 1"
+            )
+        if len(self.zone) > MAX_ZONE_CHARS:
+            raise ValueError(
+                f"zone has {len(self.zone)} characters, must have at most {MAX_ZONE_CHARS}"
             )
         if not 0 <= self.kv_watermark < 1:
             raise ValueError(f"kv_watermark is {self.kv_watermark}, must be 0 to below 1")

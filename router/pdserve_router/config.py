@@ -85,6 +85,9 @@ class RouterConfig(TlsConfig):
     routing_topology_weight: float = opt(
         32.0, "What it costs if P and D have addresses on different hosts."
     )
+    routing_zone_weight: float = opt(
+        256.0, "What it costs besides if they are known to be in different zones."
+    )
     disaggregation: bool = opt(True, "Prefill on prefill workers; off: decode workers do it all.")
     require_disaggregation: bool = opt(
         False,

@@ -257,6 +257,22 @@ def test_the_nearer_decode_worker_is_taken_of_equal_ones() -> None:
     assert policy.pick_pair(CHAT, pool.candidates())[1] is pool.decode[1]
 
 
+def test_a_worker_of_another_zone_is_taken_only_if_it_is_far_cheaper() -> None:
+    pool, policy = make_pool(1, 2), prefix_routing()
+    workers = (*pool.prefill, *pool.decode)
+    for number, (worker, zone) in enumerate(zip(workers, ("a", "b", "a"), strict=True)):
+        worker.address = f"host-{number}:1"
+        worker.info = dataclasses.replace(worker.info, zone=zone)
+    far, near = pool.decode
+    for num_running, taken in ((10, near), (30, far)):
+        near.stats = SchedulerStats(num_free_blocks=100, num_running_reqs=num_running)
+        far.stats = SchedulerStats(num_free_blocks=100)
+        assert policy.pick_pair(CHAT, pool.candidates())[1] is taken
+    near.info = dataclasses.replace(near.info, zone="")  # who knows
+    near.stats = SchedulerStats(num_free_blocks=100, num_running_reqs=10)
+    assert policy.pick_pair(CHAT, pool.candidates())[1] is near
+
+
 def test_a_session_stays_until_its_pair_is_saturated_or_gone() -> None:
     pool, policy = make_pool(5, 5), SessionAffinity()
     pair = policy.pick_pair(CHAT, pool.candidates(), session="s")

@@ -384,4 +384,5 @@ def _describe(
         started_at_ms=time.time_ns() // 1_000_000,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        zone=config.zone,
     )

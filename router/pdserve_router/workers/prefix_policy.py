@@ -43,6 +43,8 @@ class RoutingWeights:
     routing_transfer_weight: float = 0.1
     # P and D on different hosts.
     routing_topology_weight: float = 32.0
+    # And in different zones.
+    routing_zone_weight: float = 256.0
 
 
 class _Sent:
@@ -154,8 +156,12 @@ class PrefixRouting:
         )
 
     def _distance(self, prefill: WorkerClient, decode: WorkerClient) -> float:
-        is_same = _host(prefill.address) == _host(decode.address)
-        return 0.0 if is_same else self._weights.routing_topology_weight
+        if _host(prefill.address) == _host(decode.address):
+            return 0.0
+        zones = {worker.info.zone for worker in (prefill, decode) if worker.info is not None}
+        is_far = len(zones - {""}) > 1
+        weights = self._weights
+        return weights.routing_topology_weight + (weights.routing_zone_weight if is_far else 0.0)
 
 
 def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
