@@ -7,7 +7,7 @@ import torch
 
 from pdserve_kernels.decoder import Decoder
 from pdserve_kernels.metadata import AttentionMetadata
-from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
 
 class KernelSet(Protocol):
@@ -78,6 +78,14 @@ class KernelSet(Protocol):
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
     ) -> torch.Tensor: ...
+    def sample_part(
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        *,
+        first_id: int,
+        mask: torch.Tensor | None = None,
+    ) -> Sampled: ...
     def argmax(self, logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax: ...
     def count_nans(self, logits: torch.Tensor) -> torch.Tensor: ...
 

@@ -62,6 +62,16 @@ class Argmax(NamedTuple):
     values: torch.Tensor
 
 
+class Sampled(NamedTuple):
+    """The chosen token of each of n rows, and what it was chosen by."""
+
+    # [n] int64 on the logits' device.
+    token_ids: torch.Tensor
+    # [n] fp32 on the logits' device: the highest of what is compared, the logit of a greedy row,
+    # else the scaled logit with its noise.
+    values: torch.Tensor
+
+
 def combine_argmax(parts: Sequence[Argmax], first_ids: Sequence[int]) -> Argmax:
     """Return the argmax of rows of which each part has seen the logits from its first id on.
 

@@ -23,7 +23,7 @@ from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.groups import Group
 from pdserve_kernels.reference.quantization import QuantizedWeight
-from pdserve_kernels.sampling_batch import Argmax
+from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,18 @@ class LlamaModel:
         """See `models.base.Model`."""
         best: Argmax = self._kernels.linear_argmax(hidden_rows, self._lm_head, mask=mask)
         return best
+
+    @torch.inference_mode()
+    def sample_part(
+        self, hidden_rows: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
+        """Return of the rank's `vocabulary` the token that would win in each of the n rows, none of
+        which has a filter, numbered within it. The mask is of its tokens alone.
+        """
+        logits = self.compute_logits(hidden_rows)
+        first_id = self.vocabulary.start
+        chosen: Sampled = self._kernels.sample_part(logits, batch, first_id=first_id, mask=mask)
+        return Argmax(chosen.token_ids, self._kernels.count_nans(logits), chosen.values)
 
     def _read(self, *weights: str | WeightPart) -> torch.Tensor:
         return self._checkpoint.read(*weights, dtype=self.config.dtype, device=self.device)

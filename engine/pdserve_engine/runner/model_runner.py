@@ -30,6 +30,7 @@ from pdserve_engine.sampling.state import (
     errors_of_masks,
 )
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.sampling_batch import Argmax
 
 # Prompts that ask for logprobs have the logits of so many rows in memory at a time, and so many
 # numbers (64 MiB).
@@ -254,9 +255,7 @@ class ModelRunner:
         batch = self._batch
         if batch.sampling.is_greedy(rows):
             mask = None if masks is None else self._to_device(masks.bitmask)
-            best = self.model.choose_greedily(hidden_states, mask=mask)
-            token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
-            return SampledTokens(rows, token_ids, {}, errors_of_masks(masks, token_ids), num_nans)
+            return sampled_of(self.model.choose_greedily(hidden_states, mask=mask), rows, masks)
         logits = self.model.compute_logits(hidden_states)
         return batch.sampling.sample(logits, rows, batch.output_token_ids, masks)
 
@@ -301,6 +300,12 @@ class ModelRunner:
 
 def _is_chunk(scheduled: tuple[str, int]) -> bool:
     return scheduled[1] > 1
+
+
+def sampled_of(best: Argmax, rows: LogitsRows, masks: TokenMasks | None) -> SampledTokens:
+    """Return the tokens of rows of which nothing else is asked. Waits for the device."""
+    token_ids, num_nans = best.token_ids.cpu().numpy(), best.num_nans.cpu().numpy()
+    return SampledTokens(rows, token_ids, {}, errors_of_masks(masks, token_ids), num_nans)
 
 
 def by_request(

@@ -18,7 +18,13 @@ from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.shard import vocab_share
 from pdserve_engine.sampling.logits_rows import Rows
 from pdserve_kernels.groups import Group
-from pdserve_kernels.sampling_batch import MASK_BITS, Argmax, combine_argmax, num_mask_words
+from pdserve_kernels.sampling_batch import (
+    MASK_BITS,
+    Argmax,
+    SamplingBatch,
+    combine_argmax,
+    num_mask_words,
+)
 
 
 class _Ask(IntEnum):
@@ -29,10 +35,13 @@ class _Ask(IntEnum):
     # The best token of some rows of states, or the best that a mask allows.
     ARGMAX = 2
     MASKED_ARGMAX = 3
+    # The same, of logits with noise.
+    SAMPLE = 4
+    MASKED_SAMPLE = 5
     # The step is over, with so many tokens.
-    TOKENS = 4
+    TOKENS = 6
     # The step has failed.
-    FAILED = 5
+    FAILED = 7
 
 
 class StepTokens(NamedTuple):
@@ -71,9 +80,24 @@ class ShardedModel:
     ) -> Argmax:
         """See `models.base.Model`."""
         hidden_rows = self._ask(_Ask.ARGMAX if mask is None else _Ask.MASKED_ARGMAX, hidden_rows)
+        return self._best_of_all(hidden_rows, None, mask)
+
+    def sample(
+        self, hidden_rows: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
+    ) -> Argmax:
+        """Return the token that `sample` of the kernel sets chooses for each row, none of which has
+        a filter.
+        """
+        hidden_rows = self._ask(_Ask.SAMPLE if mask is None else _Ask.MASKED_SAMPLE, hidden_rows)
+        self._group.broadcast(_to_numbers(batch))
+        return self._best_of_all(hidden_rows, batch, mask)
+
+    def _best_of_all(
+        self, hidden_rows: torch.Tensor, batch: SamplingBatch | None, mask: torch.Tensor | None
+    ) -> Argmax:
         if mask is not None:
             self._group.broadcast(mask)
-        parts = _gather_argmax(self._part, self._group, hidden_rows, mask)
+        parts = _gather_best(self._part, self._group, hidden_rows, batch, mask)
         share = vocab_share(self.config.vocab_size, self._group.size)
         return combine_argmax(parts, [rank * share for rank in range(len(parts))])
 
@@ -119,12 +143,16 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
         if ask == _Ask.LOGITS:
             _gather_logits(part, group, rows)
             continue
-        mask = None
-        if ask == _Ask.MASKED_ARGMAX:
+        batch = mask = None
+        if ask in (_Ask.SAMPLE, _Ask.MASKED_SAMPLE):
+            numbers = torch.empty(3, count, dtype=torch.int64)
+            group.broadcast(numbers)
+            batch = _from_numbers(numbers)
+        if ask in (_Ask.MASKED_ARGMAX, _Ask.MASKED_SAMPLE):
             num_words = num_mask_words(config.vocab_size)
             mask = torch.empty(count, num_words, dtype=torch.int32, device=part.device)
             group.broadcast(mask)
-        _gather_argmax(part, group, rows, mask)
+        _gather_best(part, group, rows, batch, mask)
 
 
 def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -134,20 +162,49 @@ def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) ->
     return group.gather(F.pad(logits, (0, missing)).contiguous())
 
 
-def _gather_argmax(
-    part: LlamaModel, group: Group, hidden_rows: torch.Tensor, mask: torch.Tensor | None
+def _gather_best(
+    part: LlamaModel,
+    group: Group,
+    hidden_rows: torch.Tensor,
+    batch: SamplingBatch | None,
+    mask: torch.Tensor | None,
 ) -> list[Argmax]:
-    """Return the best token of each rank's part of the vocabulary, numbered within the part."""
+    """Return the best token of each rank's part of the vocabulary, numbered within the part; of a
+    batch the one that it would choose.
+    """
     if mask is not None:
         first, end = part.vocabulary.start, part.vocabulary.stop
         mask = mask[:, first // MASK_BITS : num_mask_words(end)].contiguous()
-    token_ids, num_nans, values = part.choose_greedily(hidden_rows, mask=mask)
+    if batch is None:
+        best = part.choose_greedily(hidden_rows, mask=mask)
+    else:
+        best = part.sample_part(hidden_rows, batch, mask=mask)
+    token_ids, num_nans, values = best
     # In one message: the bits of a value as a number.
     bits = values.view(torch.int32).long()
     gathered = group.gather(torch.stack((token_ids, num_nans, bits)))
     return [
         Argmax(ids, nans, bits.int().view(torch.float32)) for ids, nans, bits in gathered.unbind()
     ]
+
+
+def _to_numbers(batch: SamplingBatch) -> torch.Tensor:
+    """Return what a batch without filters says, [3, n] int64; of temperatures the bits."""
+    temperature = batch.temperature.astype(np.float32).view(np.int32)
+    return torch.from_numpy(np.stack((temperature, batch.seeds, batch.positions)).astype(np.int64))
+
+
+def _from_numbers(numbers: torch.Tensor) -> SamplingBatch:
+    temperature, seeds, positions = numbers.numpy()
+    count = len(seeds)
+    return SamplingBatch(
+        temperature=temperature.astype(np.int32).view(np.float32),
+        top_k=np.zeros(count, dtype=np.int64),
+        top_p=np.ones(count),
+        min_p=np.zeros(count, dtype=np.float32),
+        seeds=seeds,
+        positions=positions,
+    )
 
 
 def _receive(group: Group, count: int) -> Rows:

@@ -5,14 +5,16 @@ it; of a pipeline those of the stages before the last.
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
+from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.sched_output import ModelRunnerOutput, NewRequestData
-from pdserve_engine.runner.model_runner import ModelRunner, StepPlan
+from pdserve_engine.runner.model_runner import ModelRunner, StepPlan, sampled_of
 from pdserve_engine.runner.sharded_model import ShardedModel, StepTokens, follow
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.processors import LogitsProcessorFactory
-from pdserve_engine.sampling.state import DUMMY_TOKEN_ID, SamplingState
+from pdserve_engine.sampling.state import DUMMY_TOKEN_ID, SampledTokens, SamplingState
 
 
 class LeaderRunner(ModelRunner):
@@ -31,6 +33,16 @@ class LeaderRunner(ModelRunner):
         token_ids = np.array([token for tokens in sampled for token in tokens], dtype=np.int64)
         self.model.tell_tokens(StepTokens(counts, token_ids))
         return output
+
+    def _choose(
+        self, hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
+    ) -> SampledTokens:
+        sampling = self._batch.sampling
+        if sampling.is_greedy(rows) or not sampling.is_unfiltered(rows):
+            return super()._choose(hidden_states, rows, masks)
+        mask = None if masks is None else torch.from_numpy(masks.bitmask)
+        batch = sampling.describe(rows)
+        return sampled_of(self.model.sample(hidden_states, batch, mask=mask), rows, masks)
 
 
 class FollowerRunner(ModelRunner):

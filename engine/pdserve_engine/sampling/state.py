@@ -149,6 +149,18 @@ class SamplingState:
         """Do all these rows want the best token, and nothing else of their logits?"""
         return not self._wants_logits[rows.batch_rows].any()
 
+    def is_unfiltered(self, rows: LogitsRows) -> bool:
+        """Do all these rows want any token that is allowed, and nothing else of their logits?"""
+        batch_rows = rows.batch_rows
+        return not (
+            (self._num_logprobs[batch_rows] != NO_LOGPROBS).any()
+            or self._has_rules[batch_rows].any()
+            or self._penalties.are_asked_for(batch_rows)
+            or (self._top_k[batch_rows] > 0).any()
+            or (self._top_p[batch_rows] < 1.0).any()
+            or (self._min_p[batch_rows] > 0.0).any()
+        )
+
     def sample(
         self,
         logits: torch.Tensor,

@@ -23,7 +23,13 @@ from pdserve_kernels.cpu.linear import (
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.cpu.sampling import argmax, count_nans, linear_argmax, sample
+from pdserve_kernels.cpu.sampling import (
+    argmax,
+    count_nans,
+    linear_argmax,
+    sample,
+    sample_part,
+)
 
 __all__ = [
     "LinearWeight",
@@ -46,5 +52,6 @@ __all__ = [
     "rotary_embedding",
     "run_decoder",
     "sample",
+    "sample_part",
     "silu_and_mul",
 ]

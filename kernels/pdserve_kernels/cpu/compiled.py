@@ -29,7 +29,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
     "pds_argmax": (POINTER, *(INT,) * 4, *(POINTER,) * 3),
     "pds_count_nans": (POINTER, *(INT,) * 4, POINTER, POINTER),
-    "pds_sample": (POINTER, *(INT,) * 4, *(POINTER,) * 9),
+    "pds_sample": (POINTER, *(INT,) * 4, *(POINTER,) * 8, INT, POINTER, POINTER),
     "pds_linear_argmax": (POINTER, INT, *(POINTER,) * 5),
     "pds_rms_norm": (POINTER, *(INT,) * 5, POINTER, FLOAT, POINTER),
     "pds_add_rms_norm": (POINTER, POINTER, INT, INT, POINTER, FLOAT, POINTER),

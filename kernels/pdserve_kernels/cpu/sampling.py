@@ -14,7 +14,7 @@ from pdserve_kernels.cpu.linear import (
     linear,
     rows_for,
 )
-from pdserve_kernels.sampling_batch import Argmax, SamplingBatch, check_mask
+from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch, check_mask
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -41,6 +41,17 @@ def sample(
     logits: torch.Tensor, batch: SamplingBatch, *, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See the reference. Blocks of 64 tokens of which none is allowed are not looked at."""
+    return sample_part(logits, batch, first_id=0, mask=mask).token_ids
+
+
+def sample_part(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    *,
+    first_id: int,
+    mask: torch.Tensor | None = None,
+) -> Sampled:
+    """See the reference."""
     logits, mask = _readable(logits), _readable_mask(mask, logits.shape)
     arrays = (
         _column(batch.temperature, np.float32, len(logits)),
@@ -51,10 +62,17 @@ def sample(
         _column(batch.seeds, np.int64, len(logits)),
         _column(batch.positions, np.int64, len(logits)),
     )
-    token_ids = torch.empty(len(logits), dtype=torch.int64)
+    token_ids, values = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     pointers = (array.ctypes.data for array in arrays)
-    library().pds_sample(*_describe(logits), address(mask), *pointers, token_ids.data_ptr())
-    return token_ids
+    library().pds_sample(
+        *_describe(logits),
+        address(mask),
+        *pointers,
+        first_id,
+        token_ids.data_ptr(),
+        values.data_ptr(),
+    )
+    return Sampled(token_ids, values)
 
 
 def linear_argmax(

@@ -21,7 +21,13 @@ from pdserve_kernels.reference.linear import (
     linear_sums,
     pack_linear,
 )
-from pdserve_kernels.reference.sampling import argmax, count_nans, linear_argmax, sample
+from pdserve_kernels.reference.sampling import (
+    argmax,
+    count_nans,
+    linear_argmax,
+    sample,
+    sample_part,
+)
 
 __all__ = [
     "LinearWeight",
@@ -44,5 +50,6 @@ __all__ = [
     "rotary_embedding",
     "run_decoder",
     "sample",
+    "sample_part",
     "silu_and_mul",
 ]

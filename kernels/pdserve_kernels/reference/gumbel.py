@@ -17,9 +17,12 @@ COUNTERS_IN_CACHE = 16_384
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int) -> Tensor:
-    """Return fp32 noise [n, vocab_size] for n requests; the tensors are [n] int64 on one device."""
+def gumbel_noise(seeds: Tensor, positions: Tensor, *, vocab_size: int, first_id: int = 0) -> Tensor:
+    """Return fp32 noise [n, vocab_size] for n requests; the tensors are [n] int64 on one device. It
+    is that of the vocab ids from first_id on, a multiple of 4.
+    """
     counters = torch.arange(-(-vocab_size // WORDS_PER_COUNTER), device=seeds.device).unsqueeze(0)
+    counters += first_id // WORDS_PER_COUNTER
     rows_at_once = max(1, len(seeds))
     if seeds.device.type == "cpu":
         rows_at_once = max(1, COUNTERS_IN_CACHE // counters.shape[1])

@@ -12,7 +12,7 @@ from pdserve_kernels.reference.filters import Filters, find_candidates
 from pdserve_kernels.reference.gumbel import gumbel_noise, gumbel_noise_at
 from pdserve_kernels.reference.linear import LinearWeight, linear
 from pdserve_kernels.reference.masks import mask_logits
-from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
 
 def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
@@ -67,6 +67,32 @@ def sample(
             index = torch.from_numpy(rows).to(logits.device)
             tokens[index] = _sample_random(logits[index], batch.select(rows))
     return tokens
+
+
+def sample_part(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    *,
+    first_id: int,
+    mask: torch.Tensor | None = None,
+) -> Sampled:
+    """Return of logits [n, k] of the tokens from first_id on, a multiple of 4, the one that would
+    win among them, numbered within them. No row has a filter: of several parts of a vocabulary the
+    highest value, with the lowest id, is then the token that `sample` chooses of the whole.
+    """
+    logits = mask_logits(logits, mask).float()
+    device = logits.device
+    divisors = np.where(batch.temperature != 0, batch.divisors(), np.float32(1))
+    values = logits / torch.from_numpy(divisors).to(device).unsqueeze(1)
+    noise = gumbel_noise(
+        torch.from_numpy(batch.seeds).to(device),
+        torch.from_numpy(batch.positions).to(device),
+        vocab_size=logits.shape[1],
+        first_id=first_id,
+    )
+    noise[torch.from_numpy(batch.temperature == 0).to(device)] = 0
+    token_ids = noise.add_(values).argmax(-1)
+    return Sampled(token_ids, noise.gather(1, token_ids[:, None])[:, 0])
 
 
 def _has_filter(batch: SamplingBatch, vocab_size: int) -> npt.NDArray[np.bool_]:

@@ -4,6 +4,7 @@ Every kernel is enqueued on the current stream and none synchronises. Nothing is
 two replicas must compute the same.
 """
 
+from pdserve_kernels.reference.sampling import sample_part
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.cache import kv_tile_format, reshape_and_cache
 from pdserve_kernels.triton.decoder import pack_decoder, run_decoder
@@ -46,5 +47,6 @@ __all__ = [
     "rotary_embedding",
     "run_decoder",
     "sample",
+    "sample_part",
     "silu_and_mul",
 ]

@@ -13,7 +13,7 @@ static void with_logits(const void* data, int64_t is_bf16, int64_t num_rows, int
 }
 
 // tokens [num_rows]: the best over the parts of each row, which are in the order of their ids; values
-// [num_rows], unless null: what they were compared by.
+// [num_rows]: what they were compared by.
 static void merge(const RowParts& parts, const std::vector<Best>& best, int64_t* tokens,
                   float* values) {
   for (int64_t row = 0; row < parts.num_rows; ++row) {
@@ -23,7 +23,7 @@ static void merge(const RowParts& parts, const std::vector<Best>& best, int64_t*
       winner.offer(other.value, other.token_id);
     }
     tokens[row] = winner.token_id;
-    if (values != nullptr) values[row] = winner.value;
+    values[row] = winner.value;
   }
 }
 
@@ -75,9 +75,10 @@ void pds_count_nans(const void* data, int64_t is_bf16, int64_t num_rows, int64_t
 void pds_sample(const void* data, int64_t is_bf16, int64_t num_rows, int64_t vocab_size,
                 int64_t stride, const uint32_t* mask, const float* temperature, const float* divisor,
                 const int64_t* top_k, const double* top_p, const float* log_min_p,
-                const int64_t* seeds, const int64_t* positions, int64_t* tokens) {
-  const pds::SamplingRequests requests{temperature, divisor, top_k, top_p,
-                                       log_min_p,   seeds,   positions};
+                const int64_t* seeds, const int64_t* positions, int64_t first_id, int64_t* tokens,
+                float* values) {
+  const pds::SamplingRequests requests{temperature, divisor, top_k,     top_p,
+                                       log_min_p,   seeds,   positions, first_id};
   const pds::RowParts parts(num_rows, vocab_size, omp_get_max_threads());
   std::vector<pds::Best> best(parts.count());
   std::vector<float> thresholds(num_rows);
@@ -87,7 +88,7 @@ void pds_sample(const void* data, int64_t is_bf16, int64_t num_rows, int64_t voc
              best.data());
     });
   });
-  merge(parts, best, tokens, nullptr);
+  merge(parts, best, tokens, values);
 }
 
 // The argmax of the allowed numbers of pds_linear's rows, how many of them are NaN, and the highest of

@@ -65,6 +65,7 @@ struct SamplingRequests {
   const float* log_min_p;    // -inf is no limit
   const int64_t* seeds;
   const int64_t* positions;
+  int64_t first_id = 0;  // of the vocabulary, that the logits begin with; a multiple of 4
 
   bool is_random(int64_t row) const { return temperature[row] != 0.0f; }
   bool has_top_k(int64_t row, int64_t vocab_size) const {
@@ -218,17 +219,18 @@ PDS_INLINE F32 bound_gumbel(F32 uniform) {
   return fma(signed_to_float(as_words(uniform)), set1(scale), set1(127 * exact::LN_2 + margin));
 }
 
-// The best of the tokens `ids` whose scaled logit reaches the threshold, noise added. `ids` begins
-// at a multiple of BLOCK.
+// The best of the tokens `ids` whose scaled logit reaches the threshold, noise added: that of
+// `first_id` and those behind it. `ids` begins at a multiple of BLOCK.
 template <typename Logit>
-Best draw(const ScaledRow<Logit>& row, Range ids, float threshold, const Philox& philox) {
+Best draw(const ScaledRow<Logit>& row, Range ids, int64_t first_id, float threshold,
+          const Philox& philox) {
   Best best{-INFINITE, ids.begin};
   row.for_each_block(ids, [&](int64_t start, Block& block) __attribute__((always_inline)) {
     for (F32& x : block.x) x = select_less(x, set1(threshold), set1(-INFINITE), x);
     // Most blocks cannot have the best token, and most tokens of others cannot be it.
     if (!greater_equal(add(block.highest(), set1(MAX_NOISE)), set1(best.value))) return;
     Words words[BLOCK_VECTORS];
-    philox.draw(static_cast<uint32_t>(start / 4), words);
+    philox.draw(static_cast<uint32_t>((first_id + start) / 4), words);
     for (int v = 0; v < BLOCK_VECTORS; ++v) {
       F32 uniform = to_uniform(words[v]);
       F32 bound = add(block.x[v], bound_gumbel(uniform));
@@ -446,7 +448,8 @@ void sample(const Team& team, const Logits<Logit>& logits, const Mask& mask,
     const int64_t row = parts.row(part);
     const Philox philox(requests.seeds[row], requests.positions[row]);
     best[part] = requests.is_random(row)
-                     ? detail::draw(scaled_row(row), parts.ids(part), thresholds[row], philox)
+                     ? detail::draw(scaled_row(row), parts.ids(part), requests.first_id,
+                                    thresholds[row], philox)
                      : detail::find_best(row_of(row), parts.ids(part));
   }
 }
