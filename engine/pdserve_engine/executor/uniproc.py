@@ -10,7 +10,11 @@ from typing import TypeVar
 from pdserve_common.call_thread import CallThread
 from pdserve_engine.core.executor import ExecutedStep, LoadedModel
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
-from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
+from pdserve_engine.request.sched_output import (
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from pdserve_engine.runner.rank import Rank
 
 STOP_TIMEOUT_S = 30.0
@@ -115,7 +119,10 @@ class UniprocExecutor:
             except Exception as error:  # kept for whoever waits
                 future.set_exception(error)
 
-        self._results_thread.submit(finish)
+        if isinstance(step, ModelRunnerOutput):
+            finish()  # there is nothing to wait for
+        else:
+            self._results_thread.submit(finish)
 
     def _launch(self, scheduler_output: SchedulerOutput) -> tuple[AsyncModelRunnerOutput, float]:
         if self._is_broken_off:
