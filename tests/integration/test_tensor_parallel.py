@@ -46,6 +46,7 @@ def start(start_stack: StartStack, model: Path) -> Callable[..., Any]:
     os.environ["PDSERVE_KV_CHECKSUMS"] = "true"
 
     def start(prefill_size: int, decode_size: int, **options: Any) -> Any:
+        """With so many ranks of each layer; further sizes are options."""
         return start_stack(
             model=model,
             dtype="bfloat16",
@@ -98,14 +99,17 @@ def expected(start: Callable[..., Any]) -> dict[tuple[str, int], list[int]]:
         return asyncio.run(ask_all(stack))
 
 
-@pytest.mark.parametrize(("prefill_size", "decode_size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("prefill_size", "decode_size", "prefill_stages"), [(2, 1, 1), (4, 2, 1), (1, 2, 2)]
+)
 async def test_ranks_bring_the_tokens_of_one(
     prefill_size: int,
     decode_size: int,
+    prefill_stages: int,
     start: Callable[..., Any],
     expected: dict[tuple[str, int], list[int]],
 ) -> None:
-    with start(prefill_size, decode_size) as stack:
+    with start(prefill_size, decode_size, prefill_pipeline_parallel_size=prefill_stages) as stack:
         assert await ask_all(stack) == expected
         router = stack.metrics("router")
         assert router['pdserve_handoffs_total{outcome="completed"}'] == len(expected)

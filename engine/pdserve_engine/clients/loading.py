@@ -159,7 +159,7 @@ def _load(
     )
     connector = build.connector(role)
     prefix_connector = build.prefix_connector(role, model, manager)
-    compiler = _make_compiler(source, grammar_metrics)
+    compiler = _make_compiler(config, source, grammar_metrics)
     core = step_seq.core = EngineCore(
         scheduler=Scheduler(
             config.scheduler,
@@ -223,16 +223,19 @@ def _make_pool(
     return manager, max_model_len
 
 
-def _make_compiler(source: ModelSource, metrics: GrammarMetrics | None) -> GrammarCompiler | None:
+def _make_compiler(
+    config: EngineConfig, source: ModelSource, metrics: GrammarMetrics | None
+) -> GrammarCompiler | None:
     """None, and a line in the log, if the model's vocabulary is not known."""
     try:
         info = source.tokenizer_info()
     except ValueError as error:
         logger.warning("structured outputs are not served: %s", error)
         return None
+    serves_large = config.num_ranks == 1
     if metrics is None:
-        return GrammarCompiler(info)
-    return GrammarCompiler(info, observe=metrics.observe)
+        return GrammarCompiler(info, serves_large=serves_large)
+    return GrammarCompiler(info, observe=metrics.observe, serves_large=serves_large)
 
 
 def _make_transport(

@@ -22,7 +22,7 @@ from pdserve_common.structured import StructuralTag
 from pdserve_common.structured.accepted import StructuralTags
 from pdserve_common.structured.reasoning import Reasoning
 from pdserve_engine.grammar.cache import GrammarCache
-from pdserve_engine.grammar.child import LOWEST_PRIORITY
+from pdserve_engine.grammar.child import LOWEST_PRIORITY, MAX_SMALL_BYTES
 from pdserve_engine.grammar.messages import Compiled, CompiledLarge, Killed, Refused, TimedOut
 from pdserve_engine.grammar.native import (
     CompiledGrammar,
@@ -67,13 +67,17 @@ class GrammarCompiler:
         observe: Observe = lambda outcome, duration_s: None,
         max_queued: int = MAX_QUEUED,
         cache_bytes: int = CACHE_BYTES,
+        serves_large: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`observe` is called on the compiler's thread or on that of `submit`."""
+        """`observe` is called on the compiler's thread or on that of `submit`. Without
+        `serves_large` what is too large as text is refused: another process has to have it.
+        """
         self._tokenizer_info = tokenizer_info
         self._tags = StructuralTags()
         self._observe = observe
         self._max_queued = max_queued
+        self._serves_large = serves_large
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by _lock.
@@ -183,6 +187,12 @@ class GrammarCompiler:
             raise InvalidRequestError(f"{FIELD} is refused: {answer.reason}", field=FIELD)
         if isinstance(answer, TimedOut):
             raise _overloaded(f"the grammar was not compiled after {answer.after_s:g} s")
+        if isinstance(answer, CompiledLarge) and not self._serves_large:
+            raise InvalidRequestError(
+                f"{FIELD} takes more than {MAX_SMALL_BYTES} bytes compiled, which a worker of "
+                "several ranks does not serve",
+                field=FIELD,
+            )
         if isinstance(answer, CompiledLarge):
             return self._compile_again(job.tag.text)
         try:

@@ -213,6 +213,17 @@ def test_what_takes_too_much_memory_compiled_is_refused(tokenizer_info, monkeypa
     assert f"at most {child_module.MAX_SMALL_BYTES} fit" in answer.reason
 
 
+def test_large_ones_are_refused_where_another_process_has_to_have_them(
+    make_compiler, priorities
+) -> None:
+    compiler = make_compiler(serves_large=False)
+    error = compiler.error(LARGE[0])
+    assert isinstance(error, InvalidRequestError)
+    assert "a worker of several ranks" in error.message
+    assert not priorities
+    compiler.submit(NUMBER).result(TIMEOUT_S)
+
+
 def test_large_ones_take_turns_in_the_cache(make_compiler, tokenizer_info) -> None:
     size = compile_structural_tag(LARGE[0].text, tokenizer_info).num_bytes
     assert size > child_module.MAX_SMALL_BYTES
