@@ -21,10 +21,10 @@ from pdserve_common.kv_types import (
     new_epoch,
 )
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients import loading
 from pdserve_engine.clients.launch import launch_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv_transfer.links import make_hello
+from pdserve_engine.runner import rank
 from support.local_transport import LocalRegistry, LocalTransport
 from support.scripted_engine import ON_D, ON_P, ScriptedConsumer
 from support.steps import exchange_parts, held_steps
@@ -107,7 +107,7 @@ async def test_p_answers_a_release_in_the_midst_of_a_step(
     """K4's ReleaseAck costs D no step of P. Nothing is read here: the test is D."""
     registry = LocalRegistry()
     monkeypatch.setattr(
-        loading,
+        rank,
         "make_transport",
         lambda identity, **options: LocalTransport(identity.agent_name(), registry),
     )
