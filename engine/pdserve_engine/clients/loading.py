@@ -124,7 +124,7 @@ def load_engine(
             wakeup=wakeup,
             take_aborts=take_aborts,
         )
-    except BaseException:
+    except BaseException:  # it goes on; ranks would outlive it
         executor.abort()
         raise
 
