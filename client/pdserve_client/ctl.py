@@ -215,7 +215,7 @@ def _show(value: object) -> str:
         return " ".join(map(str, value)) or "none"
     if isinstance(value, float):
         return f"{value:g}"
-    return str(getattr(value, "name", value))
+    return str(getattr(value, "name", value)) or "none"
 
 
 def _print_table(rows: dict[str, str]) -> None:
