@@ -22,6 +22,7 @@ from pdserve_router.api.api_keys import OPEN_PATHS, ApiKeys, GrpcApiKeyGuard, Ht
 from pdserve_router.api.body_guard import BodyGuard
 from pdserve_router.api.edge_processes import EdgeProcesses, EdgeSettings
 from pdserve_router.api.grpc_service import SERVICE_NAME, InferenceService
+from pdserve_router.api.http_body import BODY_TIMEOUT_S
 from pdserve_router.api.http_connections import NUM_REFUSING, ConnectionLimits, Connections
 from pdserve_router.api.http_server import HttpServer
 from pdserve_router.api.openai_http import build_app
@@ -38,8 +39,8 @@ from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-
-_CLOSE_GRACE_S = 2.0
+# For what was written last to reach its clients.
+CLOSE_GRACE_S = 2.0
 # Clients keep a gRPC channel's connection for as long as they run, and balancers of connections see
 # no requests: routers that were added would get none of theirs. Streams run to their end on the old
 # one. gRPC varies it by a tenth, so that clients do not all come back at once.
@@ -51,8 +52,17 @@ MAX_CONNECTION_IDLE_S = 60.0
 class RouterServer:
     """One router: gRPC, HTTP and metrics on one event loop. Ports are known after `start`."""
 
-    def __init__(self, config: RouterConfig, *, timings: LinkTimings | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        timings: LinkTimings | None = None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+        close_grace_s: float = CLOSE_GRACE_S,
+    ) -> None:
         self.config = config
+        self._body_timeout_s = body_timeout_s
+        self._close_grace_s = close_grace_s
         self._is_serving = False
         self._health_tasks: set[asyncio.Task[None]] = set()
         registry = CollectorRegistry()
@@ -168,6 +178,7 @@ class RouterServer:
             self.router,
             client_stall_timeout_s=config.client_stall_timeout_s,
             max_body_bytes=config.max_body_bytes,
+            body_timeout_s=self._body_timeout_s,
             writes=writes,
             edge=self.edge_processes,
             unknown_fields=self._metrics.http_unknown_fields,
@@ -206,15 +217,16 @@ class RouterServer:
         await self._set_health()
         # At once: clients learn from their connection (GOAWAY, close) that it takes nothing more,
         # and send what they have next over a new one, which leads to another router.
-        closing = [asyncio.create_task(self._rpc.stop(grace_s=drain_timeout_s + _CLOSE_GRACE_S))]
+        grace_s = self._close_grace_s
+        closing = [asyncio.create_task(self._rpc.stop(grace_s=drain_timeout_s + grace_s))]
         if self._http is not None:
             self._http.stop_accepting()
         await self.router.drain(drain_timeout_s)
         # The ends just written need a moment to reach their clients. What is not a request, such as
         # a Watch of the health service, gets no longer.
-        closing.append(asyncio.create_task(self._rpc.stop(grace_s=_CLOSE_GRACE_S)))
+        closing.append(asyncio.create_task(self._rpc.stop(grace_s=grace_s)))
         if self._http is not None:
-            closing.append(asyncio.create_task(self._http.close(grace_s=_CLOSE_GRACE_S)))
+            closing.append(asyncio.create_task(self._http.close(grace_s=grace_s)))
         await asyncio.gather(*closing)
         await self.edge_processes.close()
         await self.pool.close()

@@ -16,8 +16,9 @@ sys.path.append(str(Path(__file__).parent))  # test modules import edge_jobs and
 from fake_model import make_model_dir
 
 from pdserve_common.engine_types import WorkerRole
+from pdserve_router.api.http_body import BODY_TIMEOUT_S
 from pdserve_router.config import RouterConfig
-from pdserve_router.server import RouterServer
+from pdserve_router.server import CLOSE_GRACE_S, RouterServer
 from pdserve_router.text.tokenizer import Tokenizer
 from support.crew import Crew
 from support.fake_worker import EOS, FakeWorker
@@ -85,6 +86,8 @@ def start_stack(
         http: bool | type[WatchedHttpServer] = False,
         info: dict[str, object] | None = None,
         channel_options: Sequence[tuple[str, object]] = (),
+        body_timeout_s: float = BODY_TIMEOUT_S,
+        close_grace_s: float = CLOSE_GRACE_S,
         **config: object,
     ) -> AsyncIterator[Stack]:
         if isinstance(http, bool):
@@ -125,6 +128,8 @@ def start_stack(
                     **{**defaults, **config},
                 ),
                 timings=TIMINGS,
+                body_timeout_s=body_timeout_s,
+                close_grace_s=close_grace_s,
             )
             stack.push_async_callback(server.stop, 0.2)
             await server.start()

@@ -40,13 +40,13 @@ def settings(model_dir: Path) -> EdgeSettings:
 
 
 class Edge:
-    def __init__(self, tokenizer, model_dir: Path) -> None:
+    def __init__(self, tokenizer, model_dir: Path, **options: float) -> None:
         processor = InputProcessor(
             tokenizer, model_name="tiny", default_deadline_s=60, max_deadline_s=90
         )
         self.registry = CollectorRegistry()
         metrics = RouterMetrics(self.registry)
-        self.processes = EdgeProcesses(processor, settings(model_dir), metrics)
+        self.processes = EdgeProcesses(processor, settings(model_dir), metrics, **options)
 
     async def run(self, job, *args, raw=b"", client="a", is_small=False):
         running = self.processes.run(job, raw, *args, client=client, is_small=is_small)
@@ -186,15 +186,17 @@ async def test_one_whose_client_has_left_ends_and_gives_its_slot_back(edge, tmp_
 
 
 async def test_when_the_process_that_is_copied_ends_another_one_is_started(
-    edge, monkeypatch
+    tokenizer, model_dir, monkeypatch
 ) -> None:
-    monkeypatch.setattr(edge_processes, "_RESTART_AFTER_S", 0.0)
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    edge = Edge(tokenizer, model_dir, restart_after_s=0.0)
     await edge.run(edge_jobs.report)
     first = template()
     first.kill()
     await until(lambda: is_gone(first.pid))
     assert (await edge.run(edge_jobs.report))[1] == 0
     assert template().pid != first.pid
+    await edge.processes.close()
 
 
 async def test_one_that_cannot_start_is_not_tried_for_every_request(edge, monkeypatch) -> None:

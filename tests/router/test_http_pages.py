@@ -144,7 +144,7 @@ def routes_of(http) -> list:
 
     unused = dict.fromkeys(("router", "max_body_bytes", "writes", "edge", "unknown_fields"))
     router = unused.pop("router")
-    return build_app(router, client_stall_timeout_s=1.0, **unused).routes
+    return build_app(router, client_stall_timeout_s=1.0, body_timeout_s=1.0, **unused).routes
 
 
 async def test_the_page_needs_nothing_else(http) -> None:

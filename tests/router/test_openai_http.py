@@ -430,11 +430,12 @@ async def test_a_request_that_a_defect_keeps_from_its_workers_does_not_stay(
     assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
-async def test_a_body_that_does_not_come_ends_the_connection(stack, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.api.http_body._BODY_TIMEOUT_S", 0.05)
-    reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-    answer = await asyncio.wait_for(reader.read(), 20)
+async def test_a_body_that_does_not_come_ends_the_connection(start_stack) -> None:
+    async with start_stack(http=True, body_timeout_s=0.05) as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.server.http_port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 20)
+        await stack.assert_idle()
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"the body did not come within 0.05 s" in answer
     writer.close()

@@ -161,9 +161,8 @@ async def test_what_arrives_behind_the_drain_timeout_is_not_sent(start_stack, mo
         await stack.assert_idle()
 
 
-async def test_readiness_ends_before_anything_else(start_stack, monkeypatch) -> None:
-    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 0.1)
-    async with start_stack() as stack:
+async def test_readiness_ends_before_anything_else(start_stack) -> None:
+    async with start_stack(close_grace_s=0.1) as stack:
         health = health_pb2_grpc.HealthStub(stack.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

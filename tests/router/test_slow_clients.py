@@ -222,12 +222,11 @@ async def test_a_client_that_reads_slowly_gets_a_large_answer(start_stack, strea
 
 
 async def test_a_router_that_stops_goes_on_sending_until_the_drain_timeout(
-    start_stack, monkeypatch
+    start_stack,
 ) -> None:
-    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 1.0)
     num_tokens = 3000
     async with start_stack(
-        prefill=0, http=WatchedHttpServer, info=LONG, answer=[5] * num_tokens
+        prefill=0, http=WatchedHttpServer, info=LONG, answer=[5] * num_tokens, close_grace_s=1.0
     ) as stack:
         stack.decode.step_s = 0.0
         stack.http.shrink_send_buffers()
@@ -242,12 +241,15 @@ async def test_a_router_that_stops_goes_on_sending_until_the_drain_timeout(
 
 
 async def test_a_grpc_client_that_pauses_while_the_router_stops_loses_nothing(
-    start_stack, monkeypatch
+    start_stack,
 ) -> None:
-    monkeypatch.setattr("pdserve_router.server._CLOSE_GRACE_S", 0.5)
     num_tokens = 3000
     async with start_stack(
-        prefill=0, channel_options=SMALL_WINDOWS, info=LONG, answer=[5] * num_tokens
+        prefill=0,
+        channel_options=SMALL_WINDOWS,
+        info=LONG,
+        answer=[5] * num_tokens,
+        close_grace_s=0.5,
     ) as stack:
         stack.decode.step_s = 0.0
         params = core.SamplingParams(

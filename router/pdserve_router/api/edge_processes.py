@@ -40,7 +40,7 @@ JOB_TIMEOUT_S = 30.0
 QUEUE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
 # After a process that could not start.
-_RESTART_AFTER_S = 5.0
+RESTART_AFTER_S = 5.0
 # For the system to end a process whose time is over.
 _GRACE_S = 2.0
 # Of requests that wait or are worked on: what arrives above is refused.
@@ -90,8 +90,14 @@ class EdgeProcesses:
     """Runs jobs: small requests here and now, large ones in a process each, some at a time."""
 
     def __init__(
-        self, processor: InputProcessor, settings: EdgeSettings, metrics: RouterMetrics
+        self,
+        processor: InputProcessor,
+        settings: EdgeSettings,
+        metrics: RouterMetrics,
+        *,
+        restart_after_s: float = RESTART_AFTER_S,
     ) -> None:
+        self._restart_after_s = restart_after_s
         self._processor = processor
         self._settings = settings
         self._slots = FairSlots(NUM_PROCESSES, num_per_client=NUM_PER_CLIENT)
@@ -183,9 +189,9 @@ class EdgeProcesses:
             if time.monotonic() < self._may_start:
                 raise OverloadedError(
                     "the processes for large requests are being restarted",
-                    retry_after_ms=round(1000 * _RESTART_AFTER_S),
+                    retry_after_ms=round(1000 * self._restart_after_s),
                 )
-            self._may_start = time.monotonic() + _RESTART_AFTER_S
+            self._may_start = time.monotonic() + self._restart_after_s
             self._template = _Template(self._settings)
         return self._template
 

@@ -13,16 +13,16 @@ from pdserve_router.requests.request_limits import INLINE_BYTES
 from pdserve_router.router import Router
 
 # A client that sends its body more slowly holds a connection, and nothing else.
-_BODY_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 30.0
 
 
-async def read_in_time(http: Request, limit: int, held: Held) -> bytes:
+async def read_in_time(http: Request, limit: int, held: Held, *, timeout_s: float) -> bytes:
     try:
-        return await asyncio.wait_for(_read_body(http, limit, held), _BODY_TIMEOUT_S)
+        return await asyncio.wait_for(_read_body(http, limit, held), timeout_s)
     except asyncio.TimeoutError:
         raise HTTPException(
             408,
-            f"the body did not come within {_BODY_TIMEOUT_S:g} s",
+            f"the body did not come within {timeout_s:g} s",
             headers={"connection": "close"},
         ) from None
 

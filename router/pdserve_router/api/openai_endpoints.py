@@ -47,12 +47,14 @@ class JobEndpoint:
         job: Job[Result],
         *,
         max_body_bytes: int,
+        body_timeout_s: float,
         edge: EdgeProcesses,
         unknown_fields: UnknownFields,
     ) -> None:
         self._router = router
         self._job = job
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._edge = edge
         self._unknown_fields = unknown_fields
 
@@ -61,7 +63,9 @@ class JobEndpoint:
         limits = self._router.pool.model_limits()
         with self._edge.hold(client) as held:
             most = most_bytes(self._router, self._max_body_bytes)
-            raw = await read_in_time(Request(scope, receive), most, held)
+            raw = await read_in_time(
+                Request(scope, receive), most, held, timeout_s=self._body_timeout_s
+            )
             small = is_small(raw, b"{")
             answer, unknown = await self._edge.run(
                 self._job, raw, limits, client=client, is_small=small
@@ -80,6 +84,7 @@ class GenerationEndpoint:
         *,
         client_stall_timeout_s: float,
         max_body_bytes: int,
+        body_timeout_s: float,
         writes: WriteQueue,
         edge: EdgeProcesses,
         unknown_fields: UnknownFields,
@@ -91,6 +96,7 @@ class GenerationEndpoint:
         self._is_chat = body is ChatCompletionBody
         self._client_stall_timeout_s = client_stall_timeout_s
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._writes = writes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,8 +116,9 @@ class GenerationEndpoint:
         call = self._call(Request(scope))
         client = address_of(scope)
         with self._edge.hold(client) as held:
+            most = most_bytes(self._router, self._max_body_bytes)
             raw = await read_in_time(
-                Request(scope, receive), most_bytes(self._router, self._max_body_bytes), held
+                Request(scope, receive), most, held, timeout_s=self._body_timeout_s
             )
             answering.enter_context(self._router.answering())
             preparation = _Preparation(self._edge, raw, call, client)

@@ -39,6 +39,7 @@ def build_app(
     *,
     client_stall_timeout_s: float,
     max_body_bytes: int,
+    body_timeout_s: float,
     writes: WriteQueue,
     edge: EdgeProcesses,
     unknown_fields: Counter,
@@ -52,6 +53,7 @@ def build_app(
             body,
             client_stall_timeout_s=client_stall_timeout_s,
             max_body_bytes=max_body_bytes,
+            body_timeout_s=body_timeout_s,
             writes=writes,
             edge=edge,
             unknown_fields=unknown,
@@ -59,7 +61,12 @@ def build_app(
 
     def job(function: Job[Result]) -> JobEndpoint:
         return JobEndpoint(
-            router, function, max_body_bytes=max_body_bytes, edge=edge, unknown_fields=unknown
+            router,
+            function,
+            max_body_bytes=max_body_bytes,
+            body_timeout_s=body_timeout_s,
+            edge=edge,
+            unknown_fields=unknown,
         )
 
     info = InfoEndpoints(router)
