@@ -5,7 +5,8 @@ and what proves a pair is answered at once.
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from unittest import mock
 
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineInfo, KVTransferStats, WorkerRole
 from pdserve_common.metrics import RouterMetrics
 from pdserve_router.workers.circuit_breaker import CircuitBreaker
+from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.route_chooser import RoutingRules
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
@@ -25,12 +27,51 @@ def info_of(worker: WorkerClient, **changes: object) -> EngineInfo:
     return engine_info(worker.role, vocab_size=300, **{**names, **changes})
 
 
+class ModelledWorker(WorkerClient):
+    """Dials nobody."""
+
+    def __init__(self, address: str, *, on_change: Callable[[], None], **options: Any) -> None:
+        super().__init__(address, on_change=on_change, **options)
+        self.on_change = on_change
+
+    def start(self) -> None:
+        pass
+
+    def set(self, state: WorkerState) -> None:
+        self.state = state
+        self.on_change()
+
+
+class ModelledDiscovery(Discovery):
+    """Finds what it is told to."""
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        entries: tuple[str, ...],
+        *,
+        on_addresses: Callable[[WorkerRole, tuple[str, ...]], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(role, entries, on_addresses=on_addresses, **options)
+        self.on_addresses = on_addresses
+
+
 class ModelledPool:
     """Use it within `modelled`, on an event loop."""
 
     def __init__(self, num_prefill: int, num_decode: int, **rules: object) -> None:
         self.registry = CollectorRegistry()
-        self.pool = WorkerPool(
+        self._sources: dict[WorkerRole, ModelledDiscovery] = {}
+
+        def discovery(role: WorkerRole, *args: Any, **options: Any) -> ModelledDiscovery:
+            return self._sources.setdefault(role, ModelledDiscovery(role, *args, **options))
+
+        with mock.patch("pdserve_router.workers.worker_pool.Discovery", discovery):
+            self.pool = self._make_pool(num_prefill, num_decode, rules)
+
+    def _make_pool(self, num_prefill: int, num_decode: int, rules: dict[str, object]) -> WorkerPool:
+        return WorkerPool(
             prefill=[f"p:{i}" for i in range(1, num_prefill + 1)],
             decode=[f"d:{i}" for i in range(1, num_decode + 1)],
             model=MODEL,
@@ -53,18 +94,17 @@ class ModelledPool:
         self.set(worker, WorkerState.READY)
 
     def set(self, worker: WorkerClient, state: WorkerState) -> None:
-        worker.state = state
-        worker._on_change()
+        assert isinstance(worker, ModelledWorker), "the pool was made within `modelled`"
+        worker.set(state)
 
     def list_workers(self, role: WorkerRole, addresses: Iterable[str]) -> None:
         """Discovery has found another list."""
-        self.pool._on_addresses(role, tuple(addresses))
+        self._sources[role].on_addresses(role, tuple(addresses))
 
     async def proven(self) -> None:
         """Return once no proof is under way or due."""
-        pairs = self.pool._pairs
-        while pairs._probes:
-            await asyncio.wait(pairs._probes)
+        while proofs := [task for task in asyncio.all_tasks() if _is_proof(task)]:
+            await asyncio.wait(proofs)
             # What has ended them begins others.
             await asyncio.sleep(0)
 
@@ -76,11 +116,16 @@ class ModelledPool:
 def modelled() -> Iterator[None]:
     """Within, no pool dials anybody, and all proofs go well."""
 
-    async def prove(*workers: WorkerClient, **options: object) -> KVTransferStats:
-        return dataclasses.replace(KV_STATS)
-
     with (
-        mock.patch("pdserve_router.workers.pairs.probe", prove),
-        mock.patch.object(WorkerClient, "start"),
+        mock.patch("pdserve_router.workers.pairs.probe", _prove),
+        mock.patch("pdserve_router.workers.worker_pool.WorkerClient", ModelledWorker),
     ):
         yield
+
+
+async def _prove(*workers: WorkerClient, **options: object) -> KVTransferStats:
+    return dataclasses.replace(KV_STATS)
+
+
+def _is_proof(task: "asyncio.Task[Any]") -> bool:
+    return getattr(task.get_coro(), "cr_code", None) is _prove.__code__
