@@ -11,6 +11,7 @@ from pdserve_router.workers.kv_cache_follower import KVCacheFollower
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_worker import kv_cache_feed
 from pdserve_worker.kv_cache_feed import CachedBlocks
+from support import metrics
 from support.prefix_lengths import num_cached
 
 BLOCKS = range(40)
@@ -168,15 +169,16 @@ async def test_changes_that_nothing_carries_have_the_stream_woken() -> None:
     woken = asyncio.Event()
     cached = CachedBlocks()
     feed = cached.open_feed(woken.set)
-    while feed.take() is not None:
-        pass
+    seq = 0
+    while (told := feed.take()) is not None:
+        seq = told.seq
     cached.apply(KVCacheEvents(blocks_stored=(1,)))
     await asyncio.wait_for(woken.wait(), 20)
-    assert feed.take() == KVCacheEvents(seq=feed._seq, blocks_stored=(1,))
+    assert feed.take() == KVCacheEvents(seq=seq + 1, blocks_stored=(1,))
     cached.close_feed(feed)
     cached.apply(KVCacheEvents(blocks_stored=(2,)))
     assert feed.take() is None, "closed"
 
 
 def value(index: PrefixIndex[str], name: str) -> float:
-    return float(getattr(index.metrics, name)._value.get())
+    return metrics.value(getattr(index.metrics, name))

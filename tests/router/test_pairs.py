@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ from prometheus_client import CollectorRegistry
 from pdserve.v1 import engine_core_pb2 as core
 from pdserve.v1 import inference_service_pb2 as pb2
 from pdserve_common.engine_types import (
+    EngineCoreOutput,
     EngineCoreRequest,
     EngineError,
+    EngineInfo,
     ErrorCode,
     FinishReason,
     KVLost,
@@ -175,10 +178,36 @@ class WatchedIds(tuple):
         return super().__contains__(token_id)
 
 
-def test_a_proof_looks_at_no_more_of_a_vocabulary_than_it_needs() -> None:
+class Answering:
+    """A worker that brings what it is asked for at once."""
+
+    role = WorkerRole.DECODE
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.requests: list[EngineCoreRequest] = []
+
+    def add_request(self, request: EngineCoreRequest, on_output) -> None:
+        self.requests.append(request)
+        tokens = (5,) * request.sampling_params.max_tokens
+        on_output(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=tokens,
+                finish_reason=FinishReason.LENGTH,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
+async def test_a_proof_looks_at_no_more_of_a_vocabulary_than_it_needs() -> None:
     eos = WatchedIds((EOS,))
     info = engine_info(WorkerRole.DECODE, vocab_size=150_000, eos_token_ids=eos)
-    request = pair_probe._request(info, 1.0)
+    worker = Answering(info)
+    await pair_probe.probe_alone(worker, timeout_s=20, clock=time.monotonic)
+    (request,) = worker.requests
     assert len(set(request.prompt_token_ids)) == info.block_size
     assert eos.num_looks == info.block_size + 1
 

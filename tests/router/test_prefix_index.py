@@ -14,6 +14,7 @@ from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.prefix_index import MAX_LOOKED_AT, PrefixIndex, prefix_hashes
+from support.metrics import value
 from support.prefix_lengths import num_cached
 
 WORKERS = ("a", "b", "c", "d")
@@ -145,8 +146,7 @@ def test_what_was_forgotten_is_gone_when_its_bit_is_anothers() -> None:
         index.forget(worker)
     assert num_cached(index, CHAINS[0]) == {}
     index.stored(-1, [])
-    masks = index._live.bit_length()
-    assert masks <= 12, "bits are used again"
+    assert index.bit(-1).bit_length() <= 12, "bits are used again"
     for _ in range(12):
         index.stored(-1, [])
     assert len(index) == 0
@@ -172,7 +172,7 @@ def test_of_too_many_blocks_those_go_that_were_stored_longest_ago() -> None:
     index.stored("b", [0, 1])
     index.stored("a", [8, 9])
     assert len(index) == 8
-    assert metrics.evictions._value.get() == 2
+    assert value(metrics.evictions) == 2
     kept = [n for n in range(10) if num_cached(index, [n])]
     assert kept == [0, 1, *range(4, 10)]
 

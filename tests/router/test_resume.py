@@ -21,8 +21,10 @@ from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_router.chat_formats.base import ParserOptions
 from pdserve_router.requests.output_processor import RequestState
 from pdserve_router.requests.outputs import Ending, Usage
+from pdserve_router.requests.parent_request import ParentRequest
 from pdserve_router.requests.request_metrics import RequestMetrics, Timeline
 from pdserve_router.requests.resume import ResumedCompletion
+from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.parts import ToolCallDelta
 from pdserve_router.workers.worker_client import WorkerState
 from support.fake_worker import EOS, decode, logprobs_of
@@ -349,16 +351,21 @@ async def test_a_resumed_request_recovers_like_any_other(start_stack, answer) ->
     assert outputs[-1].metrics.num_redrives == 1
 
 
-def before_making(stack, monkeypatch, act) -> None:
+def before_making(monkeypatch, act) -> None:
     """Let `act` happen in the thread that makes a live request, before it does."""
-    make = stack.server.router._make
-    monkeypatch.setattr(stack.server.router, "_make", lambda *args: act() or make(*args))
+    for kind in (SingleCompletion, ParentRequest):
+
+        def make(*args, kind=kind, **options):
+            act()
+            return kind(*args, **options)
+
+        monkeypatch.setattr(f"pdserve_router.router.{kind.__name__}", make)
 
 
 async def test_many_tokens_are_taken_beside_the_event_loop(stack, answer, monkeypatch) -> None:
     monkeypatch.setattr("pdserve_router.router.INLINE_RESUMED_TOKENS", 2)
     threads = []
-    before_making(stack, monkeypatch, lambda: threads.append(threading.current_thread()))
+    before_making(monkeypatch, lambda: threads.append(threading.current_thread()))
     for num_tokens in (2, 3):
         outputs = await generate(stack, resume=[{"index": 0, "token_ids": answer[:num_tokens]}])
         assert tokens_of(outputs) == answer[num_tokens:]
@@ -375,7 +382,7 @@ async def test_a_worker_may_be_gone_when_the_request_is_sent(
         def lose_prefill() -> None:
             stack.server.pool.prefill[0].state = WorkerState.DOWN
 
-        before_making(stack, monkeypatch, lose_prefill)
+        before_making(monkeypatch, lose_prefill)
         resume = [{"index": 0, "token_ids": answer[:3]}]
         outputs = await generate(stack, resume=resume, n=n)
         if max_redrives:

@@ -8,4 +8,5 @@ from pdserve_router.workers.prefix_index import PrefixIndex, WorkerT
 def num_cached(index: PrefixIndex[WorkerT], hashes: Sequence[int]) -> dict[WorkerT, int]:
     """Return how many leading blocks of it workers have; those with none are left out."""
     match = index.match(hashes)
-    return {worker: num for worker in index._bits if (num := match.num_tokens(worker))}
+    holders = index.workers(index.mask(hashes[0]) if hashes else 0)
+    return {worker: num for worker in holders if (num := match.num_tokens(worker))}

@@ -20,6 +20,7 @@ from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.prefix_index import PrefixIndex, prefix_hashes
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from support.cut_proxy import CutProxy
+from support.metrics import value
 from support.prefix_lengths import num_cached
 from support.scripted_engine import cached_in
 from support.waiting import until
@@ -153,7 +154,7 @@ async def test_the_index_is_what_the_pool_has_cached(make_model: Callable[..., P
             await until(lambda: router.client.is_ready)
             await router.serve(request(2))
             await router.equals(worker)
-            assert router.index.metrics.resyncs._value.get() == 0
+            assert value(router.index.metrics.resyncs) == 0
 
 
 async def test_a_router_that_does_not_want_events_gets_none_and_one_that_asks_gets_all_again(
