@@ -43,12 +43,11 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.kv_transfer.protocol import (
     CONSUMER,
-    ConsumerAction,
     ConsumerEvent,
     ConsumerState,
 )
 from pdserve_engine.kv_transfer.pull import LossReason
-from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S, PullMachine
+from pdserve_engine.kv_transfer.pull_machine import ACK_TIMEOUT_S, HOLD_S
 from pdserve_engine.request.request import Request
 from support.handoff import SPEC, Pair, Wire, make_identity, welcome_of
 from support.metrics import series, value
@@ -175,13 +174,7 @@ class World:
         assert sorted(self.pair.d_blocks.free) == list(range(64))
         assert self.d.num_open_sessions() == 0
         assert self.gauge("zombie_reads") == 0
-        machine = self.machine
-        assert machine.pulls == machine.by_session == {}
-        assert +machine.num_in == {}
-
-    @property
-    def machine(self) -> PullMachine:
-        return self.d._machine
+        self.d.check_idle()
 
     def gauge(self, name: str, *labels: str) -> float:
         return value(getattr(self.pair.d_metrics, name), *labels)
@@ -421,7 +414,7 @@ def test_so_many_early_claims_are_remembered(world: World, monkeypatch: pytest.M
 def test_an_early_claim_that_p_ends_is_forgotten(world: World, reason: str) -> None:
     session = world.session()
     world.say(ask(session), ended(session, reason))
-    assert not world.machine.pulls
+    world.d.check_idle()
     request = world.pair.ticket()
     assert world.told() == []
     world.say(ask(world.session()))
@@ -719,10 +712,6 @@ def test_what_p_says_to_people_changes_nothing(world: World, reason: SessionEndR
     }.get(reason, PullLost)
     assert type(event) is kind
     world.end(request)
-
-
-def test_the_connector_carries_out_every_action_of_the_table(world: World) -> None:
-    assert set(world.machine._actions) == set(ConsumerAction)
 
 
 @pytest.mark.parametrize("stage", ["ticket", "claimed", "granted", "confirmed"])

@@ -82,6 +82,13 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
         with self._lock:
             return self._machine.take_events()
 
+    def check_idle(self) -> None:
+        """Raise AssertionError, with what is left, unless nothing is of any session. When all have
+        ended, and their requests.
+        """
+        with self._lock:
+            self._machine.check_idle()
+
     def num_open_sessions(self) -> int:
         return len(self._machine)
 

@@ -1,6 +1,6 @@
 """Walks the tables of transitions of protocol.py."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
 StateT = TypeVar("StateT")
@@ -39,3 +39,10 @@ def take_step(
         return None
     item.state = step.next
     return step.actions
+
+
+def check_carried_out(actions: Mapping[ActionT, object], wanted: Iterable[ActionT]) -> None:
+    """Raise AssertionError if `actions` lacks one of those that a table's steps are made of, or has
+    others: a step would fail half taken.
+    """
+    assert set(actions) == set(wanted), set(actions) ^ set(wanted)

@@ -26,7 +26,7 @@ from pdserve_common.kv_types import (
 from pdserve_common.logging import log_request
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink, RecentKeys
-from pdserve_engine.kv_transfer.machine import take_step
+from pdserve_engine.kv_transfer.machine import check_carried_out, take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
     BlocksConfirmed,
@@ -118,11 +118,19 @@ class PullMachine:
             ConsumerAction.FAIL_REQUEST: self._fail_request,
             ConsumerAction.VOID_REQUEST: self._void_request,
         }
+        check_carried_out(self._actions, ConsumerAction)
 
     def num_open(self) -> int:
         """Pulls of requests that are here and not over, and READs whose pull is over."""
         num_pulls = len(self.pulls) - self.num_in[ConsumerState.EARLY]
         return num_pulls - self.num_in[ConsumerState.ACCEPTED] + self._num_zombies
+
+    def check_idle(self) -> None:
+        """Raise AssertionError, with what is left, unless nothing is of any pull."""
+        assert not self.pulls, f"not over: {list(self.pulls)}"
+        assert not self.by_session, f"P may still name {list(self.by_session)}"
+        assert not +self.num_in, f"counted: {+self.num_in}"
+        assert self._num_zombies == 0, f"{self._num_zombies} READs have not landed"
 
     def take_events(self) -> list[KVEvent]:
         """For the scheduler, which comes between two steps only. What it hears the router hears at

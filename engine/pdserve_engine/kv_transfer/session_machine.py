@@ -29,7 +29,7 @@ from pdserve_common.metrics import KVTransferMetrics, begin
 from pdserve_engine.kv.block_pool import NULL_BLOCK_ID
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.links import SESSION_LOST, KVLink
-from pdserve_engine.kv_transfer.machine import take_step
+from pdserve_engine.kv_transfer.machine import check_carried_out, take_step
 from pdserve_engine.kv_transfer.ports import (
     BlocksFreed,
     KVEvent,
@@ -120,10 +120,18 @@ class SessionMachine:
             ProducerAction.SEND_SESSION_ENDED: self._send_session_ended,
             ProducerAction.FAIL_REQUEST: self._fail_request,
         }
+        check_carried_out(self._actions, set(ProducerAction) - {ProducerAction.SEND_INVALID_ACK})
 
     def __len__(self) -> int:
         """Sessions that are not over."""
         return len(self._sessions)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError, with what is left, unless nothing is of any session."""
+        assert not self._sessions, f"not over: {list(self._sessions)}"
+        assert not self._open, f"D may still name {list(self._open)}"
+        assert self._num_exported == 0, f"{self._num_exported} sessions are exported"
+        assert not self._failed, f"waiting for their end: {self._failed}"
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
