@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,9 +90,8 @@ def test_the_kernels_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda patch: patch.setattr(numerics, "VERSION", "0.0.0"),
         lambda patch: patch.setattr(torch, "__version__", "2.0.0"),
         lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another"),
-        lambda patch: patch.setattr(numerics, "_processor", lambda: ("another",)),
     ],
-    ids=["our version", "torch's version", "instruction set", "processor"],
+    ids=["our version", "torch's version", "instruction set"],
 )
 def test_build_and_machine_change_it(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -99,3 +99,25 @@ def test_build_and_machine_change_it(
     before = id_of()
     change(monkeypatch)
     assert id_of() != before
+
+
+CPUINFO = "processor\t: 0\nmodel name\t: One\nstepping\t: 4\nflags\t\t: fpu avx2 avx512f\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "is_same"),
+    [
+        ("One", "Another", False),
+        ("stepping\t: 4", "stepping\t: 5", False),
+        (" avx512f", "", False),
+        # No matrix multiplication is chosen by it.
+        (" fpu", "", True),
+    ],
+)
+def test_the_processor_changes_it(tmp_path: Path, text: str, other: str, is_same: bool) -> None:
+    ids = []
+    for content in (CPUINFO, CPUINFO.replace(text, other)):
+        file = tmp_path / "cpuinfo"
+        file.write_text(content)
+        ids.append(numerics_id(EngineConfig(), Native(), CPU, cpuinfo=file))  # type: ignore[arg-type]
+    assert (ids[0] == ids[1]) is is_same

@@ -175,28 +175,38 @@ def test_under_sanitizers_the_sanitized_kernels_are_tested() -> None:
     assert library.parent == Path(os.environ[building.PREBUILT_VARIABLE])
 
 
+AVX2 = "avx2 fma"
+AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16"
+
+
 @pytest.mark.parametrize(
-    ("machine", "flags", "expected"),
+    ("machine", "cpuinfo", "expected"),
     [
-        ("x86_64", set.union(*isas._CPU_FLAGS.values()), ("avx512bf16", "avx2")),
-        ("x86_64", {"avx2", "fma", "avx512f"}, ("avx2",)),
-        ("x86_64", {"sse4_2"}, ()),
-        ("aarch64", {"bf16"}, ()),
+        ("x86_64", f"flags\t\t: fpu {AVX2} {AVX512}", ("avx512bf16", "avx2")),
+        ("x86_64", f"flags\t\t: {AVX2} avx512f", ("avx2",)),
+        ("x86_64", f"model name\t: {AVX2}\nflags\t\t: sse4_2", ()),
+        ("x86_64", "no such line", ()),
+        ("aarch64", f"flags\t\t: {AVX2}", ()),
     ],
 )
 def test_the_best_instruction_set_is_chosen(
-    machine: str, flags: set[str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    cpuinfo: str,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.delenv(isas.ISA_VARIABLE, raising=False)
     monkeypatch.setattr(isas.platform, "machine", lambda: machine)
-    monkeypatch.setattr(isas, "_processor_flags", lambda: flags)
-    assert wanted_isas() == expected
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{cpuinfo}\nbugs\t\t: none\n")
+    assert wanted_isas(file) == expected
 
 
 def test_an_instruction_set_can_be_asked_for_if_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isas, "supported_isas", lambda: ("avx2",))
+    monkeypatch.setattr(isas, "supported_isas", lambda _: ("avx2",))
     monkeypatch.setenv(isas.ISA_VARIABLE, "avx2")
     assert wanted_isas() == ("avx2",)
     monkeypatch.setenv(isas.ISA_VARIABLE, "reference")
@@ -225,7 +235,7 @@ def test_a_compiler_too_old_for_the_best_instruction_set_makes_the_next_unless_t
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(isas, "supported_isas", lambda: ("avx512bf16", "avx2"))
+    monkeypatch.setattr(isas, "supported_isas", lambda _: ("avx512bf16", "avx2"))
     monkeypatch.setitem(isas.COMPILER_FLAGS, "avx512bf16", ("-march=not-known-yet",))
     if told is None:
         monkeypatch.delenv(isas.ISA_VARIABLE, raising=False)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -14,10 +15,13 @@ from pdserve_kernels import KernelSet, name_of, select
 # Which of a processor's extensions matrix multiplications are chosen by.
 _ISA_PREFIXES = ("sse", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16")
 
+CPUINFO = Path("/proc/cpuinfo")
 _MODEL_FIELDS = ("model name", "cpu family", "model", "stepping", "cache size")
 
 
-def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str:
+def numerics_id(
+    config: EngineConfig, model: Model, device: torch.device, *, cpuinfo: Path = CPUINFO
+) -> str:
     """Return 16 hexadecimal digits that are equal for two workers only if an exact model computes
     the same bits on both.
 
@@ -33,7 +37,7 @@ def numerics_id(config: EngineConfig, model: Model, device: torch.device) -> str
     parts = (
         VERSION,
         torch.__version__,
-        *_machine(device),
+        *_machine(device, cpuinfo),
         name_of(kernels),
         type(model.config).__name__,
         model.config.dtype_name,
@@ -54,19 +58,19 @@ def _threads(kernels: KernelSet, config: EngineConfig, model: Model) -> tuple[in
     return (torch.get_num_threads(),)
 
 
-def _machine(device: torch.device) -> tuple[object, ...]:
+def _machine(device: torch.device, cpuinfo: Path) -> tuple[object, ...]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return device.type, torch.version.cuda, name, torch.cuda.get_device_capability(device)
     isa = torch.backends.cpu.get_cpu_capability()
     # It chooses MKL's code as well (see `pdserve_kernels`).
-    return device.type, platform.machine(), isa, os.environ.get("MKL_CBWR"), *_processor()
+    return device.type, platform.machine(), isa, os.environ.get("MKL_CBWR"), *_processor(cpuinfo)
 
 
-def _processor() -> tuple[str, ...]:
+def _processor(cpuinfo: Path) -> tuple[str, ...]:
     """Model and extensions, as Linux tells them; nothing elsewhere."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with cpuinfo.open() as file:
             fields = dict(_field(line) for line in file if ":" in line)
     except OSError:
         return ()

@@ -16,20 +16,22 @@ _CPU_FLAGS = {
 }
 # Names one of the above, or "reference" for none.
 ISA_VARIABLE = "PDSERVE_CPU_ISA"
+# What Linux says of the processor.
+CPUINFO = Path("/proc/cpuinfo")
 
 
 class KernelsUnavailable(Exception):
     """There are no compiled kernels for this machine; the message says why, and what helps."""
 
 
-def wanted_isas() -> tuple[str, ...]:
+def wanted_isas(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """Return the instruction sets to try, best first: all that this machine has kernels for, or the
     one it is told to use.
 
     None of them if PDSERVE_CPU_ISA is "reference". Raises ValueError if that variable names what is
     unknown or what the processor lacks.
     """
-    supported = supported_isas()
+    supported = supported_isas(cpuinfo)
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted is None:
         return supported
@@ -44,16 +46,16 @@ def wanted_isas() -> tuple[str, ...]:
     return (wanted,)
 
 
-def supported_isas() -> tuple[str, ...]:
+def supported_isas(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """Return those of COMPILER_FLAGS that this processor and system run, best first."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ()
-    flags = _processor_flags()
+    flags = _processor_flags(cpuinfo)
     return tuple(isa for isa, needed in _CPU_FLAGS.items() if needed <= flags)
 
 
-def _processor_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+def _processor_flags(cpuinfo: Path) -> set[str]:
+    for line in cpuinfo.read_text().splitlines():
         if line.startswith("flags"):
             return set(line.partition(":")[2].split())
     return set()
