@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from pdserve_common.engine_types import EngineCoreRequest, LogprobsLists
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_engine.clients import loading
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import ModelError
@@ -63,9 +62,9 @@ def config_of(folder: Path, **fields: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), **defaults | fields)
 
 
-def load(config: EngineConfig) -> LoadedEngine:
+def load(config: EngineConfig, **options: Any) -> LoadedEngine:
     metrics = KVTransferMetrics(CollectorRegistry())
-    return load_engine(config, role="decode", engine_id="d", metrics=metrics)
+    return load_engine(config, role="decode", engine_id="d", metrics=metrics, **options)
 
 
 def requests(vocab_size: int) -> list[EngineCoreRequest]:
@@ -108,23 +107,18 @@ def answers_of(engine: LoadedEngine) -> Answers:
 
 
 @pytest.fixture
-def load_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LoadedEngine]:
+def load_cut(tmp_path: Path) -> Callable[..., LoadedEngine]:
     """Load a config over ranks that are threads."""
 
     def load_cut(config: EngineConfig, size: int, num_stages: int) -> LoadedEngine:
         folder = tmp_path / f"{size}-{num_stages}"
         folder.mkdir()
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                loading,
-                "_make_executor",
-                lambda config, source, name: ThreadedRanks(config, folder),
-            )
-            return load(
-                dataclasses.replace(
-                    config, tensor_parallel_size=size, pipeline_parallel_size=num_stages
-                )
-            )
+        return load(
+            dataclasses.replace(
+                config, tensor_parallel_size=size, pipeline_parallel_size=num_stages
+            ),
+            make_executor=lambda config, source, name: ThreadedRanks(config, folder),
+        )
 
     return load_cut
 

@@ -91,6 +91,17 @@ def _out_of_memory_is_refused() -> Iterator[None]:
         ) from error
 
 
+def make_executor(config: EngineConfig, source: ModelSource, name: str) -> Executor:
+    """Return what runs the ranks of `config`: this process, or a process each."""
+    if config.num_ranks == 1:
+        rank = Rank(config, source, name=name)
+        return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
+    return MultiprocExecutor(config, name=name, hidden_size=source.config.hidden_size)
+
+
+MakeExecutor = Callable[[EngineConfig, ModelSource, str], Executor]
+
+
 @_out_of_memory_is_refused()
 def load_engine(
     config: EngineConfig,
@@ -101,6 +112,7 @@ def load_engine(
     grammar_metrics: GrammarMetrics | None = None,
     wakeup: Callable[[], None] = lambda: None,
     take_aborts: Callable[[], Iterable[str]] = tuple,
+    make_executor: MakeExecutor = make_executor,
 ) -> LoadedEngine:
     """Load everything; takes seconds to minutes and blocks.
 
@@ -111,7 +123,7 @@ def load_engine(
     """
     load_general_plugins()
     source = ModelSource(config)
-    executor = _make_executor(config, source, engine_id)
+    executor = make_executor(config, source, engine_id)
     try:
         return _load(
             config,
@@ -192,13 +204,6 @@ def _load(
         logs_iterations=config.log_iterations,
         compiler=compiler,
     )
-
-
-def _make_executor(config: EngineConfig, source: ModelSource, name: str) -> Executor:
-    if config.num_ranks == 1:
-        rank = Rank(config, source, name=name)
-        return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
-    return MultiprocExecutor(config, name=name, hidden_size=source.config.hidden_size)
 
 
 def _make_watch(config: EngineConfig) -> StepWatch:
