@@ -21,7 +21,14 @@ from pdserve_engine.kv_transfer.prefix_producer import MAX_PREFIXES, PrefixProdu
 from support.handoff import FaultTransport, Wire, make_identity, make_transport
 from support.local_transport import LocalRegistry
 from support.metrics import value
-from support.scripted_engine import BLOCK_SIZE, Engine, ScriptedProducer, expected, next_token
+from support.scripted_engine import (
+    BLOCK_SIZE,
+    Engine,
+    ScriptedProducer,
+    cached_blocks,
+    expected,
+    next_token,
+)
 from support.waiting import wait_until
 
 NUM_BLOCKS = 64
@@ -115,7 +122,7 @@ class Pair:
 
     def write(self) -> None:
         """D's cached blocks hold what their hashes say."""
-        for block_hash, block in self.d.pool._cached.items():
+        for block_hash, block in cached_blocks(self.d.pool):
             self.d_pool.tensor[block.block_id] = _content(block_hash)
 
     def ask(self, request_id: str, prompt: list[int], num_tokens: int | None = None) -> None:
@@ -171,7 +178,7 @@ class Pair:
         """Nobody holds anything, and P has cached nothing else than D had."""
         self.d.assert_idle()
         self.p.assert_idle()
-        for block_hash, block in self.p.pool._cached.items():
+        for block_hash, block in cached_blocks(self.p.pool):
             found = self.p_pool.tensor[block.block_id]
             # What P has computed is not in this pool: it stays as it was.
             is_pulled = bool((found == _content(block_hash)).all())
@@ -382,7 +389,7 @@ def test_p_computes_what_does_not_come(pair: Pair, fault: str, num_messages: int
         pair.turn()
     if num_held and pair.borrower.num_open_sessions():
         zombies = {i for args in pair.transport.held for i in args[2]}
-        free = {block.block_id for block in pair.p.pool._free}
+        free = {block.block_id for block in pair.p.pool.blocks if block.ref_cnt == 0}
         assert not zombies & free, "a READ may land in a free block"
     pair.transport.is_holding = False
     pair.transport.let_go()
@@ -428,7 +435,7 @@ def test_d_lends_a_quarter_of_its_pool_at_most(pair: Pair) -> None:
 
 def test_d_is_asked_for_a_bounded_number_of_prefixes(pair: Pair) -> None:
     pair.cache(PROMPT)
-    hashes = tuple(pair.d.pool._cached)[:2]
+    hashes = tuple(block_hash for block_hash, _ in cached_blocks(pair.d.pool))[:2]
     for n in range(MAX_PREFIXES + 5):
         pair.to_d.send(
             PrefixRequest(request_id=f"r{n}", attempt=0, first_block=0, block_hashes=hashes)

@@ -23,7 +23,7 @@ from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.core.waiting_for_fsm import CompileGrammar
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool
+from pdserve_engine.kv.block_pool import NULL_BLOCK_ID, BlockPool, KVCacheBlock
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv_transfer.ports import (
     BlocksClaimed,
@@ -251,9 +251,14 @@ def apply_events(cached: set[int], events: KVCacheEvents) -> None:
     cached.update(events.blocks_stored)
 
 
+def cached_blocks(pool: BlockPool) -> list[tuple[bytes, KVCacheBlock]]:
+    """The blocks that the pool has cached, with what they are found by."""
+    return [(block.block_hash, block) for block in pool.blocks if block.block_hash is not None]
+
+
 def cached_in(pool: BlockPool) -> set[int]:
     """What events call the blocks that the pool has cached; of the first KV group."""
-    hashes = [block.block_hash for block in pool.blocks if block.block_hash is not None]
+    hashes = [block_hash for block_hash, _ in cached_blocks(pool)]
     return set(truncated_hashes(each for each in hashes if len(each) == len(ROOT_HASH)))
 
 
