@@ -18,8 +18,8 @@ from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.quantized_weights import read_projection
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_kernels import name_of, select
-from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import QuantizedWeight
+from support.kernels import without_compiled_kernels
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 
 TINY = Path(__file__).parents[3] / "models" / "pdserve-tiny"
@@ -523,7 +523,7 @@ def test_it_says_where_integers_save_nothing(
     if is_compiled and name_of(select(CPU)) == "reference":
         pytest.skip("needs compiled kernels")
     if not is_compiled:
-        monkeypatch.setattr(compiled, "_load_once", lambda: "not in this test")
+        without_compiled_kernels(monkeypatch)
     folder = make_model(num_hidden_layers=1)
     load_model(
         folder, read_model_config(folder, dtype=dtype, quantization=quantization), device=CPU

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pdserve_engine.models.llama import EMBEDDING
 from pdserve_kernels import name_of, select
-from pdserve_kernels.cpu import compiled
 from pdserve_kernels.reference.quantization import quantize
+from support.kernels import without_compiled_kernels
 from support.model_driver import CPU, Driver, make_prompt
 
 NUM_TOKENS = 20
@@ -20,7 +20,7 @@ NUM_TOKENS = 20
 
 @pytest.fixture(autouse=True)
 def _no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_load_once", lambda: "no compiler")
+    without_compiled_kernels(monkeypatch)
     assert name_of(select(CPU)) == "reference"
 
 
