@@ -42,11 +42,23 @@ def break_down(*args: Any) -> Any:
     raise AssertionError("a defect")
 
 
+def fail_on_messages_of(engine_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end breaks down under its lock, at the next message."""
+    heard = LinkTable.heard
+
+    def fail(table: Any, link: Any) -> None:
+        if link.engine_id == engine_id:
+            break_down()
+        heard(table, link)
+
+    monkeypatch.setattr(LinkTable, "heard", fail)
+
+
 async def test_a_message_that_d_fails_on_loses_its_link_and_says_why(
     pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = pair.ticket()
-    monkeypatch.setattr(pair.d, "_take_message", break_down)
+    fail_on_messages_of("p0", monkeypatch)
     await until(lambda: value(pair.d_metrics.links) == 0)
     (lost,) = (event for event in pair.d.take_events() if isinstance(event, PullLost))
     assert lost.request is request
@@ -59,7 +71,7 @@ async def test_a_message_that_p_fails_on_loses_its_link_and_says_why(
     pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(pair.p, "_take_message", break_down)
+    fail_on_messages_of("d0", monkeypatch)
     defect = "reading a KvLink failed: AssertionError('a defect')"
     await until(lambda: defect in caplog.messages)
     assert "link 1 to d0 ended: failed: see the log" in caplog.messages

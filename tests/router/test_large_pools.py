@@ -74,12 +74,12 @@ async def test_a_pair_that_fails_is_replaced() -> None:
         stage.attach(worker)
     await stage.proven()
     prefill = stage.pool.prefill[0]
-    failed = list(stage.pool._table.partners(prefill))
+    failed = stage.partners(prefill)
     for decode in failed:
         for _ in range(3):
             stage.pool.report_failure((prefill, decode))
     await stage.proven()
-    partners = set(stage.pool._table.partners(prefill))
+    partners = set(stage.partners(prefill))
     assert len(partners) >= min(ENOUGH, 20 - len(failed))
     assert not partners & set(failed)
     await stage.pool.close()
@@ -142,7 +142,7 @@ def assert_true(stage: ModelledPool) -> None:
         value = stage.registry.get_sample_value("pdserve_worker_pairs", {"state": state})
         assert value == sum(pair.state == state for pair in every)
     for prefill in pool.prefill:
-        for decode in pool._table.partners(prefill):
+        for decode in stage.partners(prefill):
             pair = pool._pairs._pair(prefill, decode)
             assert pair.state == "proven"
             assert pair.is_present

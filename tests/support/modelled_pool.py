@@ -108,8 +108,12 @@ class ModelledPool:
             # What has ended them begins others.
             await asyncio.sleep(0)
 
+    def partners(self, worker: WorkerClient) -> list[WorkerClient]:
+        """Whom requests may use it with."""
+        return list(self.pool._table.partners(worker))
+
     def num_partners(self, worker: WorkerClient) -> int:
-        return len(self.pool._table.partners(worker))
+        return len(self.partners(worker))
 
 
 @contextlib.contextmanager

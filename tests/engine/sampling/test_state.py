@@ -367,5 +367,5 @@ def test_plain_rows_do_nothing_for_features() -> None:
     for row in range(MAX_NUM_SEQS):
         batch.add(row, SamplingParams(temperature=0.5, top_k=3))
     assert not batch.state._rules
-    assert not batch.state._has_rules.any()
+    assert not batch.state.looks_back(np.arange(MAX_NUM_SEQS))
     assert not batch.state._penalties._seen
