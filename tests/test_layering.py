@@ -31,7 +31,7 @@ FLOORS = {
     "pdserve_engine": (
         ("config", "frames", "grammar"),
         ("request",),
-        ("kv", "sampling"),
+        ("kv", "lora", "sampling"),
         ("models",),
         ("kv_transfer",),
         ("core",),

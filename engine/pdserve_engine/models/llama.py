@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
+from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig
 from pdserve_engine.models.loader import Checkpoint, WeightPart
@@ -112,8 +113,12 @@ class _LayerSpec(NamedTuple):
             norms=norms,
         )
 
+    @property
+    def projections(self) -> tuple[_Projection, ...]:
+        return self.qkv, self.attention_output, self.gate_up, self.down
+
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for projection in (self.qkv, self.attention_output, self.gate_up, self.down):
+        for projection in self.projections:
             yield from projection.shapes(prefix)
         for name, size in self.norms.items():
             yield f"{prefix}{name}.weight", (size,)
@@ -129,6 +134,17 @@ def weight_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         shapes.update(spec.shapes(_layer_prefix(layer)))
     return shapes
+
+
+def lora_targets(config: LlamaConfig) -> Targets:
+    """Return the linears that adapters may change: all those of the layers."""
+    spec = _LayerSpec.of(config)
+    return {
+        f"{_layer_prefix(layer)}{name}": (num_rows, projection.in_features)
+        for layer in range(config.num_layers)
+        for projection in spec.projections
+        for name, num_rows, _ in projection.parts
+    }
 
 
 def _layer_prefix(layer: int) -> str:

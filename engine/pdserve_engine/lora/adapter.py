@@ -1,0 +1,169 @@
+"""LoRA adapters in peft's format: a folder with adapter_config.json and safetensors."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+
+from pdserve_engine.lora.adapter_config import (
+    MAX_SHOWN,
+    LoraError,
+    Scaled,
+    Targets,
+    parse_adapter_config,
+)
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+MAX_CONFIG_BYTES = 1 << 20
+# Of the weights' file, besides numbers of four bytes.
+MAX_HEADER_BYTES = 1 << 20
+PREFIX = "base_model.model."
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraModule:
+    """What an adapter adds to a linear's output: scale * (x @ a^T) @ b^T."""
+
+    # [rank, in_features]
+    a: torch.Tensor
+    # [out_features, rank]
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """An adapter's weights on the CPU, in the dtype that the model is served in."""
+
+    # SHA-256 of all that it computes with, in hex: the folder's name and where it is say nothing.
+    digest: str
+    # The largest of its modules.
+    rank: int
+    # By the linear's full name.
+    modules: Mapping[str, LoraModule]
+
+
+def read_adapter(
+    folder: str | Path, targets: Targets, *, dtype: torch.dtype, max_rank: int
+) -> LoraAdapter:
+    """Read a folder whose files may be anything. Raises LoraError, with the folder's name."""
+    try:
+        return _read(Path(folder), targets, dtype, max_rank)
+    except LoraError as error:
+        raise LoraError(f"adapter {folder}: {error}") from error
+
+
+def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> LoraAdapter:
+    if not folder.is_dir():
+        raise LoraError("there is no such folder")
+    config = parse_adapter_config(
+        _read_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES), max_rank=max_rank
+    )
+    scaled = config.scaled(targets)
+    shapes = _shapes(scaled, targets)
+    num_bytes = sum(4 * rows * columns for rows, columns in shapes.values())
+    if not (folder / WEIGHTS_FILE).exists() and (folder / PICKLE_FILE).exists():
+        raise LoraError(f"{PICKLE_FILE} is a pickle, which may run code: served is {WEIGHTS_FILE}")
+    stored = _parse_weights(_read_file(folder, WEIGHTS_FILE, MAX_HEADER_BYTES + num_bytes))
+    _check_weights(stored, shapes)
+    return LoraAdapter(
+        digest=_digest(scaled, stored),
+        rank=max(rank for rank, _ in scaled.values()),
+        modules={
+            name: LoraModule(
+                a=_converted(stored, _name_of_a(name), dtype),
+                b=_converted(stored, _name_of_b(name), dtype),
+                scale=scale,
+            )
+            for name, (_, scale) in scaled.items()
+        },
+    )
+
+
+def _name_of_a(module: str) -> str:
+    return f"{PREFIX}{module}.lora_A.weight"
+
+
+def _name_of_b(module: str) -> str:
+    return f"{PREFIX}{module}.lora_B.weight"
+
+
+def _shapes(scaled: Mapping[str, Scaled], targets: Targets) -> dict[str, tuple[int, int]]:
+    """Return the weights that there have to be, with their shapes."""
+    shapes = {}
+    for name, (rank, _) in scaled.items():
+        out_features, in_features = targets[name]
+        shapes[_name_of_a(name)] = (rank, in_features)
+        shapes[_name_of_b(name)] = (out_features, rank)
+    return shapes
+
+
+def _read_file(folder: Path, name: str, max_bytes: int) -> bytes:
+    """Return a regular file's content; no link is followed, and no pipe is waited for."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with open(os.open(folder / name, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise LoraError(f"{name} is no regular file")
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        link = ", links are not followed" if (folder / name).is_symlink() else ""
+        raise LoraError(f"{name} cannot be read: {error.strerror}{link}") from error
+    if len(content) > max_bytes:
+        raise LoraError(f"{name} has more than {max_bytes} bytes, which its config leaves room for")
+    return content
+
+
+def _parse_weights(content: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return load_safetensors(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise LoraError(f"{WEIGHTS_FILE} is broken: {str(error)[:200]}") from error
+
+
+def _check_weights(
+    stored: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]]
+) -> None:
+    if missing := sorted(shapes.keys() - stored.keys()):
+        raise LoraError(f"{WEIGHTS_FILE} lacks {len(missing)} weights, as {missing[0]}")
+    if unknown := sorted(stored.keys() - shapes.keys()):
+        raise LoraError(
+            f"{WEIGHTS_FILE} has {len(unknown)} weights that the config has no place for, as "
+            f"{unknown[0][: 2 * MAX_SHOWN]!r}"
+        )
+    for name, shape in shapes.items():
+        tensor = stored[name]
+        if tensor.dtype not in DTYPES:
+            raise LoraError(f"{name} is {tensor.dtype}, served are float32, float16 and bfloat16")
+        if tuple(tensor.shape) != shape:
+            raise LoraError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+
+
+def _converted(stored: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    tensor = stored[name].to(dtype).contiguous()
+    # In the served dtype: large numbers of another one may not be in it.
+    if not torch.isfinite(tensor).all():
+        raise LoraError(f"{name} has NaN or infinity in {str(dtype).removeprefix('torch.')}")
+    return tensor
+
+
+def _digest(scaled: Mapping[str, Scaled], stored: Mapping[str, torch.Tensor]) -> str:
+    """Hash what is computed with: equal for configs that say the same in other words."""
+    digest = hashlib.sha256()
+    for name in sorted(scaled):
+        digest.update(f"{name} {scaled[name].rank} {scaled[name].scale!r}\n".encode())
+    for name in sorted(stored):
+        tensor = stored[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,66 @@
+"""LoRA adapters that peft writes, and the models that they make when merged."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Large enough that an adapter changes greedy text.
+LORA_STD = 0.3
+ALL_PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+
+
+def write_adapter(model_dir: Path, folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Have peft write an adapter with random weights for a model; `config` as LoraConfig's."""
+    _load(model_dir, seed, config).save_pretrained(folder)
+    return folder
+
+
+def merged_model(model_dir: Path, folder: Path) -> Any:
+    """Return transformers' model with the adapter in its weights, which never stops early."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(model, folder).merge_and_unload()
+    merged.generation_config.eos_token_id = None
+    return merged.eval()
+
+
+def merged_greedy(model_dir: Path, folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the tokens that the merged model generates."""
+    model = merged_model(model_dir, folder)
+    token_ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    generated: list[int] = output[0, len(prompt) :].tolist()
+    return generated
+
+
+def _load(model_dir: Path, seed: int, config: dict[str, Any]) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    fields: dict[str, Any] = {"target_modules": list(ALL_PROJECTIONS), "r": 8, "lora_alpha": 16}
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **(fields | config)))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=LORA_STD)
+    return adapted
