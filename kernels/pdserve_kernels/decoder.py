@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdserve_kernels.groups import Group
+from pdserve_kernels.lora import LoraRows, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
 
@@ -66,6 +67,8 @@ class LayerFunctions(NamedTuple):
     linear: Product
     linear_sums: Product
     linear_silu_mul: Product
+    linear_lora: Callable[[torch.Tensor, Any, Sequence[LoraRows]], torch.Tensor]
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotary_embedding: Callable[..., None]
@@ -80,16 +83,21 @@ def run_layer_by_layer(
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
+    lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
-    """Compute `run_decoder` of a kernel set with the set's own functions."""
+    """Compute `run_decoder` of a kernel set with the set's own functions; of an adapter
+    it takes the layers' parts one by one.
+    """
     eps = decoder.rms_norm_eps
     residual, norms = hidden_states, norms_after(decoder)
     x = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
-    for layer, next_norm in zip(decoder.layers, norms, strict=True):
-        x = _attend(kernels, decoder, layer, x, positions, kv_cache, metadata[layer.group])
+    for index, (layer, next_norm) in enumerate(zip(decoder.layers, norms, strict=True)):
+        adapted = [LoraRows(begin, end, adapter[index]) for begin, end, adapter in lora]
+        products = _Products(kernels, layer, decoder.group, adapted)
+        x = _attend(products, decoder, x, positions, kv_cache, metadata[layer.group])
         x, residual = kernels.fused_add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        x = kernels.linear_silu_mul(x, layer.gate_up)
-        x = linear_of_ranks(kernels.linear, kernels.linear_sums, x, layer.down, decoder.group)
+        x = products.linear_silu_mul("gate_up", x)
+        x = products.linear_of_ranks("down", x)
         if next_norm is None:
             return x + residual
         x, residual = kernels.fused_add_rms_norm(x, residual, next_norm, eps)
@@ -106,6 +114,36 @@ def linear_of_ranks(
     return (sums if packed.bias is None else sums + packed.bias).to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The linears of a layer, in which some rows may have adapters."""
+
+    kernels: LayerFunctions
+    layer: DecoderLayer
+    group: Group | None
+    # Each adapter's part in the layer.
+    lora: Sequence[LoraRows]
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        packed = getattr(self.layer, name)
+        if not self.lora:
+            return self.kernels.linear(x, packed)
+        adapted = (row._replace(weight=getattr(row.weight, name)) for row in self.lora)
+        rows = [row for row in adapted if row.weight is not None]
+        return self.kernels.linear_lora(x, packed, rows)
+
+    def linear_silu_mul(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if not self.lora:
+            return self.kernels.linear_silu_mul(x, getattr(self.layer, name))
+        return self.kernels.silu_and_mul(self.linear(name, x))
+
+    def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return self.linear(name, x)
+        kernels, packed = self.kernels, getattr(self.layer, name)
+        return linear_of_ranks(kernels.linear, kernels.linear_sums, x, packed, self.group)
+
+
 def norms_after(decoder: Decoder) -> Iterator[torch.Tensor | None]:
     """For each layer the norm between it and what comes next."""
     yield from (layer.input_norm for layer in decoder.layers[1:])
@@ -113,15 +151,15 @@ def norms_after(decoder: Decoder) -> Iterator[torch.Tensor | None]:
 
 
 def _attend(
-    kernels: LayerFunctions,
+    products: _Products,
     decoder: Decoder,
-    layer: DecoderLayer,
     x: torch.Tensor,
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
-    heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, decoder.head_dim)
+    kernels, layer = products.kernels, products.layer
+    heads = products.linear("qkv", x).view(x.shape[0], -1, decoder.head_dim)
     num_heads = (decoder.num_heads, decoder.num_kv_heads, decoder.num_kv_heads)
     query, key, value = torch.split_with_sizes(heads, num_heads, dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -132,7 +170,4 @@ def _attend(
     attended = kernels.paged_attention(
         query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
     )
-    attended = attended.view(x.shape[0], -1)
-    return linear_of_ranks(
-        kernels.linear, kernels.linear_sums, attended, layer.attention_output, decoder.group
-    )
+    return products.linear_of_ranks("attention_output", attended.view(x.shape[0], -1))

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from pdserve_kernels.decoder import Decoder
+from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
@@ -31,6 +32,12 @@ class KernelSet(Protocol):
         num_parts: int = 1,
         num_sums: int = 1,
     ) -> Any: ...
+
+    def linear_lora(
+        self, x: torch.Tensor, packed: Any, rows: Sequence[LoraRows]
+    ) -> torch.Tensor: ...
+    def pack_lora(self, parts: Sequence[LoraPart], packed: Any) -> Any: ...
+    def pack_adapter(self, layers: Sequence[LoraLayer]) -> Any: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
     def fused_add_rms_norm(
@@ -73,6 +80,7 @@ class KernelSet(Protocol):
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: Sequence[AttentionMetadata],
+        lora: Sequence[LoraSegment] = (),
     ) -> torch.Tensor: ...
 
     def sample(

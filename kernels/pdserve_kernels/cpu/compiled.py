@@ -25,6 +25,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pds_pin_threads": (POINTER, INT),
     "pds_pack_linear": (POINTER, INT, INT, INT, INT, POINTER),
     "pds_linear": (POINTER, INT, POINTER, POINTER),
+    "pds_linear_lora": (POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER),
     "pds_linear_sums": (POINTER, INT, POINTER, POINTER),
     "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
     "pds_argmax": (POINTER, *(INT,) * 4, *(POINTER,) * 3),

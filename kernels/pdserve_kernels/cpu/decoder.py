@@ -15,6 +15,7 @@ from pdserve_kernels.cpu.layers import (
     fused_add_rms_norm,
     rms_norm,
     rotary_embedding,
+    silu_and_mul,
 )
 from pdserve_kernels.cpu.linear import (
     LinearWeight,
@@ -23,15 +24,19 @@ from pdserve_kernels.cpu.linear import (
     linear_silu_mul,
     linear_sums,
 )
+from pdserve_kernels.cpu.lora import Segment, linear_lora, segments_of
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
 FUNCTIONS = LayerFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
+    linear_lora=linear_lora,
+    silu_and_mul=silu_and_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
     rotary_embedding=rotary_embedding,
@@ -121,6 +126,9 @@ class _Step(ctypes.Structure):
         ("num_groups", _INT),
         ("num_tokens", _INT),
         ("positions", _POINTER),
+        ("segments", ctypes.POINTER(Segment)),
+        ("num_segments", _INT),
+        ("row_ranks", _INT),
     )
 
 
@@ -147,6 +155,7 @@ def run_decoder(
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
+    lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
     """See the reference's contract. Bits are those of this set's functions one by one.
 
@@ -156,7 +165,7 @@ def run_decoder(
     native = packed.native
     if native is None or not has_packed_tiles(kv_cache):
         return run_layer_by_layer(
-            FUNCTIONS, packed.decoder, hidden_states, positions, kv_cache, metadata
+            FUNCTIONS, packed.decoder, hidden_states, positions, kv_cache, metadata, lora
         )
     _check(packed.decoder, hidden_states, positions, kv_cache, metadata)
     hidden_states, positions = hidden_states.contiguous(), as_contiguous_int64(positions)
@@ -164,6 +173,9 @@ def run_decoder(
     described = (Batch.of(group, num_tokens, kv_cache) for group in metadata)
     batches = (Batch * len(metadata))(*described)
     step = _Step(PagedKV.of(kv_cache), batches, len(batches), num_tokens, positions.data_ptr())
+    if lora:
+        step.segments, step.num_segments = segments_of(lora, num_tokens), len(lora)
+        step.row_ranks = max(segment.adapter.num_ranks for segment in lora)
     output = torch.empty_like(hidden_states)
     kernels, size = library(), _INT()
     kernels.pds_decoder_workspace_size(ctypes.byref(native), ctypes.byref(step), ctypes.byref(size))

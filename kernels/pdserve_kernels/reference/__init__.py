@@ -21,6 +21,7 @@ from pdserve_kernels.reference.linear import (
     linear_sums,
     pack_linear,
 )
+from pdserve_kernels.reference.lora import linear_lora, pack_adapter, pack_lora
 from pdserve_kernels.reference.sampling import (
     argmax,
     count_nans,
@@ -40,10 +41,13 @@ __all__ = [
     "kv_tile_format",
     "linear",
     "linear_argmax",
+    "linear_lora",
     "linear_silu_mul",
     "linear_sums",
+    "pack_adapter",
     "pack_decoder",
     "pack_linear",
+    "pack_lora",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",

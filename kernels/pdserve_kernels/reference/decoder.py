@@ -5,16 +5,25 @@ from collections.abc import Sequence
 import torch
 
 from pdserve_kernels.decoder import Decoder, LayerFunctions, run_layer_by_layer
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.attention import paged_attention
 from pdserve_kernels.reference.cache import reshape_and_cache
-from pdserve_kernels.reference.layers import fused_add_rms_norm, rms_norm, rotary_embedding
+from pdserve_kernels.reference.layers import (
+    fused_add_rms_norm,
+    rms_norm,
+    rotary_embedding,
+    silu_and_mul,
+)
 from pdserve_kernels.reference.linear import linear, linear_silu_mul, linear_sums
+from pdserve_kernels.reference.lora import linear_lora
 
 FUNCTIONS = LayerFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
+    linear_lora=linear_lora,
+    silu_and_mul=silu_and_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
     rotary_embedding=rotary_embedding,
@@ -34,15 +43,17 @@ def run_decoder(
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
+    lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
     """Write the tokens' KV into the cache and return the normed states behind the last layer.
 
     hidden_states [num_tokens, hidden_size] are the embedded tokens, positions int64 [num_tokens];
     kv_cache is [num_blocks, num_kv_heads, num_slots, 2, block_size, head_dim] with tiles in the
-    set's format; metadata has one entry per KV group. Layers are pre-norm with a gated MLP, as
+    set's format; metadata has one entry per KV group; lora has the rows with adapters, in ascending
+    order. Layers are pre-norm with a gated MLP, as
     Llama's (Touvron et al. 2023, arXiv:2302.13971): x += attention(norm(x)); x += mlp(norm(x)).
     Returns a new tensor of hidden_states' shape and dtype; the functions of the set say what else
     they demand. The ranks of a group all call it, with equal hidden_states and positions, and get
     equal states; RuntimeError if one does not come.
     """
-    return run_layer_by_layer(FUNCTIONS, packed, hidden_states, positions, kv_cache, metadata)
+    return run_layer_by_layer(FUNCTIONS, packed, hidden_states, positions, kv_cache, metadata, lora)

@@ -24,6 +24,7 @@ from pdserve_kernels.triton.linear import (
     linear_sums,
     pack_linear,
 )
+from pdserve_kernels.triton.lora import linear_lora, pack_adapter, pack_lora
 from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample
 
 __all__ = [
@@ -37,10 +38,13 @@ __all__ = [
     "kv_tile_format",
     "linear",
     "linear_argmax",
+    "linear_lora",
     "linear_silu_mul",
     "linear_sums",
+    "pack_adapter",
     "pack_decoder",
     "pack_linear",
+    "pack_lora",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pdserve_kernels.decoder import Decoder, linear_of_ranks, norms_after
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
@@ -23,8 +24,10 @@ def run_decoder(
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
+    lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
-    """See the reference's contract."""
+    """See the reference's contract. Adapters are not served yet."""
+    assert not lora
     eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
     residual = hidden_states.clone()  # changed by every layer
     x = rms_norm(residual, packed.layers[0].input_norm, eps)

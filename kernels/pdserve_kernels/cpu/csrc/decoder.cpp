@@ -29,6 +29,7 @@ struct Workspace {
   bf16* activated;  // [num_tokens, intermediate_size]
   bf16* projected;  // [num_tokens, hidden_size]
   float* attention;
+  float* shrunk;  // [num_tokens, row_ranks]
 
   Workspace(Carver& carver, const Decoder& decoder, const Step& step, int64_t num_threads) {
     const int64_t m = step.num_tokens, num_kv_heads = step.kv.num_kv_heads;
@@ -45,6 +46,7 @@ struct Workspace {
       floats = std::max(floats, attention_scratch_size(num_threads, decoder.num_heads, step.kv,
                                                        step.batches[group]));
     attention = carver.take<float>(floats);
+    shrunk = carver.take<float>(m * step.row_ranks);
   }
 };
 
@@ -126,11 +128,20 @@ bool linear_of_ranks(const Team& team, Group& group, const bf16* x, int64_t m,
   return true;
 }
 
+// The rows with adapters, shrunk for one of a layer's weights, whose inputs x are.
+LoraRows adapt(const Team& team, const Step& step, const Workspace& workspace, int64_t layer,
+               const LoraWeight LoraLayer::* part, const bf16* x, const PackedLinear& weight) {
+  const LoraRows lora{step.segments, step.num_segments, layer, part, workspace.shrunk,
+                      step.row_ranks};
+  shrink(team, x, weight.k, lora);
+  return lora;
+}
+
 // out = x @ weight^T + bias for a weight whose inputs the ranks share, and a barrier behind it.
 bool project(const Team& team, const Decoder& decoder, const bf16* x, int64_t m,
-             const PackedLinear& weight, bf16* out) {
+             const PackedLinear& weight, bf16* out, const LoraRows& lora) {
   if (decoder.group == nullptr)
-    linear(team, x, m, weight, out);
+    linear(team, x, m, weight, out, lora);
   else if (!linear_of_ranks(team, *decoder.group, x, m, weight, out))
     return false;
   team.barrier();
@@ -155,15 +166,24 @@ void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
   for (int64_t index = 0; index < decoder.num_layers; ++index) {
     const DecoderLayer& layer = decoder.layers[index];
     const bool is_last = index + 1 == decoder.num_layers;
-    linear(team, states.normed, m, layer.qkv, workspace.qkv);
+    const auto adapted = [&](const LoraWeight LoraLayer::* part, const bf16* x,
+                             const PackedLinear& weight) {
+      return adapt(team, step, workspace, index, part, x, weight);
+    };
+    linear(team, states.normed, m, layer.qkv, workspace.qkv,
+           adapted(&LoraLayer::qkv, states.normed, layer.qkv));
     team.barrier();
     attend(team, decoder, layer, step, workspace);
-    if (!project(team, decoder, workspace.attended, m, layer.attention_output, workspace.projected))
+    if (!project(team, decoder, workspace.attended, m, layer.attention_output, workspace.projected,
+                 adapted(&LoraLayer::attention_output, workspace.attended, layer.attention_output)))
       return;
     states.add(team, workspace.projected, layer.post_attention_norm);
-    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated);
+    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated,
+                    adapted(&LoraLayer::gate_up, states.normed, layer.gate_up));
     team.barrier();
-    if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected)) return;
+    if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected,
+                 adapted(&LoraLayer::down, workspace.activated, layer.down)))
+      return;
     states.add(team, workspace.projected,
                is_last ? decoder.final_norm : decoder.layers[index + 1].input_norm);
   }

@@ -39,6 +39,10 @@ struct Step {
   const Batch* batches;  // one for each KV group
   int64_t num_groups, num_tokens;
   const int64_t* positions;  // [num_tokens]
+  // Of the tokens that have adapters, ascending, and the most ranks that one has in a weight. There
+  // are none where the decoder has a group.
+  const LoraSegment* segments;
+  int64_t num_segments, row_ranks;
 };
 
 // How many bytes of workspace a step needs with so many threads.

@@ -50,6 +50,18 @@ void pds_linear(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight, 
   pds::run_team([&](const pds::Team& team) { pds::linear(team, x, m, *weight, out); });
 }
 
+// pds_linear with adapters; each segment's are of this weight alone, as a layer's qkv, and shrunk is
+// memory for m rows of row_ranks numbers.
+void pds_linear_lora(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight,
+                     const pds::LoraSegment* segments, int64_t num_segments, float* shrunk,
+                     int64_t row_ranks, pds::bf16* out) {
+  const pds::LoraRows lora{segments, num_segments, 0, &pds::LoraLayer::qkv, shrunk, row_ranks};
+  pds::run_team([&](const pds::Team& team) {
+    pds::shrink(team, x, weight->k, lora);
+    pds::linear(team, x, m, *weight, out, lora);
+  });
+}
+
 void pds_linear_sums(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight, float* out) {
   pds::run_team([&](const pds::Team& team) { pds::linear_sums(team, x, m, *weight, out); });
 }

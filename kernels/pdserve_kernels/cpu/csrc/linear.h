@@ -11,6 +11,7 @@
 #include <xmmintrin.h>
 
 #include "linear_int.h"
+#include "lora.h"
 #include "math.h"
 #include "packed_linear.h"
 #include "team.h"
@@ -166,13 +167,14 @@ PDS_INLINE void store_row(bf16* out, int64_t width, const Output& output) {
 
 }  // namespace detail
 
-// out [m, n] = x [m, k] @ weight^T + bias, rounded once to bf16.
-inline void linear(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight,
-                   bf16* out) {
+// out [m, n] = x [m, k] @ weight^T + bias, rounded once to bf16, with what adapters add to some rows.
+inline void linear(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight, bf16* out,
+                   const LoraRows& lora = {}) {
   using namespace detail;
   alignas(64) float sums[MAX_BLOCK_ROWS * PANEL];
   for_each_panel(team, m, weight.num_panels(), [&](Range rows, int64_t panel, int64_t next) {
     multiply_panel(x + rows.begin * weight.k, rows.end - rows.begin, weight, panel, next, sums);
+    lora.add_to(rows, panel, sums);
     const Biases biases(weight, panel);
     const int64_t width = weight.num_outputs(panel);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
@@ -199,7 +201,7 @@ inline void linear_sums(const Team& team, const bf16* x, int64_t m, const Packed
 // out [m, n / 2] = silu(gate) * up, where [gate | up] = x @ weight^T + bias; the weight has to have
 // two parts. gate, up and silu(gate) are rounded to bf16 first, as by `linear` and `silu_and_mul`.
 inline void linear_silu_mul(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight,
-                            bf16* out) {
+                            bf16* out, const LoraRows& lora = {}) {
   using namespace detail;
   alignas(64) float gates[MAX_BLOCK_ROWS * PANEL];
   alignas(64) float ups[MAX_BLOCK_ROWS * PANEL];
@@ -209,6 +211,8 @@ inline void linear_silu_mul(const Team& team, const bf16* x, int64_t m, const Pa
     const int64_t count = rows.end - rows.begin;
     multiply_panel(first, count, weight, panel, part + panel, gates);
     multiply_panel(first, count, weight, part + panel, next, ups);
+    lora.add_to(rows, panel, gates);
+    lora.add_to(rows, part + panel, ups);
     const Biases gate_biases(weight, panel), up_biases(weight, part + panel);
     const int64_t width = weight.num_outputs(panel);
     for (int64_t row = 0; row < count; ++row) {

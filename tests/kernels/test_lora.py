@@ -1,0 +1,177 @@
+"""Adapters: each row gets what its own adds, whoever its neighbours are, and others get nothing."""
+
+import random
+
+import pytest
+import torch
+from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
+
+from pdserve_kernels import cpu, reference
+from pdserve_kernels.cpu.decoder import FUNCTIONS
+from pdserve_kernels.decoder import run_layer_by_layer
+from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
+
+pytestmark = pytest.mark.usefixtures("each_isa")
+
+SHAPES = [
+    pytest.param(Shape(head_dim=128), id="q and k norms"),
+    pytest.param(Shape(has_bias=True, has_qk_norm=False, num_heads=6, intermediate=72), id="bias"),
+    pytest.param(Shape(head_dim=80, hidden=100, num_kv_heads=4), id="odd sizes"),
+]
+MIXED = [Chunk(2, 0, 1), Chunk(1, 0, 1), Chunk(0, 0, 33), Chunk(3, 0, 16)]
+# Of each request.
+RANKS = (8, None, 64, 3)
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_parts(sizes, in_features, rank, dtype, *, seed=0):
+    """For each size a part with so many outputs, or None for a gap."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, first = [], 0
+    for index, (size, has_part) in enumerate(sizes):
+        if has_part:
+            a = torch.randn(rank + index, in_features, generator=generator) * in_features**-0.5
+            b = torch.randn(size, rank + index, generator=generator) * rank**-0.5
+            a, b = (x.bfloat16().to(dtype) for x in (a, b))
+            parts.append(LoraPart(first, a, b, 0.5 + index))
+        first += size
+    return parts
+
+
+def make_adapter(kernels, model: Model, rank: int, dtype=torch.bfloat16):
+    """One without a part in some linears."""
+    shape, layers = model.shape, []
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    for index, layer in enumerate(model.decoder.layers):
+        has_all = index == 0
+        sizes = {
+            "qkv": ([(heads, True), (kv_heads, has_all), (kv_heads, True)], shape.hidden),
+            "attention_output": ([(shape.hidden, has_all)], heads),
+            "gate_up": ([(shape.intermediate, has_all), (shape.intermediate, True)], shape.hidden),
+            "down": ([(shape.hidden, True)], shape.intermediate),
+        }
+        packed = {
+            name: kernels.pack_lora(
+                make_parts(*size, rank, dtype, seed=rank + 10 * index), getattr(layer, name)
+            )
+            for name, size in sizes.items()
+        }
+        layers.append(LoraLayer(**packed))
+    return kernels.pack_adapter(layers)
+
+
+def segments(chunks, adapters) -> list[LoraSegment]:
+    found, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk.end - chunk.start
+        if adapters[chunk.request] is not None:
+            found.append(LoraSegment(begin, end, adapters[chunk.request]))
+        begin = end
+    return found
+
+
+def adapters_of(kernels, model, dtype=torch.bfloat16):
+    return [None if rank is None else make_adapter(kernels, model, rank, dtype) for rank in RANKS]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_has_the_bits_of_its_parts_with_any_number_of_threads(shape, kind, num_threads):
+    if kind == "int4" and shape.hidden % 16:
+        pytest.skip("no whole groups")
+    model = Model(shape, kind=kind)
+    packed, adapters = cpu.pack_decoder(model.decoder), adapters_of(cpu, model)
+    for chunks in (MIXED, MIXED[:2], [Chunk(2, 0, LENGTH)]):
+        hidden_states, positions, metadata = model.step(chunks)
+        lora = segments(chunks, adapters)
+        torch.set_num_threads(1)
+        composed = run_layer_by_layer(
+            FUNCTIONS, model.decoder, hidden_states, positions, model.new_cache(), metadata, lora
+        )
+        torch.set_num_threads(num_threads)
+        fused = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata, lora)
+        assert torch.equal(fused, composed)
+        base = cpu.run_decoder(hidden_states, packed, positions, model.new_cache(), metadata)
+        begin = 0
+        for chunk in chunks:
+            rows = slice(begin, begin + chunk.end - chunk.start)
+            begin = rows.stop
+            has_adapter = RANKS[chunk.request] is not None
+            assert torch.equal(fused[rows], base[rows]) != has_adapter
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_request_has_its_bits_in_any_batch_and_chunks(shape):
+    model = Model(shape)
+    packed, adapters = cpu.pack_decoder(model.decoder), adapters_of(cpu, model)
+    alone = []
+    for request in range(NUM_REQUESTS):
+        chunks = [Chunk(request, 0, LENGTH)]
+        states, positions, metadata = model.step(chunks)
+        cache, lora = model.new_cache(), segments(chunks, adapters)
+        alone.append(cpu.run_decoder(states, packed, positions, cache, metadata, lora))
+    cache, generator = model.new_cache(), random.Random(0)
+    done, parts = [0] * NUM_REQUESTS, [[] for _ in range(NUM_REQUESTS)]
+    while min(done) < LENGTH:
+        sizes = [min(generator.choice([1, 1, 3, 17, 40]), LENGTH - start) for start in done]
+        chunks = [Chunk(i, done[i], done[i] + sizes[i]) for i in range(NUM_REQUESTS) if sizes[i]]
+        chunks.sort(key=lambda chunk: chunk.end - chunk.start > 1)
+        states, positions, metadata = model.step(chunks)
+        lora = segments(chunks, adapters)
+        output = cpu.run_decoder(states, packed, positions, cache, metadata, lora)
+        for chunk, piece in zip(
+            chunks, output.split([c.end - c.start for c in chunks]), strict=True
+        ):
+            parts[chunk.request].append(piece)
+            done[chunk.request] = chunk.end
+    for request in range(NUM_REQUESTS):
+        assert torch.equal(torch.cat(parts[request]), alone[request])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_is_the_product_with_merged_weights(kernels, dtype, has_bias):
+    generator = torch.Generator().manual_seed(0)
+    sizes, in_features, num_rows = [(70, True), (34, False), (40, True)], 60, 9
+    weight = torch.randn(144, in_features, generator=generator).bfloat16() * in_features**-0.5
+    bias = torch.randn(144, generator=generator).bfloat16() if has_bias else None
+    x = torch.randn(num_rows, in_features, generator=generator).bfloat16()
+    packed = kernels.pack_linear(weight.to(dtype), None if bias is None else bias.to(dtype))
+    parts = [make_parts(sizes, in_features, rank, dtype, seed=rank) for rank in (8, 64)]
+    first, second = (kernels.pack_lora(each, packed) for each in parts)
+    out = kernels.linear_lora(x.to(dtype), packed, [LoraRows(1, 3, first), LoraRows(5, 9, second)])
+    base = kernels.linear(x.to(dtype), packed)
+    assert torch.equal(out[[0, 3, 4]], base[[0, 3, 4]])
+    for rows, adapter in ((slice(1, 3), parts[0]), (slice(5, 9), parts[1])):
+        merged = weight.double()
+        for part in adapter:
+            change = part.scale * part.b.double() @ part.a.double()
+            merged[part.first_output : part.first_output + len(part.b)] += change
+        expected = x[rows].double() @ merged.T + (0 if bias is None else bias.double())
+        error = (out[rows].double() - expected).abs().max()
+        scale = expected.abs().max()
+        assert error / scale < (2.0**-7 if dtype == torch.bfloat16 else 1e-5)
+        for row in range(rows.start, rows.stop):
+            weight_of = first if rows.start == 1 else second
+            alone = kernels.linear_lora(
+                x[row : row + 1].to(dtype), packed, [LoraRows(0, 1, weight_of)]
+            )
+            assert torch.equal(alone[0], out[row])
+
+
+def test_rows_that_a_step_does_not_have_are_refused():
+    model = Model(Shape())
+    packed, adapter = cpu.pack_decoder(model.decoder), make_adapter(cpu, model, 8)
+    states, positions, metadata = model.step([Chunk(0, 0, 4)])
+    for rows in ([(0, 5)], [(2, 2)], [(-1, 1)], [(0, 2), (1, 3)]):
+        lora = [LoraSegment(*each, adapter) for each in rows]
+        with pytest.raises(ValueError, match="lora has rows"):
+            cpu.run_decoder(states, packed, positions, model.new_cache(), metadata, lora)
