@@ -101,15 +101,12 @@ def has_same_prompt(first: EngineCoreRequest, second: EngineCoreRequest) -> bool
 
 
 def _request_keys(request: EngineCoreRequest) -> list[ExtraKey]:
-    """The tenant's salt, and the adapter: by all that names it, until requests carry the digest of
-    its weights.
-    """
+    """The tenant's salt, and the adapter's digest: its name may stand for another one tomorrow."""
     keys: list[ExtraKey] = []
     if request.cache_salt is not None:
         keys.append(("salt", request.cache_salt))
-    lora = request.lora_request
-    if lora is not None:
-        keys.append(("adapter", lora.lora_name, lora.lora_int_id, lora.lora_path))
+    if request.lora_request is not None:
+        keys.append(("adapter", request.lora_request.digest))
     return keys
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve_common.engine_types import EngineCoreRequest, EngineInfo
-from pdserve_common.errors import InvalidRequestError
+from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams
 
 GENERATE = "generate"
@@ -21,7 +21,7 @@ class Capabilities:
     logits_processors: tuple[str, ...] = ()
     # Of PoolingParams; to generate is one as well.
     tasks: frozenset[str] = frozenset((GENERATE,))
-    # Names of LoRA adapters.
+    # Digests of LoRA adapters.
     adapters: frozenset[str] = frozenset()
     # Of multimodal features: "image", "audio".
     modalities: frozenset[str] = frozenset()
@@ -31,7 +31,11 @@ class Capabilities:
     @classmethod
     def of(cls, info: EngineInfo) -> "Capabilities":
         """Return those of the worker that this describes."""
-        return cls(logits_processors=info.logits_processors, fields=frozenset(info.served_fields))
+        return cls(
+            logits_processors=info.logits_processors,
+            adapters=frozenset(adapter.digest for adapter in info.adapters),
+            fields=frozenset(info.served_fields),
+        )
 
     @classmethod
     def shared(cls, each: Iterable["Capabilities"]) -> "Capabilities":
@@ -60,7 +64,6 @@ _OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] 
     EngineCoreRequest: (
         ("pooling_params", None, lambda params, can: params.task in can.tasks - {GENERATE}),
         ("mm_features", (), lambda features, can: {f.modality for f in features} <= can.modalities),
-        ("lora_request", None, lambda lora, can: lora.lora_name in can.adapters),
         ("data_parallel_rank", None, None),
         ("prompt_embeds", None, None),
         ("prompt_is_token_ids", (), None),
@@ -73,7 +76,15 @@ _OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] 
 
 
 def check_served(value: EngineCoreRequest | SamplingParams, capabilities: Capabilities) -> None:
-    """Raise InvalidRequestError for the first field that asks for what is not served."""
+    """Raise InvalidRequestError for the first field that asks for what is not served, and
+    AdapterNotHeldError for an adapter that others may have.
+    """
+    lora = value.lora_request if isinstance(value, EngineCoreRequest) else None
+    if lora is not None and lora.digest not in capabilities.adapters:
+        raise AdapterNotHeldError(
+            f"lora_request names the adapter {lora.lora_name[:64]!r} ({lora.digest[:16]}), which "
+            "this worker does not hold"
+        )
     for name, nothing, serves in _OPTIONAL_FIELDS[type(value)]:
         wanted = getattr(value, name)
         if wanted == nothing or name in capabilities.fields:

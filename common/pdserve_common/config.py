@@ -29,6 +29,9 @@ _OTHER_VARIABLES = {"PDSERVE_KERNELS_DIR", "PDSERVE_CPU_ISA", "PDSERVE_API_KEY"}
 LogLevel = Literal["debug", "info", "warning", "error"]
 Transport = Literal["any", "shm", "tcp", "rdma"]
 
+# Of what clients ask for by a name.
+MAX_NAME_CHARS = 128
+
 T = TypeVar("T")
 
 
@@ -104,6 +107,23 @@ def warn_of_unknown_variables(cls: type[Any], environ: Mapping[str, str] = os.en
     unknown = {name for name in environ if name.startswith(ENV_PREFIX)} - known - _OTHER_VARIABLES
     if unknown:
         logger.warning("ignored, no settings of this process: %s", ", ".join(sorted(unknown)))
+
+
+def parse_named_paths(field: str, values: Sequence[str]) -> dict[str, str]:
+    """Return the path of each name of NAME=PATH. Raises ValueError."""
+    paths: dict[str, str] = {}
+    for value in values:
+        name, separator, path = value.partition("=")
+        if not separator or not path:
+            raise ValueError(f"{field} has {value!r}, must be NAME=PATH")
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not (name.isascii() and name.isprintable()):
+            raise ValueError(
+                f"{field} has the name {name!r}, must be 1 to {MAX_NAME_CHARS} characters of ASCII"
+            )
+        if name in paths:
+            raise ValueError(f"{field} names {name!r} twice")
+        paths[name] = path
+    return paths
 
 
 def _show(default: Any) -> str:

@@ -96,11 +96,23 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRARequest:
-    """The adapter a request runs with."""
+    """The adapter a request runs with. The digest is which one it is; the rest is for people."""
 
     lora_name: str
-    lora_int_id: int
-    lora_path: str
+    # SHA-256 of what it computes with, in hex.
+    digest: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAAdapter:
+    """An adapter that a worker holds, under the name that clients ask for."""
+
+    name: str
+    digest: str
+    # The largest of its linears.
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,3 +484,5 @@ class EngineInfo:
     pipeline_parallel_size: int = 1
     # The zone that its machine is in; empty: not known.
     zone: str = ""
+    # LoRA adapters that it holds.
+    adapters: tuple[LoRAAdapter, ...] = ()

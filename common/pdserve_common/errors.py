@@ -118,6 +118,14 @@ class FailedPreconditionError(PdserveError):
     code = ErrorCode.FAILED_PRECONDITION
 
 
+class AdapterNotHeldError(FailedPreconditionError):
+    """The worker does not hold the request's LoRA adapter. Retryable on another one."""
+
+    is_retryable = True
+    # It would not fail anywhere. The worker is in order all the same.
+    fault = ErrorFault.WORKER
+
+
 _BY_CODE: dict[ErrorCode, type[PdserveError]] = {
     cls.code: cls
     for cls in (

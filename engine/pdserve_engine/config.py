@@ -5,7 +5,7 @@ elsewhere.
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve_common.config import Transport, opt
+from pdserve_common.config import Transport, opt, parse_named_paths
 from pdserve_common.cores import parse_cores
 
 Device = Literal["cpu", "cuda"]
@@ -95,6 +95,10 @@ class EngineConfig:
     num_threads: int = opt(
         0, "Compute threads on CPU; 0: one for each core, within the container's CPU limit."
     )
+    lora: tuple[str, ...] = opt(
+        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
+    )
+    max_lora_rank: int = opt(64, "The highest rank that an adapter may have.")
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
     )
@@ -168,6 +172,7 @@ class EngineConfig:
             "max_num_partial_prefills",
             "tensor_parallel_size",
             "pipeline_parallel_size",
+            "max_lora_rank",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
@@ -204,9 +209,25 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.device != "cpu":
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
+        if self.adapter_folders:
+            self._check_adapters()
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+
+    def _check_adapters(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(f"lora is set: adapters are not served on {self.device}, only on cpu")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"lora is set and {name} is {getattr(self, name)}: with adapters it must be 1"
+                )
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """The folder of each adapter of `lora`, by its name. Raises ValueError."""
+        return parse_named_paths("lora", self.lora)
 
     @property
     def cores(self) -> tuple[int, ...]:

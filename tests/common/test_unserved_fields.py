@@ -6,7 +6,7 @@ import pytest
 
 from pdserve_common import engine_types as types
 from pdserve_common.capabilities import Capabilities, check_served
-from pdserve_common.errors import InvalidRequestError
+from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_common.validation import validate_engine_core_request, validate_sampling_params
 
@@ -55,7 +55,6 @@ REFUSED = {
     "mm_features": (
         types.MultiModalFeatureSpec(modality="image", identifier="i", position=0, length=1),
     ),
-    "lora_request": types.LoRARequest(lora_name="l", lora_int_id=1, lora_path="/l"),
     "data_parallel_rank": 0,
     "prompt_embeds": types.TensorRef(content_hash=b"h", dtype="float32", shape=(3, 4)),
     "prompt_is_token_ids": (True, True, True),
@@ -68,7 +67,7 @@ REFUSED = {
 
 def test_each_field_is_served_or_refused() -> None:
     names = {field.name for field in dataclasses.fields(types.EngineCoreRequest)}
-    assert names == SERVED | REFUSED.keys()
+    assert names == SERVED | REFUSED.keys() | {"lora_request"}
     assert not SERVED & REFUSED.keys()
 
 
@@ -82,9 +81,9 @@ def test_a_field_that_is_not_served_is_refused_by_name(name: str) -> None:
 
 SERVING = Capabilities(
     tasks=frozenset(("generate", "embed")),
-    adapters=frozenset("l"),
+    adapters=frozenset(("1234",)),
     modalities=frozenset(("image", "audio")),
-    fields=frozenset(REFUSED) - {"pooling_params", "mm_features", "lora_request"},
+    fields=frozenset(REFUSED) - {"pooling_params", "mm_features"},
 )
 
 
@@ -102,7 +101,6 @@ def test_a_field_is_served_by_a_worker_that_can(name: str) -> None:
     [
         ("pooling_params", types.PoolingParams(task="classify")),
         ("pooling_params", types.PoolingParams(task="generate")),
-        ("lora_request", types.LoRARequest(lora_name="other", lora_int_id=1, lora_path="/l")),
         (
             "mm_features",
             (types.MultiModalFeatureSpec(modality="video", identifier="i", position=0, length=1),),
@@ -114,6 +112,22 @@ def test_what_is_served_depends_on_the_value(name: str, value: object) -> None:
     with pytest.raises(InvalidRequestError) as error:
         check_served(request, SERVING)
     assert error.value.field == name
+
+
+def test_an_adapter_is_served_by_who_holds_its_digest() -> None:
+    for name, digest in (("a", "1234"), ("b", "1234")):
+        lora = types.LoRARequest(lora_name=name, digest=digest)
+        request = dataclasses.replace(REQUEST, lora_request=lora)
+        check_served(request, SERVING)
+        with pytest.raises(AdapterNotHeldError, match=f"adapter '{name}'") as refusal:
+            validate_engine_core_request(request, INFO)
+        error = refusal.value.to_engine_error()
+        assert error.code is types.ErrorCode.FAILED_PRECONDITION
+        assert error.is_retryable
+        assert error.fault is types.ErrorFault.WORKER
+    other = types.LoRARequest(lora_name="a", digest="12345")
+    with pytest.raises(AdapterNotHeldError):
+        check_served(dataclasses.replace(REQUEST, lora_request=other), SERVING)
 
 
 @pytest.mark.parametrize(

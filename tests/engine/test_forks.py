@@ -127,7 +127,7 @@ def test_a_branch_that_comes_late_shares_at_once_and_one_without_source_is_compu
 
 
 PICTURE = MultiModalFeatureSpec(modality="image", identifier="a", position=1, length=3)
-ADAPTER = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a")
+ADAPTER = LoRARequest(lora_name="a", digest="a")
 
 
 @pytest.mark.parametrize(

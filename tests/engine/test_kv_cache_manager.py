@@ -151,7 +151,7 @@ def test_a_salt_cannot_be_taken_for_another_salt_and_adapter() -> None:
     manager = make_manager(FULL)
 
     def make(salt: str, adapter: str) -> Request:
-        lora = LoRARequest(lora_name=adapter, lora_int_id=1, lora_path="")
+        lora = LoRARequest(lora_name="a", digest=adapter)
         return make_request("a", list(range(12)), cache_salt=salt, lora_request=lora)
 
     run(manager, make("a\0b", "c"), 12)

@@ -1,7 +1,7 @@
 """Drives a ModelRunner as a scheduler would, by hand, for tests of models."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,6 +12,9 @@ import torch
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
+from pdserve_engine.lora.adapter import read_adapter
+from pdserve_engine.models.config import LlamaConfig
+from pdserve_engine.models.llama import LlamaModel, lora_targets
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
@@ -38,6 +41,7 @@ class Tracked:
     # Per KV group.
     block_ids: tuple[list[int], ...]
     grammar: CompiledGrammar | None = None
+    adapter: str | None = None
     num_computed_tokens: int = 0
     is_known: bool = False
 
@@ -50,7 +54,13 @@ class Driver:
     """Schedules by hand: each step computes up to `chunk` tokens of every request it is given."""
 
     def __init__(
-        self, model_dir: Path, *, num_blocks: int = 512, device: torch.device = CPU, **config: Any
+        self,
+        model_dir: Path,
+        *,
+        num_blocks: int = 512,
+        device: torch.device = CPU,
+        adapters: Iterable[Path] = (),
+        **config: Any,
     ) -> None:
         self.config = read_model_config(model_dir, **config)
         model = load_model(model_dir, self.config, device=device)
@@ -59,8 +69,10 @@ class Driver:
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)
         self.runner = runner_class(model)(
-            model, self.cache, max_num_seqs=8, max_model_len=model.config.max_model_len
+            model, self.cache, max_num_seqs=12, max_model_len=model.config.max_model_len
         )
+        # By folder.
+        self.digests = {folder: self._load_adapter(model, folder) for folder in adapters}
         self._groups = spec.groups
         self.sequences: dict[str, Tracked] = {}
         self._free_blocks = list(range(num_blocks))
@@ -77,11 +89,21 @@ class Driver:
         params: SamplingParams = GREEDY,
         seed: int = 0,
         grammar: CompiledGrammar | None = None,
+        adapter: Path | None = None,
     ) -> Tracked:
         tables: tuple[list[int], ...] = tuple([] for _ in self._groups)
-        sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables, grammar)
+        digest = None if adapter is None else self.digests[adapter]
+        sequence = Tracked([*prompt, *output], len(prompt), params, seed, tables, grammar, digest)
         self.sequences[request_id] = sequence
         return sequence
+
+    def _load_adapter(self, model: Any, folder: Path) -> str:
+        assert isinstance(model, LlamaModel)
+        assert isinstance(self.config, LlamaConfig)
+        targets = lora_targets(self.config)
+        adapter = read_adapter(folder, targets, dtype=self.config.dtype, max_rank=64)
+        self.runner.adapters[adapter.digest] = model.pack_adapter(adapter)
+        return adapter.digest
 
     def finish(self, request_id: str) -> None:
         self._free_blocks += chain.from_iterable(self.sequences.pop(request_id).block_ids)
@@ -164,6 +186,7 @@ class Driver:
             block_ids=tuple(map(list, sequence.block_ids)),
             num_computed_tokens=sequence.num_computed_tokens,
             grammar=sequence.grammar,
+            adapter=sequence.adapter,
         )
 
 

@@ -393,4 +393,5 @@ def _describe(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         zone=config.zone,
+        adapters=model.adapters,
     )

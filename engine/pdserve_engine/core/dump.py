@@ -41,4 +41,5 @@ def _new_request(request: NewRequestData) -> dict[str, Any]:
         "top_p": params.top_p,
         "max_tokens": params.max_tokens,
         "logits_processors": params.logits_processors,
+        "adapter": request.adapter,
     }

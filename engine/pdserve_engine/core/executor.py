@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
+from pdserve_common.engine_types import LoRAAdapter
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
@@ -22,6 +23,7 @@ class LoadedModel(NamedTuple):
     numerics_id: str
     # Name of the kernel set.
     kernels: str
+    adapters: tuple[LoRAAdapter, ...] = ()
 
 
 class Executor(Protocol):

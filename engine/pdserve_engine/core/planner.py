@@ -260,6 +260,7 @@ class Planner:
                 block_ids=self._kv.get_block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
                 grammar=request.grammar,
+                adapter=request.adapter,
             )
         )
 

@@ -165,5 +165,5 @@ def _digest(scaled: Mapping[str, Scaled], stored: Mapping[str, torch.Tensor]) ->
     for name in sorted(stored):
         tensor = stored[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,11 +1,13 @@
 """What the runner asks of a model, whichever code computes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pdserve_engine.models.config import ModelConfig
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
 
@@ -22,6 +24,8 @@ class ForwardInputs:
     kv_cache: torch.Tensor
     # One entry per KV group of `group_layers(config.attention_windows)`.
     metadata: tuple[AttentionMetadata, ...]
+    # The tokens that have adapters, in ascending order; each adapter as `pack_adapter` made it.
+    lora: Sequence[LoraSegment] = ()
 
 
 class Model(Protocol):

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
+from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import LlamaConfig
@@ -23,6 +24,7 @@ from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.groups import Group
+from pdserve_kernels.lora import LoraLayer, LoraPart
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 
@@ -191,7 +193,9 @@ class LlamaModel:
             self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
         if stage.is_last:
             self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
-        self._decoder = self._kernels.pack_decoder(self._read_decoder())
+        decoder = self._read_decoder()
+        self._layers = decoder.layers
+        self._decoder = self._kernels.pack_decoder(decoder)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -201,7 +205,12 @@ class LlamaModel:
         else:
             states = self.stage.receive(len(inputs.token_ids), self.config)
         states = self._kernels.run_decoder(
-            states, self._decoder, inputs.positions, inputs.kv_cache, inputs.metadata
+            states,
+            self._decoder,
+            inputs.positions,
+            inputs.kv_cache,
+            inputs.metadata,
+            inputs.lora,
         )
         if not self.stage.is_last:
             self.stage.send(states)
@@ -232,6 +241,34 @@ class LlamaModel:
         first_id = self.vocabulary.start
         chosen: Sampled = self._kernels.sample_part(logits, batch, first_id=first_id, mask=mask)
         return Argmax(chosen.token_ids, self._kernels.count_nans(logits), chosen.values)
+
+    def pack_adapter(self, adapter: LoraAdapter) -> Any:
+        """Return an adapter as `forward` takes it. It goes with any start of the same model."""
+        spec = _LayerSpec.of(self.config)
+        return self._kernels.pack_adapter(
+            [
+                LoraLayer(
+                    qkv=self._pack_lora(adapter, index, spec.qkv, layer.qkv),
+                    attention_output=self._pack_lora(
+                        adapter, index, spec.attention_output, layer.attention_output
+                    ),
+                    gate_up=self._pack_lora(adapter, index, spec.gate_up, layer.gate_up),
+                    down=self._pack_lora(adapter, index, spec.down, layer.down),
+                )
+                for index, layer in enumerate(self._layers)
+            ]
+        )
+
+    def _pack_lora(
+        self, adapter: LoraAdapter, layer: int, projection: _Projection, packed: Any
+    ) -> Any:
+        parts, first_output = [], 0
+        for name, num_rows, _ in projection.parts:
+            module = adapter.modules.get(_layer_prefix(layer) + name)
+            if module is not None:
+                parts.append(LoraPart(first_output, module.a, module.b, module.scale))
+            first_output += num_rows
+        return self._kernels.pack_lora(parts, packed)
 
     def _read(self, *weights: str | WeightPart) -> torch.Tensor:
         return self._checkpoint.read(*weights, dtype=self.config.dtype, device=self.device)

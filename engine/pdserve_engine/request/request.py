@@ -220,6 +220,12 @@ class Request:
         self.place = None
 
     @property
+    def adapter(self) -> str | None:
+        """The digest of its LoRA adapter."""
+        lora = self.core_request.lora_request
+        return None if lora is None else lora.digest
+
+    @property
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and output tokens. Do not change it: use append_output_token_ids."""
         return self._all_token_ids

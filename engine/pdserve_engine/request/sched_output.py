@@ -27,6 +27,8 @@ class NewRequestData:
     num_computed_tokens: int
     # What its output follows.
     grammar: CompiledGrammar | None = None
+    # The digest of its LoRA adapter.
+    adapter: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,6 +38,8 @@ class InputBatch:
         # Per KV group; a request's tables are equally long in all of them.
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
+        # The digest of each request's LoRA adapter.
+        self.adapters: list[str | None] = [None] * max_num_seqs
         # How many requests have had the row.
         self.generations = np.zeros(max_num_seqs, dtype=np.int64)
 
@@ -61,6 +63,7 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
+        self.adapters[row] = request.adapter
         self.append_blocks(row, request.block_ids)
         self.sampling.add(row, request)
 

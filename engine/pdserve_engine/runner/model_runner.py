@@ -1,9 +1,9 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from pdserve_engine.sampling.state import (
     SamplingState,
     errors_of_masks,
 )
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax
 
@@ -72,6 +73,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        # By digest, as the model's `pack_adapter` made them. They outlive the model in a sleep.
+        self.adapters: dict[str, Any] = {}
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._device = model.device
@@ -188,7 +191,23 @@ class ModelRunner:
             positions=self._to_device(plan.positions),
             kv_cache=self.kv_cache.tensor,
             metadata=self._build_metadata(plan),
+            lora=self._lora_segments(plan) if self.adapters else (),
         )
+
+    def _lora_segments(self, plan: StepPlan) -> Sequence[LoraSegment]:
+        """Return which tokens have which adapter; neighbours with the same one are one segment."""
+        found: list[LoraSegment] = []
+        for row, begin, length in zip(
+            plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True
+        ):
+            digest = self._batch.adapters[row]
+            if digest is None:
+                continue
+            adapter, end = self.adapters[digest], begin + length
+            if found and found[-1].end == begin and found[-1].adapter is adapter:
+                begin = found.pop().begin
+            found.append(LoraSegment(begin, end, adapter))
+        return found
 
     def _build_metadata(self, plan: StepPlan) -> tuple[AttentionMetadata, ...]:
         """Describe the step to each KV group: they differ in where their blocks are."""

@@ -11,9 +11,10 @@ from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
+from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
-from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.models.llama import LlamaModel, lora_targets
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
@@ -54,6 +55,8 @@ class ModelSource:
         )
         if group is not None or stage.count > 1:
             self.spec = replace(self.spec, shard=_shard_of(self.spec, group, stage))
+        self._adapter_folders = config.adapter_folders
+        self._max_lora_rank = config.max_lora_rank
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -90,6 +93,19 @@ class ModelSource:
             return ShardedModel(model, group)
         return model
 
+    def read_adapters(self) -> dict[str, LoraAdapter]:
+        """Return the adapters that the config names, by name. Raises LoraError."""
+        if not self._adapter_folders:
+            return {}
+        assert isinstance(self.config, LlamaConfig)
+        targets = lora_targets(self.config)
+        return {
+            name: read_adapter(
+                folder, targets, dtype=self.config.dtype, max_rank=self._max_lora_rank
+            )
+            for name, folder in self._adapter_folders.items()
+        }
+
     def reload(self) -> Model:
         """As `load`. Raises ValueError if the folder has changed: peers were told its digest."""
         if self._hash() != self.compatibility_hash:
@@ -117,6 +133,11 @@ def _shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
 
 
 def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
+    if config.lora and not isinstance(model, LlamaConfig):
+        raise ModelError(
+            f"lora is set: {model.architecture} runs on the transformers backend, which serves no "
+            "adapters"
+        )
     if isinstance(model, LlamaConfig):
         check_shards(model, config.tensor_parallel_size)
         check_stages(model, config.pipeline_parallel_size)

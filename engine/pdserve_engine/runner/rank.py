@@ -2,6 +2,7 @@
 
 import logging
 
+from pdserve_common.engine_types import LoRAAdapter
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import LoadedModel
 from pdserve_engine.kv.kv_cache import KVCache
@@ -10,6 +11,7 @@ from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
+from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
 from pdserve_engine.runner.model_source import ModelSource
@@ -35,11 +37,16 @@ class Rank:
     def load(self) -> LoadedModel:
         use_threads(self._config)
         self._model: Model = self._source.load()
+        self._adapters = self._source.read_adapters()
         device = self._source.device
         return LoadedModel(
             is_row_independent=self._model.is_row_independent,
             numerics_id=numerics_id(self._config, self._model, device),
             kernels=name_of(select(device)),
+            adapters=tuple(
+                LoRAAdapter(name=name, digest=adapter.digest, rank=adapter.rank)
+                for name, adapter in self._adapters.items()
+            ),
         )
 
     def determine_num_blocks(self, *, max_concurrent_batches: int) -> int:
@@ -67,7 +74,11 @@ class Rank:
             max_model_len=max_model_len,
             logits_processors=source.logits_processors,
         )
+        if isinstance(self._model, LlamaModel):
+            for adapter in self._adapters.values():
+                self._runner.adapters[adapter.digest] = self._model.pack_adapter(adapter)
         del self._model  # the runner's alone: a sleep gives it back
+        del self._adapters
         self.memory = SleepingMemory(
             self._runner,
             self.kv_cache,

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,13 +66,13 @@ class Segment(ctypes.Structure):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraWeight:
     """What an adapter adds to a LinearWeight. a: bf16 [ranks, in_features, rounded up to PAIRS];
-    scales: fp32 [ranks]; panels: for each panel of the weight the first rank that it has outputs of,
-    and bf16 [ranks, PANEL]. `native` is what the C++ sees of the panels.
+    scales: fp32 [ranks]; b: bf16 [.., PANEL], for each panel of the weight a row for each rank that
+    it has outputs of. `native` is what the C++ sees of the panels.
     """
 
     a: torch.Tensor
+    b: torch.Tensor
     scales: torch.Tensor
-    panels: tuple[tuple[int, torch.Tensor], ...]
     native: Any
 
 
@@ -99,10 +100,13 @@ def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> Any:
     a = torch.zeros(sum(ranks), num_inputs, dtype=torch.bfloat16)
     a[:, : packed.in_features] = torch.cat([part.a for part in parts])
     scales = torch.tensor([part.scale for part in parts]).repeat_interleave(torch.tensor(ranks))
-    panels = tuple(_panels(parts, packed))
-    entries = [_Panel(b.data_ptr(), first, len(b)) for first, b in panels]
-    native = (_Panel * len(entries))(*entries)
-    return LoraWeight(a=a, scales=scales, panels=panels, native=native)
+    firsts, pieces = zip(*_panels(parts, packed), strict=True)
+    # One behind the other, as they are read.
+    b = torch.cat(pieces)
+    sizes = [len(piece) for piece in pieces]
+    addresses = [b.data_ptr() + 2 * PANEL * start for start in accumulate([0, *sizes[:-1]])]
+    native = (_Panel * len(sizes))(*map(_Panel, addresses, firsts, sizes))
+    return LoraWeight(a=a, b=b, scales=scales, native=native)
 
 
 def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
@@ -162,7 +166,8 @@ def _panels(parts: Sequence[LoraPart], packed: LinearWeight) -> Iterator[tuple[i
 
 
 def _panel(parts: Sequence[LoraPart], first: int, end: int) -> tuple[int, torch.Tensor]:
-    rank, first_rank, pieces = 0, 0, []
+    rank, first_rank = 0, 0
+    pieces: list[torch.Tensor] = []
     for part in parts:
         outputs = range(max(first, part.first_output), min(end, part.first_output + len(part.b)))
         if outputs:

@@ -65,5 +65,5 @@ def linear_lora(x: torch.Tensor, packed: LinearWeight, rows: Sequence[LoraRows])
 
 def _sums(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:
     """Row by row: products in fp32 have other bits among other rows."""
-    sums = torch.cat([linear_sums(row, packed) for row in x.split(1)])
+    sums = torch.cat([linear_sums(row, packed) for row in x.unsqueeze(1)])
     return sums if packed.bias is None else sums + packed.bias

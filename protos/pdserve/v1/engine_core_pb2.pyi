@@ -221,14 +221,26 @@ class PoolingParams(_message.Message):
     def __init__(self, task: _Optional[str] = ..., dimensions: _Optional[int] = ..., normalize: bool = ...) -> None: ...
 
 class LoraRequest(_message.Message):
-    __slots__ = ("lora_name", "lora_int_id", "lora_path")
+    __slots__ = ("lora_name", "lora_int_id", "lora_path", "digest")
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     LORA_INT_ID_FIELD_NUMBER: _ClassVar[int]
     LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     lora_name: str
     lora_int_id: int
     lora_path: str
-    def __init__(self, lora_name: _Optional[str] = ..., lora_int_id: _Optional[int] = ..., lora_path: _Optional[str] = ...) -> None: ...
+    digest: str
+    def __init__(self, lora_name: _Optional[str] = ..., lora_int_id: _Optional[int] = ..., lora_path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class LoraAdapter(_message.Message):
+    __slots__ = ("name", "digest", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class TensorRef(_message.Message):
     __slots__ = ("content_hash", "dtype", "shape")

@@ -50,9 +50,13 @@ _STATE_ERRORS = (
     ErrorCode.DRAINING,
     ErrorCode.OVERLOADED,
     ErrorCode.NO_WORKER,
+    ErrorCode.FAILED_PRECONDITION,
 )
 # Why requests are sent again; values of a metric's label.
-REDRIVE_REASONS = ("kv_lost", *(code.name.lower() for code in RETRYABLE_CODES))
+REDRIVE_REASONS = (
+    "kv_lost",
+    *(code.name.lower() for code in (*RETRYABLE_CODES, ErrorCode.FAILED_PRECONDITION)),
+)
 # Reasons of routes without a prefill worker that is wanted but not to be had.
 _DOWNGRADES = ("no_prefill_worker", "no_proven_pair", "prefill_queue")
 

@@ -1,0 +1,42 @@
+"""What a worker with adapters refuses to start with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.lora.adapter_config import LoraError
+from pdserve_engine.models.config import ModelError
+from pdserve_engine.runner.model_source import ModelSource
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "cuda"}, "lora is set: adapters are not served on cuda"),
+        ({"tensor_parallel_size": 2}, "lora is set and tensor_parallel_size is 2"),
+        ({"pipeline_parallel_size": 2}, "lora is set and pipeline_parallel_size is 2"),
+        ({"lora": ("a=x", "a=y")}, "lora names 'a' twice"),
+        ({"lora": ("a",)}, "lora has 'a', must be NAME=PATH"),
+        ({"lora": ("a=",)}, "lora has 'a=', must be NAME=PATH"),
+        ({"lora": ("=x",)}, "lora has the name ''"),
+        ({"lora": ("a\n=x",)}, "lora has the name"),
+        ({"max_lora_rank": 0}, "max_lora_rank is 0"),
+    ],
+)
+def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**({"lora": ("a=x",)} | fields))  # type: ignore[arg-type]
+
+
+def test_a_model_of_the_transformers_backend(make_model: Callable[..., Path]) -> None:
+    config = EngineConfig(model=str(make_model()), model_impl="transformers", lora=("a=x",))
+    with pytest.raises(ModelError, match="transformers backend, which serves no adapters"):
+        ModelSource(config)
+
+
+def test_a_folder_that_is_not_there(make_model: Callable[..., Path]) -> None:
+    source = ModelSource(EngineConfig(model=str(make_model()), lora=("a=/nowhere",)))
+    with pytest.raises(LoraError, match="adapter /nowhere: there is no such folder"):
+        source.read_adapters()
