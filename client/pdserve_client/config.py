@@ -42,6 +42,9 @@ class StackConfig(TlsConfig):
     quantization: Literal["int8", "int4"] | None = opt(
         None, "Round weights to integers while they are loaded; on CPU."
     )
+    lora: tuple[str, ...] = opt(
+        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
+    )
     engine_process: Literal["auto", "inproc", "subprocess"] | None = opt(
         None, "Run engines in their service's process or in their own; auto: their own on CUDA."
     )

@@ -256,6 +256,7 @@ class Stack:
             "device": config.device,
             "dtype": config.dtype,
             "quantization": config.quantization,
+            "lora": ",".join(config.lora) or None,
             **{name.replace("_", "-"): n for name, n in config.parallel_sizes(role).items()},
             "engine-process": config.engine_process,
             "cpu-cores": format_cores(cores) or None,

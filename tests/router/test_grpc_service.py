@@ -206,7 +206,11 @@ BAD_REQUESTS = {
         INVALID,
         "logprobs is 21, must be 0 to 20",
     ),
-    "lora": ({"text": "a", "lora_name": "l"}, INVALID, "lora_name is set: not served yet"),
+    "unknown adapter": (
+        {"text": "a", "lora_name": "l"},
+        grpc.StatusCode.NOT_FOUND,
+        "lora_name 'l' is no adapter",
+    ),
     "request id": ({"text": "a", "request_id": "ä"}, INVALID, "request_id must be printable"),
     "unknown enum": (
         {"text": "a", "sampling_params": params(output_kind=9)},

@@ -10,7 +10,7 @@ from pdserve_router.workers.indexed_set import IndexedSet
 from pdserve_router.workers.route_table import RouteTable
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-NAMES = ("", "a", "b")
+NAMES = ("a", "b", "b with an adapter")
 
 
 class Worker:
@@ -23,28 +23,31 @@ def test_it_is_what_a_walk_would_find(seed: int) -> None:
     rng = random.Random(seed)
     workers = {role: [Worker(role) for _ in range(5)] for role in (P, D)}
     every = [*workers[P], *workers[D]]
-    table, names, links = RouteTable(), dict.fromkeys(every, ""), set()
+    table, links = RouteTable(), set()
+    names: dict[Worker, set[str]] = {worker: set() for worker in every}
     for _ in range(150):
         pair = (rng.choice(workers[P]), rng.choice(workers[D]))
         kind = rng.choice(("place", "link", "unlink"))
         if kind == "place":
             worker = rng.choice(pair)
-            names[worker] = rng.choice(NAMES)
-            table.place(worker, names[worker])
+            names[worker] = set(rng.sample(NAMES, rng.randrange(3)))
+            table.place(worker, *names[worker])
         elif kind == "link":
             links.add(pair)
             table.link(*pair)
         else:
             links.discard(pair)
             table.unlink(*pair)
-        used = {(p, d) for p, d in links if names[p] and names[p] == names[d]}
-        used |= {(d, p) for p, d in used}
-        for worker in every:
-            assert set(table.partners(worker)) == {b for a, b in used if a is worker}
-        for role, name in itertools.product((P, D), NAMES[1:]):
-            placed = {w for w in workers[role] if names[w] == name}
+        used = {(p, d, name) for p, d in links for name in names[p] & names[d]}
+        used |= {(d, p, name) for p, d, name in used}
+        for worker, name in itertools.product(every, NAMES):
+            partners = {b for a, b, shared in used if a is worker and shared == name}
+            assert set(table.partners(worker, name)) == partners
+        for role, name in itertools.product((P, D), NAMES):
+            placed = {w for w in workers[role] if name in names[w]}
             assert set(table.workers(role, name)) == placed
-            assert set(table.paired(role, name)) == placed & {a for a, _ in used}
+            paired = {a for a, _, shared in used if shared == name}
+            assert set(table.paired(role, name)) == placed & paired
         assert table.has_partners == bool(used)
 
 

@@ -100,7 +100,7 @@ def test_survives_workers_that_come_and_go(policy) -> None:
     for size in (5, 1, 3, 2, 5, 4):
         for workers in (pool.prefill, pool.decode):
             for place, worker in enumerate(workers):
-                pool.table.place(worker, "weights" if place < size else "")
+                pool.table.place(worker, *(["weights"] if place < size else []))
         for _ in range(7):
             prefill, decode = policy.pick_pair(REQUEST, pool.candidates())
             assert prefill in pool.prefill[:size]
@@ -284,6 +284,6 @@ def test_a_session_stays_until_its_pair_is_saturated_or_gone() -> None:
     moved = policy.pick_pair(CHAT, pool.candidates(), session="s")
     pair[0].stats = None
     assert policy.pick_pair(CHAT, pool.candidates(), session="s") == moved
-    pool.table.place(moved[1], "")
+    pool.table.place(moved[1])
     again = policy.pick_pair(CHAT, pool.candidates(), session="s")
     assert again[1] is not moved[1]

@@ -196,7 +196,11 @@ class InferenceService:
         if limits is None:
             return pb2.ListModelsResponse()
         model = pb2.ModelInfo(id=self._router.model_name, max_model_len=limits.max_model_len)
-        return pb2.ListModelsResponse(models=[model])
+        adapters = [
+            pb2.ModelInfo(id=each.name, max_model_len=limits.max_model_len, parent=model.id)
+            for each in limits.adapters
+        ]
+        return pb2.ListModelsResponse(models=[model, *adapters])
 
 
 async def _message(
@@ -268,7 +272,7 @@ async def prepare_generate(
 async def prepare_tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -> bytes:
     """Return a TokenizeResponse."""
     request = _parse(pb2.TokenizeRequest, raw)
-    processor.check_model(request.model)
+    processor.check_model(request.model, limits)
     check_chat(request.chat)
     kind = request.WhichOneof("prompt")
     tools = chat_tools(request.chat)
@@ -300,12 +304,11 @@ def _parse(cls: type[M], raw: bytes) -> M:
 
 
 def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> GenerationRequest:
-    if request.lora_name:
-        raise InvalidRequestError("lora_name is set: not served yet", field="lora_name")
     kind = request.WhichOneof("prompt")
     return GenerationRequest(
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
         model=request.model,
+        lora_name=request.lora_name,
         text=request.text if kind == "text" else None,
         messages=chat_messages(request.chat) if kind == "chat" else None,
         tools=chat_tools(request.chat),

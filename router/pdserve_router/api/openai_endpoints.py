@@ -174,11 +174,11 @@ class GenerationEndpoint:
 
     def _form(self, options: AnswerOptions, live: LiveRequest, index: int) -> AnswerFormat:
         request = live.core_request
-        params = request.sampling_params
+        params, lora = request.sampling_params, request.lora_request
         assert params is not None
         return AnswerFormat(
             answer_id=f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request.external_req_id}",
-            model=self._router.model_name,
+            model=self._router.model_name if lora is None else lora.lora_name,
             created=int(time.time()),
             is_chat=self._is_chat,
             tokenizer=self._router.tokenizer,

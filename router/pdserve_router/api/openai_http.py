@@ -133,11 +133,13 @@ class InfoEndpoints:
         self._created = int(time.time())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": self._models()})
 
     async def get_model(self, request: Request) -> Response:
-        self._router.input_processor.check_model(request.path_params["model"])
-        return JSONResponse(self._model())
+        name, limits = request.path_params["model"], self._router.pool.limits
+        self._router.input_processor.check_model(name, limits)
+        models = self._models()
+        return JSONResponse(next(each for each in models if each["id"] == name))
 
     async def health(self, request: Request) -> Response:
         if self._router.is_ready:
@@ -154,15 +156,18 @@ class InfoEndpoints:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(docs_page())
 
-    def _model(self) -> dict[str, object]:
+    def _models(self) -> list[dict[str, object]]:
+        """The model, and its adapters."""
         limits = self._router.pool.limits
-        return {
+        model: dict[str, object] = {
             "id": self._router.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits is not None else None,
         }
+        adapters = limits.adapters if limits is not None else ()
+        return [model, *({**model, "id": each.name, "parent": model["id"]} for each in adapters)]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

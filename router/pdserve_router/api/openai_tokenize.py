@@ -67,7 +67,7 @@ async def tokenize(processor: InputProcessor, raw: bytes, limits: ModelLimits) -
     check_num_entries("tools", values.get("tools"), MAX_ENTRIES["tools"])
     check_tools(values.get("tools"), unknown)
     body = validate(TokenizeBody, values)
-    processor.check_model(body.model or "")
+    processor.check_model(body.model or "", limits)
     if body.messages is not None and body.add_special_tokens:
         raise InvalidRequestError(
             "add_special_tokens is set: a chat template writes them itself",

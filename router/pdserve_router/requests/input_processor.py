@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreRequest, LoRARequest
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured.accepted import AcceptedConstraints
@@ -63,7 +63,10 @@ class GenerationRequest:
     """What a client asks for, over whichever API. Exactly one of the three prompts is set."""
 
     request_id: str
-    model: str = ""  # "" is the only one
+    # That of the workers, an adapter of theirs, or "", which is the first.
+    model: str = ""
+    # An adapter beside `model`, which is no adapter's name then.
+    lora_name: str = ""
     text: str | None = None
     messages: Sequence[ChatMessage] | None = None
     token_ids: Sequence[int] | None = None
@@ -156,12 +159,29 @@ class InputProcessor:
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
 
-    def check_model(self, name: str) -> None:
-        """Raise ModelNotFoundError if a client names a model that is not served."""
-        if name not in ("", self._model_name):
+    def check_model(self, name: str, limits: ModelLimits | None = None) -> None:
+        """Raise ModelNotFoundError if a client names a model that is not served, nor, with limits,
+        an adapter of it.
+        """
+        if name not in ("", self._model_name) and (limits is None or not limits.adapter(name)):
             raise ModelNotFoundError(
                 f"model {name[:256]!r} is not served here, {self._model_name!r} is", field="model"
             )
+
+    def _lora_request(self, request: GenerationRequest, limits: ModelLimits) -> LoRARequest | None:
+        """Return the adapter that the request names, as it is now: it keeps it to its end. Raises
+        ModelNotFoundError.
+        """
+        name = request.lora_name
+        self.check_model(request.model, None if name else limits)
+        if not name and request.model in ("", self._model_name):
+            return None
+        adapter = limits.adapter(name or request.model)
+        if adapter is None:
+            raise ModelNotFoundError(
+                f"lora_name {name[:256]!r} is no adapter that is served here", field="lora_name"
+            )
+        return LoRARequest(lora_name=adapter.name, digest=adapter.digest)
 
     def remember(self, processed: Iterable[ProcessedInput]) -> None:
         """Do not check again what was checked, perhaps in another process."""
@@ -186,7 +206,7 @@ class InputProcessor:
         """Check and tokenize, after `check_constraint`. Raises InvalidRequestError naming the
         field.
         """
-        self.check_model(request.model)
+        lora_request = self._lora_request(request, limits)
         validate_request_id(request.request_id)
         _check_request(request)
         if request.resume:
@@ -253,6 +273,7 @@ class InputProcessor:
             sampling_params=params,
             eos_token_id=eos_token_id,
             arrival_time=arrival_time,
+            lora_request=lora_request,
             cache_salt=self._cache_salt(request),
             priority=request.priority,
             deadline=self._deadline(request.deadline, arrival_time),

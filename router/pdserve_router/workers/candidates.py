@@ -41,7 +41,7 @@ class Candidates:
         only_decode: WorkerClient | None = None,
         max_queue_tokens: int = 0,
     ) -> None:
-        """Those of the weights `name`; `only_decode` is the only decode worker, if there is one.
+        """Those placed under `name`; `only_decode` is the only decode worker, if there is one.
         Prefill workers with more waiting tokens than `max_queue_tokens` get none; 0: no limit.
         """
         self._table = table
@@ -66,7 +66,7 @@ class Candidates:
         """
         if self._only_decode is not None:
             return [self._only_decode]
-        return self._draw(self._table.partners(prefill), num, self._is_allowed)
+        return self._draw(self._table.partners(prefill, self._name), num, self._is_allowed)
 
     def draw_decode(self, num: int) -> list[WorkerClient]:
         """Return up to `num` decode workers."""
@@ -99,7 +99,7 @@ class Candidates:
         return is_wanted and worker in workers and worker not in self._exclude
 
     def are_partners(self, prefill: WorkerClient, decode: WorkerClient) -> bool:
-        return decode in self._table.partners(prefill)
+        return decode in self._table.partners(prefill, self._name)
 
     def has_pair(self) -> bool:
         """True if there are pairs, whatever waits in their queues."""
@@ -112,7 +112,7 @@ class Candidates:
 
     def _paired(self) -> IndexedSet[WorkerClient]:
         if self._only_decode is not None:
-            return self._table.partners(self._only_decode)
+            return self._table.partners(self._only_decode, self._name)
         return self._table.paired(WorkerRole.PREFILL, self._name)
 
     def _decode(self) -> IndexedSet[WorkerClient]:
@@ -132,7 +132,9 @@ class Candidates:
             return False
         if not self._exclude or self._only_decode is not None:
             return True
-        return any(decode not in self._exclude for decode in self._table.partners(prefill))
+        return any(
+            decode not in self._exclude for decode in self._table.partners(prefill, self._name)
+        )
 
     def _has_room(self, prefill: WorkerClient) -> bool:
         waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0

@@ -1,10 +1,11 @@
 """What every worker of a set of weights can take."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve_common.capabilities import NO_EXTRAS, Capabilities
-from pdserve_common.engine_types import EngineInfo
+from pdserve_common.engine_types import EngineInfo, LoRAAdapter, WorkerRole
 from pdserve_router.workers.worker_client import WorkerClient
 
 
@@ -19,6 +20,12 @@ class ModelLimits:
     capabilities: Capabilities = NO_EXTRAS
     # Of their caches; 0 if they have none, or differ.
     block_size: int = 0
+    # Adapters that clients can ask for: what any decode worker holds, one of a name.
+    adapters: tuple[LoRAAdapter, ...] = ()
+
+    def adapter(self, name: str) -> LoRAAdapter | None:
+        """Return the adapter that clients call so; None if there is none."""
+        return next((each for each in self.adapters if each.name == name), None)
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ModelLimits":
@@ -28,6 +35,7 @@ class ModelLimits:
             eos_token_ids=info.eos_token_ids,
             capabilities=Capabilities.of(info),
             block_size=info.block_size if info.has_prefix_caching else 0,
+            adapters=info.adapters if info.role is WorkerRole.DECODE else (),
         )
 
 
@@ -63,6 +71,7 @@ class SharedLimits:
             eos_token_ids=next(iter(every)).eos_token_ids,
             capabilities=Capabilities.shared(each.capabilities for each in every),
             block_size=sizes.pop() if len(sizes) == 1 else 0,
+            adapters=_adapters_of(every),
         )
 
     def _remove(self, name: str, limits: ModelLimits) -> None:
@@ -72,3 +81,15 @@ class SharedLimits:
             del counts[limits]
         if not counts:
             del self._counts[name]
+
+
+def _adapters_of(every: Mapping[ModelLimits, int]) -> tuple[LoRAAdapter, ...]:
+    """Return the adapter of each name; where workers differ, the one that most of them hold."""
+    holders: Counter[LoRAAdapter] = Counter()
+    for limits, num_workers in every.items():
+        for adapter in limits.adapters:
+            holders[adapter] += num_workers
+    chosen: dict[str, LoRAAdapter] = {}
+    for adapter in sorted(holders, key=lambda each: (-holders[each], each.name, each.digest)):
+        chosen.setdefault(adapter.name, adapter)
+    return tuple(sorted(chosen.values(), key=lambda each: each.name))

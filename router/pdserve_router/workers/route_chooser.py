@@ -89,7 +89,7 @@ class RouteChooser:
         session: str = "",
         hashes: Sequence[int] = (),
     ) -> Route:
-        """Choose among the workers of the weights `name`; see WorkerPool.route."""
+        """Choose among the workers placed under `name`; see WorkerPool.route."""
         candidates = Candidates(
             self._table,
             name,

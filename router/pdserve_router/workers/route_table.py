@@ -9,14 +9,14 @@ from pdserve_router.workers.worker_client import WorkerClient
 
 class RouteTable:
     """Kept as workers and links come and go, so that choosing looks only at those it draws. A
-    worker that can be used is placed under the name of its weights; two that are linked are
-    partners while both are placed under the same one.
+    worker that can be used is placed under names: that of its weights, and one for each adapter
+    beside them. Two that are linked are partners under the names that both have.
     """
 
     def __init__(self) -> None:
-        self._names: dict[WorkerClient, str] = {}
+        self._names: dict[WorkerClient, frozenset[str]] = {}
         self._links: defaultdict[WorkerClient, set[WorkerClient]] = defaultdict(set)
-        self._partners: dict[WorkerClient, IndexedSet[WorkerClient]] = {}
+        self._partners: dict[tuple[WorkerClient, str], IndexedSet[WorkerClient]] = {}
         self._placed: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
         self._paired: dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]] = {}
 
@@ -33,26 +33,27 @@ class RouteTable:
         """Return those of them that have partners."""
         return self._paired.get((role, name), _NONE)
 
-    def partners(self, worker: WorkerClient) -> IndexedSet[WorkerClient]:
+    def partners(self, worker: WorkerClient, name: str) -> IndexedSet[WorkerClient]:
         """Return whom it can be used with, of the other role."""
-        return self._partners.get(worker, _NONE)
+        return self._partners.get((worker, name), _NONE)
 
-    def place(self, worker: WorkerClient, name: str) -> None:
-        """It can be used, and has the weights `name`; empty: it cannot be used."""
-        before = self._names.get(worker, "")
-        if name == before:
-            return
-        if before:
-            self._take_out(worker, before)
-        if name:
+    def place(self, worker: WorkerClient, *names: str) -> None:
+        """It can be used under these names; none: it cannot be used."""
+        before, after = self._names.get(worker, frozenset()), frozenset(names)
+        for name in before - after:
+            self._take_out(worker, name)
+        if after:
+            self._names[worker] = after
+        else:
+            self._names.pop(worker, None)
+        for name in after - before:
             self._put_in(worker, name)
 
     def link(self, prefill: WorkerClient, decode: WorkerClient) -> None:
         """The two work together."""
         self._links[prefill].add(decode)
         self._links[decode].add(prefill)
-        name = self._names.get(prefill)
-        if name and name == self._names.get(decode):
+        for name in self._shared_names(prefill, decode):
             self._join(prefill, decode, name)
 
     def unlink(self, prefill: WorkerClient, decode: WorkerClient) -> None:
@@ -61,34 +62,42 @@ class RouteTable:
             self._links[worker].discard(other)
             if not self._links[worker]:
                 del self._links[worker]
-        if decode in self.partners(prefill):
-            self._part(prefill, decode, self._names[prefill])
+        for name in self._shared_names(prefill, decode):
+            if decode in self.partners(prefill, name):
+                self._part(prefill, decode, name)
+
+    def _shared_names(self, one: WorkerClient, another: WorkerClient) -> frozenset[str]:
+        nothing: frozenset[str] = frozenset()
+        return self._names.get(one, nothing) & self._names.get(another, nothing)
 
     def _put_in(self, worker: WorkerClient, name: str) -> None:
-        self._names[worker] = name
         self._placed.setdefault((worker.role, name), IndexedSet()).add(worker)
         for other in self._links.get(worker, ()):
-            if self._names.get(other) == name:
+            if name in self._names.get(other, ()):
                 self._join(worker, other, name)
 
     def _take_out(self, worker: WorkerClient, name: str) -> None:
-        for other in tuple(self.partners(worker)):
+        for other in tuple(self.partners(worker, name)):
             self._part(worker, other, name)
-        del self._names[worker]
         _remove(self._placed, (worker.role, name), worker)
 
     def _join(self, one: WorkerClient, another: WorkerClient, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
-            self._partners.setdefault(worker, IndexedSet()).add(other)
+            self._partners.setdefault((worker, name), IndexedSet()).add(other)
             self._paired.setdefault((worker.role, name), IndexedSet()).add(worker)
 
     def _part(self, one: WorkerClient, another: WorkerClient, name: str) -> None:
         for worker, other in ((one, another), (another, one)):
-            partners = self._partners[worker]
+            partners = self._partners[worker, name]
             partners.discard(other)
             if not partners:
-                del self._partners[worker]
+                del self._partners[worker, name]
                 _remove(self._paired, (worker.role, name), worker)
+
+
+def name_with_adapter(weights: str, digest: str) -> str:
+    """Return the name that workers with these weights and this adapter are placed under."""
+    return f"{weights} {digest}"
 
 
 _Sets = dict[tuple[WorkerRole, str], IndexedSet[WorkerClient]]

@@ -25,7 +25,7 @@ from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.pairs import SETTLE_S, Pairs
 from pdserve_router.workers.prefix_index import PrefixIndex
 from pdserve_router.workers.route_chooser import Route, RouteChooser, RoutingRules
-from pdserve_router.workers.route_table import RouteTable
+from pdserve_router.workers.route_table import RouteTable, name_with_adapter
 from pdserve_router.workers.served_weights import ServedWeights
 from pdserve_router.workers.worker_client import WorkerClient, WorkerState
 from pdserve_router.workers.worker_trials import WorkerTrials
@@ -207,6 +207,8 @@ class WorkerPool:
         if not self._available(WorkerRole.DECODE, origins):
             self._raise_no_worker(origins)
         name = self._weights.name_for(origins)
+        if request.lora_request is not None:
+            name = name_with_adapter(name, request.lora_request.digest)
         return self._chooser.choose(
             request, name=name, exclude=exclude, decode=decode, session=session, hashes=hashes
         )
@@ -438,8 +440,13 @@ class WorkerPool:
         else:
             self._failing.pop(worker, None)
         is_used = is_listed and worker.is_ready and worker not in self._duplicates
+        self._table.place(worker, *(self._names_of(worker) if is_used and not is_failing else ()))
+
+    def _names_of(self, worker: WorkerClient) -> tuple[str, ...]:
+        """Return the names in the table of a worker that has been attached."""
         name = self._weights.name_of(worker.origin)
-        self._table.place(worker, name if is_used and not is_failing else "")
+        adapters = worker.info.adapters if worker.info is not None else ()
+        return name, *(name_with_adapter(name, adapter.digest) for adapter in adapters)
 
     def _count(self, worker: WorkerClient) -> None:
         if (before := self._states.pop(worker, None)) is not None:

@@ -1,0 +1,144 @@
+"""Adapters through router, P, NIXL and D: the tokens of merged weights, whoever dies."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import httpx
+import pytest
+
+from pdserve.v1 import inference_service_pb2 as pb2
+from pdserve.v1 import inference_service_pb2_grpc as pb2_grpc
+from pdserve_client.client import build_request
+from pdserve_common.sampling_params import SamplingParams
+from support.adapters import merged_greedy, write_adapter
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("peft")
+
+NUM_TOKENS = 120
+PROMPT = random.Random(0).choices(range(3, 290), k=75)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+TIMEOUT_S = 120.0
+
+
+class Served(NamedTuple):
+    stack: Any
+    # By the adapter's name; "" is the model alone.
+    expected: dict[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def served(
+    make_served_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    start_stack: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    model = make_served_model("Qwen3ForCausalLM", max_position_embeddings=1024)
+    folder = tmp_path_factory.mktemp("adapters")
+    names = {"one": {"r": 8, "lora_alpha": 8}, "other": {"r": 16, "target_modules": ["v_proj"]}}
+    paths = {
+        name: write_adapter(model, folder / name, seed=seed, **config)  # type: ignore[arg-type]
+        for seed, (name, config) in enumerate(names.items())
+    }
+    expected = {"": hf_greedy(model, PROMPT, NUM_TOKENS)}
+    for name, path in paths.items():
+        expected[name] = merged_greedy(model, path, PROMPT, NUM_TOKENS)
+    assert len(set(map(tuple, expected.values()))) == 3
+    with start_stack(
+        model=model,
+        dtype="float32",
+        num_threads=1,
+        decode=2,
+        max_num_batched_tokens=32,
+        lora=tuple(f"{name}={path}" for name, path in paths.items()),
+    ) as stack:
+        yield Served(stack, expected)
+        stack.restore()
+
+
+async def generate(
+    stub: pb2_grpc.InferenceServiceStub, name: str, begun: asyncio.Event | None = None
+) -> list[int]:
+    request = build_request(PROMPT, PARAMS)
+    request.lora_name = name
+    tokens: list[int] = []
+    async for response in stub.Generate(request, timeout=TIMEOUT_S):
+        for completion in response.output.outputs:
+            assert not completion.HasField("error"), completion.error
+            tokens.extend(completion.token_ids)
+        if begun is not None and len(tokens) > 5:
+            begun.set()
+    return tokens
+
+
+async def test_tokens_are_those_of_merged_weights_and_no_prefix_is_another_s(
+    served: Served,
+) -> None:
+    async with grpc.aio.insecure_channel(served.stack.grpc_address) as channel:
+        stub = pb2_grpc.InferenceServiceStub(channel)
+        names = ["", "one", "other"] * 3
+        for name in names[:3] * 2:
+            assert await generate(stub, name) == served.expected[name], name
+        answers = await asyncio.gather(*(generate(stub, name) for name in names))
+        for name, tokens in zip(names, answers, strict=True):
+            assert tokens == served.expected[name], name
+    assert served.stack.metrics("prefill-0")["pdserve_prefix_cache_hits_total"] > 0
+    assert served.stack.metrics("router")['pdserve_handoffs_total{outcome="completed"}'] > 0
+    served.stack.assert_idle()
+
+
+async def test_adapters_are_models_to_openai_s_clients(served: Served) -> None:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{served.stack.http_port}", timeout=TIMEOUT_S
+    ) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        base = models[0]["id"]
+        assert {each["id"]: each.get("parent") for each in models} == {
+            base: None,
+            "one": base,
+            "other": base,
+        }
+        assert (await client.get("/v1/models/one")).json()["parent"] == base
+        texts = {}
+        for name in (base, "one", "other"):
+            body = {"model": name, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == name
+            texts[name] = answer.json()["choices"][0]["text"]
+        assert len(set(texts.values())) == 3
+        for body in ({"model": "unknown", "prompt": PROMPT}, {"model": "on", "prompt": PROMPT}):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["param"] == "model"
+    async with grpc.aio.insecure_channel(served.stack.grpc_address) as channel:
+        stub = pb2_grpc.InferenceServiceStub(channel)
+        listed = await stub.ListModels(pb2.ListModelsRequest())
+        assert [(each.id, each.parent) for each in listed.models][1:] == [
+            ("one", base),
+            ("other", base),
+        ]
+        with pytest.raises(grpc.aio.AioRpcError, match="'unknown' is no adapter"):
+            await generate(stub, "unknown")
+
+
+async def test_answers_go_on_when_a_decode_worker_dies(served: Served) -> None:
+    names = ["", "one", "other"] * 4
+    async with grpc.aio.insecure_channel(served.stack.grpc_address) as channel:
+        stub = pb2_grpc.InferenceServiceStub(channel)
+        begun = [asyncio.Event() for _ in names]
+        answers = [
+            asyncio.create_task(generate(stub, name, event))
+            for name, event in zip(names, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        await asyncio.to_thread(served.stack.kill_process, "decode-0")
+        for name, answer in zip(names, answers, strict=True):
+            assert await answer == served.expected[name], name
+    redrives = served.stack.metrics("router")
+    assert sum(v for k, v in redrives.items() if k.startswith("pdserve_redrives_total")) > 0

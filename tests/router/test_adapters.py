@@ -1,0 +1,76 @@
+"""Requests with adapters go to workers that hold them, and names stand for digests."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdserve_common.engine_types import EngineCoreRequest, LoRAAdapter, LoRARequest
+from pdserve_common.errors import NoWorkerError
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_router.workers.worker_client import WorkerState
+from support.modelled_pool import ModelledPool, modelled
+
+REQUEST = EngineCoreRequest(
+    request_id="r",
+    prompt_token_ids=tuple(range(64)),
+    sampling_params=SamplingParams(max_tokens=8),
+)
+A, B = (LoRAAdapter(name=name, digest=name * 64, rank=8) for name in "ab")
+NEW_A = LoRAAdapter(name="a", digest="c" * 64, rank=8)
+
+
+@pytest.fixture(autouse=True)
+async def models() -> AsyncIterator[None]:
+    with modelled():
+        yield
+
+
+def with_adapter(adapter: LoRAAdapter) -> EngineCoreRequest:
+    lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest)
+    return dataclasses.replace(REQUEST, lora_request=lora)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "power_of_two", "round_robin", "session"])
+async def test_both_legs_go_to_workers_that_hold_it(policy: str) -> None:
+    stage = ModelledPool(40, 40, routing_policy=policy)
+    holders = {*stage.pool.prefill[:2], *stage.pool.decode[38:]}
+    for worker in stage.workers:
+        stage.attach(worker, adapters=(A, B) if worker in holders else (B,))
+    await stage.proven()
+    for prefill in stage.pool.prefill[:2]:
+        for decode in stage.pool.decode[38:]:
+            stage.pool._table.link(prefill, decode)
+    for index in range(30):
+        route = stage.pool.route(with_adapter(A), session=str(index))
+        assert route.path == "disaggregated"
+        assert set(route.workers) <= holders
+    assert {stage.pool.route(with_adapter(B)).decode for _ in range(60)} - holders
+    # What D holds alone is computed there.
+    for prefill in stage.pool.prefill[:2]:
+        stage.set(prefill, WorkerState.DOWN)
+    route = stage.pool.route(with_adapter(A))
+    assert (route.path, route.reason) == ("local", "no_prefill_worker")
+    assert route.decode in holders
+    for decode in stage.pool.decode[38:]:
+        stage.set(decode, WorkerState.DOWN)
+    with pytest.raises(NoWorkerError):
+        stage.pool.route(with_adapter(A))
+    stage.pool.route(with_adapter(B))
+    await stage.pool.close()
+
+
+async def test_a_name_is_what_most_decode_workers_hold() -> None:
+    stage = ModelledPool(1, 3)
+    held = ((A,), (A, B), (NEW_A,))
+    for worker, adapters in zip(stage.pool.decode, held, strict=True):
+        stage.attach(worker, adapters=adapters)
+    stage.attach(stage.pool.prefill[0], adapters=(LoRAAdapter(name="p", digest="p", rank=1),))
+    assert stage.pool.model_limits().adapters == (A, B)
+    stage.set(stage.pool.decode[1], WorkerState.DOWN)
+    stage.set(stage.pool.decode[0], WorkerState.DOWN)
+    limits = stage.pool.model_limits()
+    assert limits.adapters == (NEW_A,)
+    assert limits.adapter("a") == NEW_A
+    assert limits.adapter("b") is None
+    await stage.pool.close()
