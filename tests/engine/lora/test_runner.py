@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pdserve_engine.models.registry import load_model
 from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import NATIVE_MODELS
@@ -136,3 +137,21 @@ def test_bfloat16_logits_are_near_those_of_merged_weights(
         with torch.inference_mode():
             expected = merged_model(model_dir, folder)(torch.tensor([prompt])).logits[0, -1]
         assert float((seen[0][0] - expected).abs().max() / expected.std()) < 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_adapter_outlives_the_model_in_a_sleep(
+    make_model: Callable[..., Path], adapters: list[Path], dtype: str
+) -> None:
+    model_dir, prompt = make_model("Qwen3ForCausalLM"), make_prompt(40)
+    driver = Driver(model_dir, dtype=dtype, adapters=adapters[-1:])
+    texts = []
+    for name in ("before", "after"):
+        driver.add(name, prompt, adapter=adapters[-1])
+        driver.run(name, num_tokens=8)
+        texts.append(driver.sequences[name].output)
+        driver.finish(name)
+        driver.runner.model = load_model(
+            model_dir, driver.config, device=driver.runner.model.device
+        )
+    assert texts[0] == texts[1]
