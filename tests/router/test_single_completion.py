@@ -475,7 +475,12 @@ def ends_with(error: EngineError):
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_who_is_blamed_for_an_error(start_stack, role) -> None:
     """What is the request's own fault counts for nobody."""
-    states = (ErrorCode.ENGINE_DEAD, ErrorCode.OVERLOADED, ErrorCode.NO_WORKER)
+    states = (
+        ErrorCode.ENGINE_DEAD,
+        ErrorCode.OVERLOADED,
+        ErrorCode.NO_WORKER,
+        ErrorCode.FAILED_PRECONDITION,
+    )
     # Of DRAINING see test_recovery.py, and CANCELLED is not what failed workers say.
     codes = set(ErrorCode) - {ErrorCode.DRAINING, ErrorCode.CANCELLED}
     async with start_stack(max_redrives=0) as stack:

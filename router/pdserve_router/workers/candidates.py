@@ -20,6 +20,7 @@ class Candidates:
     """The workers that may take one request. Policies draw from them: nobody looks at all."""
 
     __slots__ = (
+        "_decode",
         "_exclude",
         "_hashes",
         "_index",
@@ -27,6 +28,7 @@ class Candidates:
         "_max_queue_tokens",
         "_name",
         "_only_decode",
+        "_paired",
         "_table",
     )
 
@@ -53,12 +55,19 @@ class Candidates:
         self._exclude = exclude
         self._only_decode = only_decode
         self._max_queue_tokens = max_queue_tokens
+        # Decode workers that can be used, and prefill workers that work with any that is wanted.
+        self._decode = table.workers(WorkerRole.DECODE, name)
+        self._paired = (
+            table.paired(WorkerRole.PREFILL, name)
+            if only_decode is None
+            else table.partners(only_decode, name)
+        )
 
     def draw_prefill(self, num: int) -> list[WorkerClient]:
         """Return up to `num` prefill workers that have partners and room in their queue."""
         if not self._exclude and not self._max_queue_tokens:
-            return draw(self._paired().items, num)
-        return self._draw(self._paired(), num, self._has_room)
+            return draw(self._paired.items, num)
+        return self._draw(self._paired, num, self._has_room)
 
     def draw_partners(self, prefill: WorkerClient, num: int) -> list[WorkerClient]:
         """Return up to `num` decode workers that work with it; with one that was drawn there is at
@@ -66,11 +75,13 @@ class Candidates:
         """
         if self._only_decode is not None:
             return [self._only_decode]
-        return self._draw(self._table.partners(prefill, self._name), num, self._is_allowed)
+        return self._draw(self.partners(prefill), num, self._is_allowed)
 
     def draw_decode(self, num: int) -> list[WorkerClient]:
         """Return up to `num` decode workers."""
-        return self._draw(self._decode(), num, self._is_allowed)
+        if self._only_decode is not None:
+            return [self._only_decode] if self.allows_decode(self._only_decode) else []
+        return self._draw(self._decode, num, self._is_allowed)
 
     def cached(self, request: EngineCoreRequest) -> PrefixMatch[WorkerClient]:
         """Return what workers have cached of the request, for which these are, also those that may
@@ -85,44 +96,30 @@ class Candidates:
     @property
     def _block_size(self) -> int:
         """Of the workers' caches; 0 if there are none."""
-        decode = self._table.workers(WorkerRole.DECODE, self._name).items
+        decode = self._decode.items
         info = decode[0].info if decode else None
         return info.block_size if info is not None and info.has_prefix_caching else 0
 
     def allows_prefill(self, worker: WorkerClient) -> bool:
         """True if it has partners and room in its queue."""
-        return worker in self._paired() and self._has_room(worker)
+        return worker in self._paired and self._has_room(worker)
 
     def allows_decode(self, worker: WorkerClient) -> bool:
-        is_wanted = self._only_decode in (None, worker)
-        workers = self._table.workers(WorkerRole.DECODE, self._name)
-        return is_wanted and worker in workers and worker not in self._exclude
+        is_wanted = self._only_decode is None or self._only_decode is worker
+        return is_wanted and worker in self._decode and worker not in self._exclude
 
-    def are_partners(self, prefill: WorkerClient, decode: WorkerClient) -> bool:
-        return decode in self._table.partners(prefill, self._name)
+    def partners(self, prefill: WorkerClient) -> IndexedSet[WorkerClient]:
+        """Return all decode workers that work with it, also those that may not take the request."""
+        return self._table.partners(prefill, self._name)
 
     def has_pair(self) -> bool:
         """True if there are pairs, whatever waits in their queues."""
-        return bool(self._draw(self._paired(), 1, self._has_partner))
+        return bool(self._draw(self._paired, 1, self._has_partner))
 
     def has_prefill(self) -> bool:
         """True if there are prefill workers, whether they have partners or not."""
         workers = self._table.workers(WorkerRole.PREFILL, self._name)
         return bool(self._draw(workers, 1, self._is_allowed))
-
-    def _paired(self) -> IndexedSet[WorkerClient]:
-        if self._only_decode is not None:
-            return self._table.partners(self._only_decode, self._name)
-        return self._table.paired(WorkerRole.PREFILL, self._name)
-
-    def _decode(self) -> IndexedSet[WorkerClient]:
-        workers = self._table.workers(WorkerRole.DECODE, self._name)
-        if self._only_decode is None:
-            return workers
-        only: IndexedSet[WorkerClient] = IndexedSet()
-        if self._only_decode in workers:
-            only.add(self._only_decode)
-        return only
 
     def _is_allowed(self, worker: WorkerClient) -> bool:
         return worker not in self._exclude
@@ -132,9 +129,7 @@ class Candidates:
             return False
         if not self._exclude or self._only_decode is not None:
             return True
-        return any(
-            decode not in self._exclude for decode in self._table.partners(prefill, self._name)
-        )
+        return any(decode not in self._exclude for decode in self.partners(prefill))
 
     def _has_room(self, prefill: WorkerClient) -> bool:
         waiting = prefill.stats.num_waiting_tokens if prefill.stats is not None else 0

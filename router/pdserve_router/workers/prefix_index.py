@@ -78,6 +78,11 @@ class PrefixIndex(Generic[WorkerT]):
         """Return 0 if it has no blocks."""
         return self._bits.get(worker, 0)
 
+    @property
+    def bits(self) -> int:
+        """The bits of all workers."""
+        return self._live
+
     def bits_of(self, role: Hashable) -> int:
         """Return the bits of all workers of a role."""
         return self._roles.get(role, 0)
@@ -160,16 +165,20 @@ class PrefixMatch(Generic[WorkerT]):
     chains from their end. So few blocks are looked up.
     """
 
-    __slots__ = ("_block_size", "_first", "_found", "_hashes", "_index")
+    __slots__ = ("_block_size", "_first", "_found", "_hashes", "_index", "_num_blocks", "_rest")
 
     def __init__(self, index: PrefixIndex[WorkerT], hashes: Sequence[int], block_size: int) -> None:
         self._index = index
         self._hashes = hashes
         self._block_size = block_size
         # Who has the first block.
-        self._first = index.mask(hashes[0]) if hashes else 0
-        # Numbers of leading blocks, and the bits of workers that have as many.
+        self._first = index.mask(hashes[0]) & index.bits if hashes else 0
+        # Numbers of leading blocks and the bits of workers that have as many, the longest first:
+        # those found by now, and the rest.
         self._found: list[tuple[int, int]] = []
+        self._rest = self._longest_first(self._first)
+        # By a worker's bit, of those that were asked for before they were found.
+        self._num_blocks: dict[int, int] = {}
 
     def num_tokens(self, worker: WorkerT) -> int:
         """Return how many leading tokens the worker has."""
@@ -179,8 +188,9 @@ class PrefixMatch(Generic[WorkerT]):
         for num, mask in self._found:
             if mask & bit:
                 return num * self._block_size
-        num, _ = next(self._longest_first(bit), (0, 0))
-        return num * self._block_size
+        if bit not in self._num_blocks:
+            self._num_blocks[bit], _ = next(self._longest_first(bit), (0, 0))
+        return self._num_blocks[bit] * self._block_size
 
     def longest(
         self, role: Hashable, num: int, accepts: Callable[[WorkerT], bool], *, above: int = 0
@@ -195,26 +205,34 @@ class PrefixMatch(Generic[WorkerT]):
         return chosen
 
     def _holders(self, role: Hashable, above: int) -> Iterator[WorkerT]:
-        for num, mask in self._longest_first(self._index.bits_of(role)):
+        of_role = self._index.bits_of(role)
+        for num, workers in self._groups():
             if num * self._block_size <= above:
                 return
-            begin = -_random_bit(mask)
-            yield from self._index.workers(mask & begin)
-            yield from self._index.workers(mask & ~begin)
+            if mask := workers & of_role:
+                begin = -_random_bit(mask)
+                yield from self._index.workers(mask & begin)
+                yield from self._index.workers(mask & ~begin)
+
+    def _groups(self) -> Iterator[tuple[int, int]]:
+        """Yield all of `_found`, and find more as long as they are asked for."""
+        yield from self._found
+        for group in self._rest:
+            self._found.append(group)
+            yield group
 
     def _longest_first(self, workers: int) -> Iterator[tuple[int, int]]:
         """Yield numbers of leading blocks, and the bits of those of `workers` that have as many."""
         hashes, mask_of = self._hashes, self._index.mask
         end = len(hashes)
         # Blocks and who has them, each farther on than those before. Nobody is left that has `end`.
-        stack = [(0, workers & self._first)]
+        stack = [(0, workers)]
         while stack:
             block, holders = stack[-1]
             holders &= workers
             if not holders:
                 stack.pop()
             elif end - block == 1:
-                self._found.append((end, holders))
                 yield end, holders
                 workers ^= holders
                 end = block

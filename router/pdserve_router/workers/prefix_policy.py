@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import itemgetter
 from typing import TypeVar
 
@@ -96,8 +95,8 @@ class PrefixRouting:
         holders = cached.longest(WorkerRole.DECODE, _NUM_CACHED, candidates.allows_decode)
         costs = []
         for p in heapq.nsmallest(_NUM_PAIRED, prefill, key=prefill.__getitem__):
-            drawn = candidates.draw_partners(p, _NUM_DRAWN)
-            for d in {*drawn, *[d for d in holders if candidates.are_partners(p, d)]}:
+            drawn, partners = candidates.draw_partners(p, _NUM_DRAWN), candidates.partners(p)
+            for d in {*drawn, *[d for d in holders if d in partners]}:
                 if d not in decode:
                     decode[d] = self._decode_cost(d, num_known, cached)
                 costs.append((prefill[p] + decode[d] + self._distance(p, d), (p, d)))
@@ -156,10 +155,10 @@ class PrefixRouting:
         )
 
     def _distance(self, prefill: WorkerClient, decode: WorkerClient) -> float:
-        if _host(prefill.address) == _host(decode.address):
+        if prefill.host == decode.host:
             return 0.0
-        zones = {worker.info.zone for worker in (prefill, decode) if worker.info is not None}
-        is_far = len(zones - {""}) > 1
+        zones = _zone(prefill), _zone(decode)
+        is_far = "" not in zones and zones[0] != zones[1]
         weights = self._weights
         return weights.routing_topology_weight + (weights.routing_zone_weight if is_far else 0.0)
 
@@ -170,6 +169,5 @@ def _one_of_best(costs: Iterable[tuple[float, T]]) -> T:
     return random.choice(best)[1] if is_tie else best[0][1]
 
 
-@lru_cache(maxsize=4096)
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
+def _zone(worker: WorkerClient) -> str:
+    return "" if worker.info is None else worker.info.zone

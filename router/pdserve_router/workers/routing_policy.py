@@ -125,7 +125,7 @@ class SessionAffinity:
 def _can_take(pair: Pair, candidates: Candidates) -> bool:
     prefill, decode = pair
     is_allowed = candidates.allows_prefill(prefill) and candidates.allows_decode(decode)
-    if not is_allowed or not candidates.are_partners(prefill, decode):
+    if not is_allowed or decode not in candidates.partners(prefill):
         return False
     return not _is_saturated(prefill) and not _is_saturated(decode)
 

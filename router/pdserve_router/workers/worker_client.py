@@ -95,6 +95,7 @@ class WorkerClient:
     ) -> None:
         """`prefix_index` is told what the worker has cached."""
         self.address = address
+        self.host, _, self._port = address.rpartition(":")
         self.role = role
         self.state = WorkerState.CONNECTING
         self.info: EngineInfo | None = None
@@ -147,9 +148,8 @@ class WorkerClient:
     @property
     def kv_transfer_params(self) -> KVTransferParams:
         """How the other side of a handoff finds this worker."""
-        host, _, port = self.address.rpartition(":")
         return KVTransferParams(
-            remote_engine_id=self.engine_id, remote_host=host, remote_port=int(port)
+            remote_engine_id=self.engine_id, remote_host=self.host, remote_port=int(self._port)
         )
 
     @property
