@@ -33,6 +33,10 @@ class Worker:
     stats: SchedulerStats | None = None
     info: object = None
 
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
 
 @dataclass
 class Pool:
