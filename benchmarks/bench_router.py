@@ -10,6 +10,7 @@ import asyncio
 import json
 import multiprocessing
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -69,6 +70,9 @@ class Result:
             f"{statistics.median(ordered):>10.2f}{p99:>10.2f}"
         )
 
+
+# Of each rate.
+RATE_S = 10.0
 
 HEADER = (
     f"{'':<22}{'requests/s':>10}{'tokens/s':>11}{'CPU us/req':>13}{'us/token':>11}"
@@ -206,14 +210,9 @@ async def load(
 
     async def one_after_the_other() -> None:
         for _ in left:
-            began = time.perf_counter()
-            is_first = True
-            async for _ in api.stream():
-                if is_first:
-                    ttft_ms.append((time.perf_counter() - began) * 1e3)
-                is_first = False
+            ttft_ms.append(await one(api))
 
-    await one_warm_up(api)
+    await one(api)
     cpu = sum(process.cpu_times()[:2])
     began = time.perf_counter()
     await asyncio.gather(*(one_after_the_other() for _ in range(streams)))
@@ -227,9 +226,23 @@ async def load(
     )
 
 
-async def one_warm_up(api: GrpcApi | HttpApi) -> None:
+async def one(api: GrpcApi | HttpApi) -> float:
+    """Have one request answered; return what its first token took, in ms."""
+    began = time.perf_counter()
+    ttft_ms = 0.0
     async for _ in api.stream():
-        pass
+        ttft_ms = ttft_ms or (time.perf_counter() - began) * 1e3
+    return ttft_ms
+
+
+async def ttft_at_rate(api: GrpcApi | HttpApi, rate: float, seconds: float) -> list[float]:
+    """Have so many requests a second answered, which come at random moments."""
+    rng = random.Random(1)
+    tasks = []
+    for _ in range(round(rate * seconds)):
+        tasks.append(asyncio.create_task(one(api)))
+        await asyncio.sleep(rng.expovariate(rate))
+    return await asyncio.gather(*tasks)
 
 
 async def direct_ttft_ms(address: str, args: argparse.Namespace) -> list[float]:
@@ -271,6 +284,10 @@ async def measure(
         print(many.row())
         added = statistics.median(solo.ttft_ms) - direct
         print(f"  added TTFT {added:.2f} ms (the worker alone: {direct:.2f} ms)")
+        for rate in args.rates:
+            ttft_ms = await ttft_at_rate(api, rate, RATE_S)
+            added = statistics.median(ttft_ms) - direct
+            print(f"  added TTFT {added:.2f} ms at {rate:g} requests/s")
         await api.close()
 
 
@@ -285,6 +302,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer (%(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="(%(default)s)")
     parser.add_argument("--step-ms", type=float, default=2.0, help="worker's step (%(default)s)")
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[100.0], help="requests/s (%(default)s)"
+    )
     args = parser.parse_args()
     print(f"python {platform.python_version()}, {psutil.cpu_count()} CPUs, {vars(args)}")
     with tempfile.TemporaryDirectory() as folder, workers(args.step_ms / 1e3) as addresses:
