@@ -50,6 +50,7 @@ def main() -> None:
     config = StackConfig(
         model=str(args.model),
         num_threads=args.threads,
+        prefill_tensor_parallel_size=args.prefill_tensor_parallel_size,
         max_model_len=max(args.lengths) + args.tokens,
         kv_cache_memory_mib=args.kv_cache_memory_mib,
         require_transport=args.transport,
@@ -166,6 +167,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16, help="of each answer (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each service (%(default)s)")
     parser.add_argument("--busy", action="store_true", help="D decodes another request meanwhile")
+    parser.add_argument("--prefill-tensor-parallel-size", type=int, default=1)
     parser.add_argument("--transport", default="any", choices=["any", "shm", "tcp"])
     parser.add_argument("--kv-cache-memory-mib", type=int, default=1280, help="of each service")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a request")
