@@ -98,7 +98,7 @@ crds: $(CRDS) ## Fetch schemas of operators and of Grafana, without which some t
 soak: $(DEV_INSTALLED) ## Test the fault tools, then run all fault cases and SOAK_SCHEDULES=200 random schedules from SOAK_SEED=1 on
 	$(BIN)/python -m pytest -m soak
 	PDSERVE_FAULTS=all SOAK_SEED=$(SOAK_SEED) SOAK_SCHEDULES=$(SOAK_SCHEDULES) $(BIN)/python -m pytest tests/faults/test_matrix.py
-	PDSERVE_FAULT_RANKS=2 $(BIN)/python -m pytest tests/faults/test_matrix.py -k 'not random'
+	PDSERVE_FAULTS=all PDSERVE_FAULT_RANKS=2 $(BIN)/python -m pytest tests/faults/test_matrix.py -k 'not random'
 
 fuzz: $(DEV_INSTALLED) ## Try inputs for FUZZ_MINUTES=5, others in every round; prints the seed and the smallest input that fails
 	@end=$$(($$(date +%s) + 60 * $(FUZZ_MINUTES))); while [ $$(date +%s) -lt $$end ]; do \

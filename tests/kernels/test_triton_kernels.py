@@ -5,15 +5,18 @@ variable when a kernel is defined.
 """
 
 import os
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter, make_parts
+from decoder_models import Chunk, Model, Shape
 from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
+from pdserve_kernels.lora import LoraRows, LoraSegment
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -332,3 +335,57 @@ def test_a_mask_that_does_not_fit_is_refused(kernels):
         kernels.sample(torch.zeros(3, 50, device=DEVICE), make_sampling_batch(3), mask=mask)
     with pytest.raises(ValueError, match=r"the mask is torch\.int64"):
         kernels.argmax(torch.zeros(3, 50, device=DEVICE), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_features", [60, 1500])
+def test_adapters_add_what_merged_weights_do(kernels, dtype, in_features):
+    sizes, num_rows = [(70, True), (34, False), (140, True)], 60
+    weight = torch.randn(244, in_features).to(dtype) * in_features**-0.5
+    x = torch.randn(num_rows, in_features).to(dtype)
+    packed = kernels.pack_linear(weight.to(DEVICE))
+    parts = [make_parts(sizes, in_features, rank, dtype, seed=rank) for rank in (5, 40)]
+    adapters = [kernels.pack_lora(each, packed) for each in parts]
+    rows = [LoraRows(1, 40, adapters[0]), LoraRows(45, 46, adapters[1]), LoraRows(46, 60, None)]
+    out = kernels.linear_lora(x.to(DEVICE), packed, rows)
+    base = kernels.linear(x.to(DEVICE), packed)
+    alone = [0, *range(40, 45), *range(46, 60)]
+    assert torch.equal(out[alone], base[alone])
+    for (begin, end, _), of_adapter in zip(rows, parts, strict=False):
+        merged = weight.double()
+        for part in of_adapter:
+            change = part.scale * part.b.double() @ part.a.double()
+            merged[part.first_output : part.first_output + len(part.b)] += change
+        expected = x[begin:end].double() @ merged.T
+        assert_close(out[begin:end].double(), expected, dtype)
+        # Whatever neighbours it has.
+        for row in (begin, end - 1):
+            one = LoraRows(0, 1, adapters[of_adapter is parts[1]])
+            by_itself = kernels.linear_lora(x[row : row + 1].to(DEVICE), packed, [one])
+            assert_close(by_itself[0].double(), expected[row - begin], dtype)
+
+
+def on_device(value):
+    """The same with all its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: on_device(getattr(value, name)) for name in names})
+    return tuple(map(on_device, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decoder_with_adapters_agrees_with_the_reference(kernels, dtype):
+    outputs = []
+    for module, place in ((reference, lambda value: value), (kernels, on_device)):
+        model = Model(Shape(head_dim=64), module, dtype)
+        model.decoder = place(model.decoder)
+        states, positions, metadata = model.step([Chunk(1, 0, 1), Chunk(0, 0, 33), Chunk(2, 0, 9)])
+        first, second = (make_adapter(module, model, rank, dtype) for rank in (8, 20))
+        lora = [LoraSegment(0, 1, first), LoraSegment(34, 43, second)]
+        inputs = (positions, model.new_cache(), metadata)
+        packed = module.pack_decoder(model.decoder)
+        outputs.append(module.run_decoder(place(states), packed, *map(place, inputs), lora).cpu())
+    # Of two layers; each rounds as often as a kernel does.
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=4 * TOLERANCE[dtype])

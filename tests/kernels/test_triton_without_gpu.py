@@ -28,15 +28,15 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 INT64_POINTERS = {
     *("slot_mapping_ptr", "positions_ptr", "seeds_ptr"),
     *("highest_ptr", "counts_ptr", "weights_ptr", "num_values_ptr"),
-    *("best_ptr", "nans_ptr", "token_ids_ptr", "num_nans_ptr"),
+    *("best_ptr", "nans_ptr", "token_ids_ptr", "num_nans_ptr", "addresses_ptr"),
 }
 INT32_POINTERS = {
     *("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr", "top_k_ptr"),
-    *("tables_ptr", "table_size_ptr", "spread_ptr"),
+    *("tables_ptr", "table_size_ptr", "spread_ptr", "segments_ptr"),
 }
 FP32_POINTERS = {
     *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
-    *("parts_ptr", "part_sums_ptr"),
+    *("parts_ptr", "part_sums_ptr", "shrunk_ptr"),
 }
 # Multiples of 16 for all models that are served fast.
 EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
@@ -165,6 +165,19 @@ def layer_cases() -> list[Case]:
     ]
 
 
+def lora_cases() -> list[Case]:
+    """Of a gate and an up projection."""
+    from pdserve_kernels.triton import lora
+
+    blocks = {"BLOCK_ROWS": lora.BLOCK_ROWS, "BLOCK_RANKS": lora.BLOCK_RANKS}
+    shrink = blocks | {"NUM_INPUTS": 4096, "BLOCK_K": lora.BLOCK_K, "SPLIT_K": lora.SPLIT_K}
+    expand = blocks | {"NUM_OUTPUTS": 28_672, "NUM_SPLITS": 4, "BLOCK_OUT": lora.BLOCK_OUT}
+    return [
+        Case("lora, shrink", lora._shrink_kernel, shrink),
+        Case("lora, expand", lora._expand_kernel, expand),
+    ]
+
+
 def sampling_cases() -> list[Case]:
     """What chooses tokens."""
     from pdserve_kernels.triton import filters, sampling
@@ -191,6 +204,7 @@ def all_cases() -> list[Case]:
         *attention_cases(128, window=0, softcap=0.0),
         *attention_cases(256, window=4096, softcap=50.0),
         *layer_cases(),
+        *lora_cases(),
         *sampling_cases(),
     ]
 

@@ -8,7 +8,7 @@ logprobs and the like) waits, and runs as on a CPU.
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from pdserve_engine.runner.model_runner import (
 )
 from pdserve_engine.sampling.logits_rows import Rows
 from pdserve_engine.sampling.state import SampledTokens
+from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.device_batch import (
     DeviceSamplingBatch,
@@ -223,8 +224,13 @@ class CudaModelRunner(ModelRunner):
     def _launch(self, plan: StepPlan) -> AsyncModelRunnerOutput:
         rows = plan.logits_rows
         is_decode = len(plan.positions) == len(plan.rows) == len(rows)
-        graph = self._graph_for(plan, is_decode)
-        results = self._run_eagerly(plan, is_decode) if graph is None else self._replay(plan, graph)
+        lora = self._lora_segments(plan) if self.adapters else ()
+        # Which adapters there are is not recorded.
+        graph = None if lora else self._graph_for(plan, is_decode)
+        if graph is None:
+            results = self._run_eagerly(plan, lora, is_decode=is_decode)
+        else:
+            results = self._replay(plan, graph)
         launched = _Launched(plan, self._batch.generations[rows.batch_rows], results)
         self._launched.append(launched)
         if len(rows):
@@ -253,20 +259,24 @@ class CudaModelRunner(ModelRunner):
         graph.graph.replay()
         return graph.results
 
-    def _run_eagerly(self, plan: StepPlan, is_decode: bool) -> torch.Tensor | None:
+    def _run_eagerly(
+        self, plan: StepPlan, lora: Sequence[LoraSegment], *, is_decode: bool
+    ) -> torch.Tensor | None:
         num_reqs, width = len(plan.rows), -(-int(plan.seq_lens.max()) // self._block_size)
         sizes = _Sizes(
             len(plan.positions), num_reqs, len(plan.logits_rows), self._num_groups, width
         )
         views = sizes.layout().to_device(self._arrays(plan), self._device)
         tables = views["tables"].view(self._num_groups, num_reqs, width)
-        return self._run(views, tables, tuple(plan.query_lens.tolist()), is_decode=is_decode)
+        query_lens = tuple(plan.query_lens.tolist())
+        return self._run(views, tables, query_lens, lora, is_decode=is_decode)
 
     def _run(
         self,
         views: Mapping[str, torch.Tensor],
         block_tables: torch.Tensor,
         query_lens: tuple[int, ...],
+        lora: Sequence[LoraSegment] = (),
         *,
         is_decode: bool,
     ) -> torch.Tensor | None:
@@ -288,6 +298,7 @@ class CudaModelRunner(ModelRunner):
                 )
                 for table, slot_mapping in zip(block_tables, views["slot_mappings"], strict=True)
             ),
+            lora=lora,
         )
         hidden_states = self.model.forward(inputs)
         if not len(views["batch_rows"]):

@@ -1,16 +1,40 @@
 """The decoder as a sequence of this set's kernels, some of them fused."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, linear_of_ranks, norms_after
+from pdserve_kernels.decoder import Decoder, DecoderLayer, linear_of_ranks, norms_after
+from pdserve_kernels.groups import Group
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
-from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm
-from pdserve_kernels.triton.linear import linear, linear_silu_mul, linear_sums
+from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm, silu_and_mul
+from pdserve_kernels.triton.linear import linear, linear_sums
+from pdserve_kernels.triton.lora import StepLora
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The linears of a layer, in which some rows may have adapters."""
+
+    layer: DecoderLayer
+    group: Group | None
+    lora: StepLora | None
+    index: int
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        out = linear(x, getattr(self.layer, name))
+        if self.lora is not None:
+            self.lora.add(out, x, self.index, name)
+        return out
+
+    def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            return self.linear(name, x)
+        return linear_of_ranks(linear, linear_sums, x, getattr(self.layer, name), self.group)
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -26,23 +50,25 @@ def run_decoder(
     metadata: Sequence[AttentionMetadata],
     lora: Sequence[LoraSegment] = (),
 ) -> torch.Tensor:
-    """See the reference's contract. Adapters are not served yet."""
-    assert not lora
+    """See the reference's contract."""
+    step_lora = StepLora.of(lora, hidden_states.device)
     eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
     residual = hidden_states.clone()  # changed by every layer
     x = rms_norm(residual, packed.layers[0].input_norm, eps)
-    for layer, next_norm in zip(packed.layers, norms_after(packed), strict=True):
+    for index, (layer, next_norm) in enumerate(
+        zip(packed.layers, norms_after(packed), strict=True)
+    ):
         step = metadata[layer.group]
-        qkv = linear(x, layer.qkv)
+        products = _Products(layer, packed.group, step_lora, index)
+        qkv = products.linear("qkv", x)
         query = prepare_heads(qkv, packed, layer, positions, kv_cache, step.slot_mapping)
         attended = paged_attention(
             query, kv_cache, layer.slot, step, packed.scale, window=layer.window
         )
-        x = attended.view(num_tokens, -1)
-        x = linear_of_ranks(linear, linear_sums, x, layer.attention_output, packed.group)
+        x = products.linear_of_ranks("attention_output", attended.view(num_tokens, -1))
         x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)
-        x = linear_silu_mul(x, layer.gate_up)
-        x = linear_of_ranks(linear, linear_sums, x, layer.down, packed.group)
+        x = silu_and_mul(products.linear("gate_up", x))
+        x = products.linear_of_ranks("down", x)
         if next_norm is None:
             return residual + x
         x = add_rms_norm_(x, residual, next_norm, eps)
