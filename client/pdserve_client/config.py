@@ -40,7 +40,7 @@ class StackConfig(TlsConfig):
         "auto", "Weights and KV; auto: the model's."
     )
     quantization: Literal["int8", "int4"] | None = opt(
-        None, "Round weights to integers while they are loaded; on CPU."
+        None, "Round weights to integers while they are loaded."
     )
     lora: tuple[str, ...] = opt(
         (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."

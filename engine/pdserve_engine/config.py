@@ -74,7 +74,7 @@ class EngineConfig:
     quantization: LoadQuantization | None = opt(
         None,
         "Round weights to integers while they are loaded: int8, a scale for each output, or int4, "
-        "one for each 32 weights; on CPU. Unset: as the checkpoint says.",
+        "one for each 32 weights. Unset: as the checkpoint says.",
     )
     model_impl: ModelImpl = opt(
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."

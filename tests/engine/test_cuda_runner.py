@@ -13,6 +13,7 @@ import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
+from support.adapters import write_adapter
 from support.interpreted import run_interpreted
 from support.model_driver import Driver, make_prompt
 
@@ -53,24 +54,29 @@ class Event:
 @pytest.fixture
 def make_driver(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Driver]:
-    """Make a driver of the runner for CUDA."""
+) -> Callable[..., Driver]:
+    """Make a driver of the runner for CUDA, with a Driver's options."""
     from pdserve_engine.models import llama
     from pdserve_engine.runner.cuda_runner import CudaModelRunner
     from pdserve_engine.sampling import state
     from pdserve_kernels import triton
     from support import model_driver
 
-    for module in (llama, state):
-        monkeypatch.setattr(module, "select", lambda device: triton)
-    monkeypatch.setattr(model_driver, "runner_class", lambda device: CudaModelRunner)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    return lambda: Driver(make_model("Qwen3ForCausalLM"))
+
+    def make(**options: Any) -> Driver:
+        with monkeypatch.context() as patched:
+            for module in (llama, state):
+                patched.setattr(module, "select", lambda device: triton)
+            patched.setattr(model_driver, "runner_class", lambda device: CudaModelRunner)
+            return Driver(make_model("Qwen3ForCausalLM"), **options)
+
+    return make
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 def test_steps_that_are_launched_ahead_bring_the_same_tokens(
-    make_model: Callable[..., Path], make_driver: Callable[[], Driver]
+    make_model: Callable[..., Path], make_driver: Callable[..., Driver]
 ) -> None:
     """Each step is launched before anybody has looked at the one before; requests come and go."""
     plain, ahead = Driver(make_model("Qwen3ForCausalLM")), make_driver()
@@ -96,8 +102,29 @@ def test_steps_that_are_launched_ahead_bring_the_same_tokens(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_adapters_and_integer_weights_bring_the_same_tokens(
+    make_model: Callable[..., Path],
+    make_driver: Callable[..., Driver],
+    tmp_path: Path,
+    quantization: str | None,
+) -> None:
+    folder = make_model("Qwen3ForCausalLM")
+    adapters = [write_adapter(folder, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    options: dict[str, Any] = {"adapters": adapters, "quantization": quantization}
+    outputs = []
+    for driver in (Driver(folder, **options), make_driver(**options)):
+        for i, adapter in enumerate((adapters[0], None, adapters[1], adapters[1])):
+            driver.add(str(i), make_prompt(5 + 4 * i), adapter=adapter)
+        driver.run("0", "1", "2", "3", num_tokens=4, chunk=12)
+        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
+    assert outputs[1] == outputs[0]
+    assert len({tuple(output) for output in outputs[0].values()}) == 4
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 def test_a_token_that_the_host_has_not_seen_is_the_next_step_s_input(
-    make_driver: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+    make_driver: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, unseen = make_driver(), make_driver()
     launched: list[AsyncModelRunnerOutput] = []

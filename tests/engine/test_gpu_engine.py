@@ -5,6 +5,7 @@ PDSERVE_TEST_DEVICE=cpu runs the same tests on the CPU, to see that they are rig
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_kernels import select
 from pdserve_worker.kv_link_client import KVLinkPool
 from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
+from support.adapters import merged_greedy, write_adapter
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
 from support.steps import before_steps
@@ -93,6 +95,44 @@ def test_bfloat16_logits_are_close_to_transformers(
 
     # Rounding makes much of some models' logits, as where an expert was chosen by a hair.
     assert error(torch.cat(seen)) < max(0.1, 2 * error(rounded))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_greedy_text_of_integer_weights_is_that_of_the_cpu(
+    make_model: Callable[..., Path], quantization: str
+) -> None:
+    """There the weights are made dense and multiplied in fp32."""
+    folder = make_model("Qwen3ForCausalLM", hidden_size=96, intermediate_size=160)
+    outputs = []
+    for device in (CPU, DEVICE):
+        driver = Driver(folder, device=device, quantization=quantization)
+        for n in LENGTHS:
+            driver.add(str(n), make_prompt(n))
+        driver.run(*map(str, LENGTHS), num_tokens=NUM_TOKENS, chunk=70)
+        outputs.append({name: each.output for name, each in driver.sequences.items()})
+    assert outputs[0] == outputs[1]
+
+
+def test_greedy_text_with_adapters_is_that_of_merged_weights(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    folder = make_model("Qwen3ForCausalLM")
+    adapters = [
+        write_adapter(folder, tmp_path / "all", seed=1, r=24),
+        write_adapter(folder, tmp_path / "few", seed=2, target_modules=["v_proj", "up_proj"]),
+    ]
+    driver = Driver(folder, device=DEVICE, adapters=adapters)
+    adapter_of = dict(zip(map(str, LENGTHS), itertools.cycle([*adapters, None]), strict=False))
+    for name, adapter in adapter_of.items():
+        driver.add(name, make_prompt(int(name)), adapter=adapter)
+    driver.run(*adapter_of, num_tokens=NUM_TOKENS, chunk=70)
+    for name, adapter in adapter_of.items():
+        prompt = make_prompt(int(name))
+        if adapter is None:
+            expected = hf_greedy(folder, prompt, NUM_TOKENS)
+        else:
+            expected = merged_greedy(folder, adapter, prompt, NUM_TOKENS)
+        assert driver.sequences[name].output == expected, name
 
 
 # ---- sampling

@@ -6,45 +6,14 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from integer_weights import KINDS, exact, make_weight
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.groups import tree_sum
-from pdserve_kernels.reference.quantization import QuantizedWeight, quantize
+from pdserve_kernels.reference.quantization import quantize
 
 ROW_COUNTS = [*range(1, 14), 64, 129, 193]
-# bits, group_size, dtype of scales, has zeros
-KINDS = [
-    pytest.param((8, None, torch.float32, False), id="int8"),
-    pytest.param((8, 64, torch.bfloat16, True), id="int8 asymmetric"),
-    pytest.param((4, 32, torch.bfloat16, False), id="int4 by 32"),
-    pytest.param((4, 128, torch.float32, False), id="int4 by 128"),
-    pytest.param((4, 128, torch.bfloat16, True), id="int4 asymmetric"),
-    pytest.param((4, 6, torch.float32, True), id="int4 by 6"),
-]
-
 pytestmark = pytest.mark.usefixtures("each_isa")
-
-
-def make_weight(rows, columns, bits, group_size, scale_dtype, has_zeros):
-    """All integers of the range are there, also those that rounding never makes."""
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-    group_size = group_size or columns + columns % 2
-    grid = (rows, -(-columns // group_size))
-    return QuantizedWeight(
-        values=torch.randint(low, high, (rows, columns), dtype=torch.int8),
-        scales=(torch.rand(grid) / high).to(scale_dtype),
-        zeros=torch.randint(low, high, grid, dtype=torch.int8) if has_zeros else None,
-        bits=bits,
-        group_size=group_size,
-        dtype=torch.bfloat16,
-    )
-
-
-def exact(weight):
-    """The weight in fp64, entry by entry."""
-    group = torch.arange(weight.shape[1]) // weight.group_size
-    zeros = 0 if weight.zeros is None else weight.zeros.double()[:, group]
-    return (weight.values.double() - zeros) * weight.scales.double()[:, group]
 
 
 def bf16(*shape):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from adapters import make_adapter, make_parts
 from decoder_models import Chunk, Model, Shape
+from integer_weights import KINDS, exact, make_weight
 from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
@@ -335,6 +336,22 @@ def test_a_mask_that_does_not_fit_is_refused(kernels):
         kernels.sample(torch.zeros(3, 50, device=DEVICE), make_sampling_batch(3), mask=mask)
     with pytest.raises(ValueError, match=r"the mask is torch\.int64"):
         kernels.argmax(torch.zeros(3, 50, device=DEVICE), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, 20, 65])
+def test_linears_of_integers_agree_with_fp64(kernels, dtype, kind, num_rows):
+    for rows, columns in ((70, 200), (20, 1100)):
+        weight = replace(make_weight(rows, columns, *kind), dtype=dtype)
+        bias = torch.randn(rows).to(dtype)
+        x = torch.randn(num_rows, columns).to(dtype) * columns**-0.5
+        packed = kernels.pack_linear(on_device(weight), bias.to(DEVICE))
+        out = kernels.linear(x.to(DEVICE), packed)
+        expected = x.double() @ exact(weight).T + bias.double()
+        assert_close(out, expected.to(dtype), dtype)
+        sums = kernels.linear_sums(x.to(DEVICE), packed)
+        assert_close(sums.double(), expected - bias.double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

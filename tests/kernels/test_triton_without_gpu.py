@@ -36,7 +36,7 @@ INT32_POINTERS = {
 }
 FP32_POINTERS = {
     *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
-    *("parts_ptr", "part_sums_ptr", "shrunk_ptr"),
+    *("parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr"),
 }
 # Multiples of 16 for all models that are served fast.
 EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
@@ -95,6 +95,12 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
         return "*fp64"
     if name in FP32_POINTERS:
         return "*fp32"
+    if name == "integers_ptr":
+        return "*u8" if constants["BITS"] == 4 else "*i8"
+    if name == "zeros_ptr":
+        return "*i8"
+    if name == "scales_ptr":
+        return "*bf16" if constants["BITS"] == 4 else "*fp32"
     if name.endswith("_ptr"):
         return "*bf16"
     return "fp32" if name in ("eps", "scale_log2") else "i32"
@@ -178,6 +184,31 @@ def lora_cases() -> list[Case]:
     ]
 
 
+def integer_cases() -> list[Case]:
+    """Of an 8B model's down projection; as `--quantization` has them, and with zeros as AWQ has."""
+    from pdserve_kernels.triton import linear_int
+
+    common = {"NUM_INPUTS": 14_336, "BLOCK_K": linear_int.BLOCK_K}
+    blocks = {"SPLIT_K": linear_int.SPLIT_K, "BLOCK_OUT": linear_int.BLOCK_OUT}
+    cases = []
+    for name, bits, group_size, has_zeros in (
+        ("int8", 8, 14_336, False),
+        ("int4", 4, 32, False),
+        ("int4, zeros", 4, 128, True),
+    ):
+        kind = {"BITS": bits, "GROUP_SIZE": group_size, "HAS_ZEROS": has_zeros}
+        kind |= common | {"NUM_GROUPS": 14_336 // group_size}
+        for rows in (16, 64):
+            constants = kind | blocks | {"BLOCK_ROWS": rows}
+            cases.append(
+                Case(f"linear {name}, {rows} rows", linear_int._linear_int_kernel, constants)
+            )
+        dense = kind | {"BLOCK_OUT": linear_int.BLOCK_DENSE}
+        cases.append(Case(f"dequantize {name}", linear_int._dequantize_kernel, dense))
+    total = {"NUM_SPLITS": 14, "HAS_BIAS": True, "BLOCK": 1024}
+    return [*cases, Case("linear, sum", linear_int._sum_kernel, total)]
+
+
 def sampling_cases() -> list[Case]:
     """What chooses tokens."""
     from pdserve_kernels.triton import filters, sampling
@@ -205,6 +236,7 @@ def all_cases() -> list[Case]:
         *attention_cases(256, window=4096, softcap=50.0),
         *layer_cases(),
         *lora_cases(),
+        *integer_cases(),
         *sampling_cases(),
     ]
 

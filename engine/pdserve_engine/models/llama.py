@@ -347,7 +347,7 @@ def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> N
     if config.quantization is None:
         return
     name = name_of(kernels)
-    if name == "reference" or config.dtype != torch.bfloat16:
+    if name == "reference" or (name.startswith("cpu") and config.dtype != torch.bfloat16):
         logger.warning(
             "quantization saves nothing here: in %s the %s kernels multiply with dense weights; "
             "the compiled ones in bfloat16 keep integers",

@@ -100,7 +100,7 @@ def read_projection(
             .columns(part.columns)
             for part, shape in weights
         ]
-        return _without_idle_zeros(stack(stored))
+        return _without_idle_zeros(stack(stored)).to(device)
     except ModelError:
         raise
     except ValueError as error:

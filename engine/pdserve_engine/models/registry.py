@@ -94,11 +94,6 @@ def load_model(
     Without `progress` a bar is drawn where stderr is a terminal, lines are logged elsewhere; of
     ranks the first does.
     """
-    if config.quantization is not None and device.type != "cpu":
-        raise ModelError(
-            f"quantization is {config.quantization.method}, device is {device.type}: kernels for "
-            "integer weights exist for cpu only"
-        )
     if progress is None and (group is None or group.rank == 0) and stage.is_first:
         progress = show_progress()
     checkpoint = Checkpoint(model_dir, progress=progress)

@@ -50,6 +50,13 @@ class QuantizedWeight:
     def device(self) -> torch.device:
         return self.values.device
 
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        """The same on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(
+            self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros
+        )
+
     def rows(self, part: slice) -> "QuantizedWeight":
         """Some rows, which share this weight's memory."""
         zeros = None if self.zeros is None else self.zeros[part]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
-from pdserve_kernels.triton.linear import LinearWeight, linear
+from pdserve_kernels.triton.linear import AnyLinearWeight, linear
 from pdserve_kernels.triton.staging import pinned
 
 # Rows of a program, and the ranks that it multiplies at a time.
@@ -91,11 +91,11 @@ class StepLora:
         _add(out, x, self, self.tables[:, layer, LINEARS.index(name)])
 
 
-def pack_lora(parts: Sequence[LoraPart], packed: LinearWeight) -> LoraWeight | None:
+def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> LoraWeight | None:
     """See the reference's contract."""
     if not parts:
         return None
-    device, dtype = packed.weight.device, packed.weight.dtype
+    device, dtype = packed.device, packed.dtype
     ranks = [len(part.a) for part in parts]
     num_ranks = -(-sum(ranks) // BLOCK_RANKS) * BLOCK_RANKS
     a = torch.zeros(num_ranks, packed.in_features, dtype=dtype, device=device)
@@ -123,7 +123,7 @@ def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
     )
 
 
-def linear_lora(x: torch.Tensor, packed: LinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
+def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
     """See the reference's contract. The linear's sums are rounded to x's dtype before an adapter's
     are added, as cuBLAS writes no others.
     """

@@ -13,7 +13,7 @@ from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
 from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
 from pdserve_kernels.triton.filters import find_thresholds
 from pdserve_kernels.triton.gumbel import gumbel_noise
-from pdserve_kernels.triton.linear import LinearWeight, linear
+from pdserve_kernels.triton.linear import AnyLinearWeight, linear
 from pdserve_kernels.triton.masks import from_key, load_logits, load_scaled, readable, to_key
 
 __all__ = ["argmax", "count_nans", "linear_argmax", "sample", "sample_staged"]
@@ -57,7 +57,7 @@ def count_nans(logits: torch.Tensor) -> torch.Tensor:
 
 
 def linear_argmax(
-    x: torch.Tensor, packed: LinearWeight, *, mask: torch.Tensor | None = None
+    x: torch.Tensor, packed: AnyLinearWeight, *, mask: torch.Tensor | None = None
 ) -> Argmax:
     """See the reference."""
     return argmax(linear(x, packed), mask=mask)
