@@ -45,6 +45,11 @@ class StackConfig(TlsConfig):
     lora: tuple[str, ...] = opt(
         (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
     )
+    lora_root: str | None = opt(
+        None, "Folder below which adapters lie that are loaded while serving; unset: none are."
+    )
+    max_loras: int | None = opt(None, "Adapters in a worker's memory.")
+    max_lora_rank: int | None = opt(None, "The highest rank that an adapter may have.")
     engine_process: Literal["auto", "inproc", "subprocess"] | None = opt(
         None, "Run engines in their service's process or in their own; auto: their own on CUDA."
     )

@@ -10,6 +10,7 @@ import grpc
 
 from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import control_service_pb2_grpc as control_grpc
+from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import engine_core_service_pb2_grpc as service_grpc
 from pdserve_client.config import tls_of
@@ -83,6 +84,8 @@ def add_ctl_flags(parser: argparse.ArgumentParser) -> None:
     )
     profile = _add(verbs, "profile", _profile, "record the engine's steps")
     profile.add_argument("action", choices=("start", "stop"), help="stop prints where the trace is")
+    lora = verbs.add_parser("lora", help="LoRA adapters", description="LoRA adapters")
+    _add_lora_verbs(lora.add_subparsers(required=True, metavar="VERB"))
     _add(verbs, "info", _info, "show what the worker is and can take")
     _add(verbs, "load", _load, "show the worker's state and load")
 
@@ -107,6 +110,24 @@ def _add(verbs: Any, name: str, verb: Verb, text: str) -> argparse.ArgumentParse
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
     parser.set_defaults(verb=verb)
     return parser
+
+
+def _add_lora_verbs(verbs: Any) -> None:
+    add = _add(verbs, "add", _add_lora, "load an adapter, or another one under the same name")
+    remove = _add(
+        verbs, "remove", _remove_lora, "take no more requests with it, unload it after the last"
+    )
+    pin = _add(verbs, "pin", _pin_lora, "never unload it to make room for others")
+    for verb in (add, remove, pin):
+        verb.add_argument("name", metavar="NAME", help="what clients ask for")
+    add.add_argument(
+        "path",
+        nargs="?",
+        default="",
+        metavar="PATH",
+        help="its folder below the worker's --lora-root; that of its name if unset",
+    )
+    _add(verbs, "list", _list_loras, "show what is loaded")
 
 
 def _add_mode(parser: argparse.ArgumentParser, default: str) -> None:
@@ -185,6 +206,36 @@ def _profile(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.ProfileRequest(start=args.action == "start")
     response = _control(channel).Profile(request, timeout=args.timeout_s)
     print(response.path or "profiling")
+
+
+def _add_lora(channel: grpc.Channel, args: argparse.Namespace) -> None:
+    lora = core_pb2.LoraRequest(lora_name=args.name, lora_path=args.path)
+    request = control_pb2.AddLoraRequest(lora_request=lora)
+    adapter = _control(channel).AddLora(request, timeout=args.timeout_s).adapter
+    print(f"{adapter.name} is {adapter.digest}, rank {adapter.rank}")
+
+
+def _remove_lora(channel: grpc.Channel, args: argparse.Namespace) -> None:
+    request = control_pb2.RemoveLoraRequest(lora_name=args.name)
+    _control(channel).RemoveLora(request, timeout=args.timeout_s)
+    print("removed")
+
+
+def _pin_lora(channel: grpc.Channel, args: argparse.Namespace) -> None:
+    request = control_pb2.PinLoraRequest(lora_name=args.name)
+    _control(channel).PinLora(request, timeout=args.timeout_s)
+    print("pinned")
+
+
+def _list_loras(channel: grpc.Channel, args: argparse.Namespace) -> None:
+    response = _control(channel).ListLoras(control_pb2.ListLorasRequest(), timeout=args.timeout_s)
+    for lora in response.loras:
+        states = {"pinned": lora.is_pinned, "removed": lora.is_removed}
+        words = [word for word, is_so in states.items() if is_so]
+        print(
+            f"{lora.adapter.name or '(no name)'}  {lora.adapter.digest}  rank {lora.adapter.rank}  "
+            f"{lora.num_requests} requests  {' '.join(words)}".rstrip()
+        )
 
 
 def _info(channel: grpc.Channel, args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo
+from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, LoRARequest
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
 from pdserve_common.sampling_params import SamplingParams
 
@@ -75,16 +75,21 @@ _OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] 
 }
 
 
+def adapter_not_held(lora: LoRARequest) -> AdapterNotHeldError:
+    """Return the refusal of a worker that does not hold the adapter."""
+    return AdapterNotHeldError(
+        f"lora_request names the adapter {lora.lora_name[:64]!r} ({lora.digest[:16]}), which this "
+        "worker does not hold"
+    )
+
+
 def check_served(value: EngineCoreRequest | SamplingParams, capabilities: Capabilities) -> None:
     """Raise InvalidRequestError for the first field that asks for what is not served, and
     AdapterNotHeldError for an adapter that others may have.
     """
     lora = value.lora_request if isinstance(value, EngineCoreRequest) else None
     if lora is not None and lora.digest not in capabilities.adapters:
-        raise AdapterNotHeldError(
-            f"lora_request names the adapter {lora.lora_name[:64]!r} ({lora.digest[:16]}), which "
-            "this worker does not hold"
-        )
+        raise adapter_not_held(lora)
     for name, nothing, serves in _OPTIONAL_FIELDS[type(value)]:
         wanted = getattr(value, name)
         if wanted == nothing or name in capabilities.fields:

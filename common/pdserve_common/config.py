@@ -116,7 +116,7 @@ def parse_named_paths(field: str, values: Sequence[str]) -> dict[str, str]:
         name, separator, path = value.partition("=")
         if not separator or not path:
             raise ValueError(f"{field} has {value!r}, must be NAME=PATH")
-        if not 1 <= len(name) <= MAX_NAME_CHARS or not (name.isascii() and name.isprintable()):
+        if not is_adapter_name(name):
             raise ValueError(
                 f"{field} has the name {name!r}, must be 1 to {MAX_NAME_CHARS} characters of ASCII"
             )
@@ -124,6 +124,11 @@ def parse_named_paths(field: str, values: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{field} names {name!r} twice")
         paths[name] = path
     return paths
+
+
+def is_adapter_name(name: str) -> bool:
+    """True if clients can ask for an adapter by it."""
+    return 1 <= len(name) <= MAX_NAME_CHARS and name.isascii() and name.isprintable()
 
 
 def _show(default: Any) -> str:

@@ -6,6 +6,7 @@ They hold no torch and no protobuf. Points in time are of this process's monoton
 wire they are durations, as it means nothing on another host.
 """
 
+import dataclasses
 import enum
 import time
 from collections.abc import Iterable, Mapping
@@ -107,12 +108,34 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAAdapter:
-    """An adapter that a worker holds, under the name that clients ask for."""
+    """An adapter that a worker holds, under the name that clients ask for. Without one it serves
+    requests that began with it: its name stands for another one by now.
+    """
 
     name: str
     digest: str
     # The largest of its linears.
     rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAAdapters:
+    """All adapters that a worker holds; `version` grows with each change."""
+
+    version: int = 0
+    adapters: tuple[LoRAAdapter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLoRA:
+    """An adapter as its worker's operator sees it."""
+
+    adapter: LoRAAdapter
+    # It is not unloaded to make room for others.
+    is_pinned: bool = False
+    # It takes no requests any more, and goes with the last that has it.
+    is_removed: bool = False
+    num_requests: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,6 +400,11 @@ class SchedulerStats:
     num_preemptions: int = 0
     # Rows that a step left out, as their grammar had not got so far, ever.
     num_late_masks: int = 0
+    # LoRA adapters in memory; loads, evictions and steps with one, ever.
+    num_loras: int = 0
+    num_lora_loads: int = 0
+    num_lora_evictions: int = 0
+    num_lora_steps: int = 0
     # Leading blocks that all running requests share, in the KV group where they are most.
     num_common_prefix_blocks: int = 0
     step_num_tokens: int = 0
@@ -484,5 +512,10 @@ class EngineInfo:
     pipeline_parallel_size: int = 1
     # The zone that its machine is in; empty: not known.
     zone: str = ""
-    # LoRA adapters that it holds.
+    # LoRA adapters that it holds, and a number that grows with each change of them.
     adapters: tuple[LoRAAdapter, ...] = ()
+    adapters_version: int = 0
+
+    def with_adapters(self, held: LoRAAdapters) -> "EngineInfo":
+        """Return what the worker is with these adapters."""
+        return dataclasses.replace(self, adapters=held.adapters, adapters_version=held.version)

@@ -340,6 +340,20 @@ class EngineMetrics:
             "Rows left out of a step because their grammar had not said what may come next",
             registry=registry,
         )
+        self.loras = Gauge("pdserve_loras", "LoRA adapters in memory", registry=registry)
+        self.lora_loads = Counter(
+            "pdserve_lora_loads_total", "LoRA adapters loaded", registry=registry
+        )
+        self.lora_evictions = Counter(
+            "pdserve_lora_evictions_total",
+            "LoRA adapters unloaded to make room for others",
+            registry=registry,
+        )
+        self.lora_steps = Counter(
+            "pdserve_lora_steps_total",
+            "Steps in which some request had a LoRA adapter",
+            registry=registry,
+        )
         self.engine_requests = Counter(
             "pdserve_engine_requests_total",
             "Requests this engine ended, by finish reason",

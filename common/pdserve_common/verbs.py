@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
-from pdserve_common.engine_types import PauseMode
+from pdserve_common.config import MAX_NAME_CHARS, is_adapter_name
+from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRARequest, PauseMode
 from pdserve_common.errors import InvalidRequestError
 
 # What sleeping gives up and waking up takes back, in the order in which it is taken back.
@@ -117,4 +118,68 @@ class Profile(Call[str]):
     start: bool
 
 
-VERBS: tuple[type[Call[Any]], ...] = (Pause, Resume, Sleep, WakeUp, ResetPrefixCache, Profile)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddLora(Call[LoRAAdapter]):
+    """Load an adapter from a folder below the worker's `lora_root`, by default that of its name.
+
+    A name that is taken stands for the new one from then on; older requests keep theirs. Fails if
+    the folder is no such adapter, if it has another digest than the one that is asked for, and if
+    nothing can go to make room. Raises InvalidRequestError for a name that cannot be one.
+    """
+
+    lora_request: LoRARequest
+
+    def __post_init__(self) -> None:
+        _check_adapter_name("lora_request.lora_name", self.lora_request.lora_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveLora(Call[None]):
+    """Take no requests with a name's adapters any more, and unload them after the last. Fails if
+    there is none of that name.
+    """
+
+    lora_name: str
+
+    def __post_init__(self) -> None:
+        _check_adapter_name("lora_name", self.lora_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLoras(Call[tuple[LoadedLoRA, ...]]):
+    """Return all adapters that are loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinLora(Call[None]):
+    """Never unload what a name stands for to make room for others. Fails if there is none of that
+    name.
+    """
+
+    lora_name: str
+
+    def __post_init__(self) -> None:
+        _check_adapter_name("lora_name", self.lora_name)
+
+
+def _check_adapter_name(field: str, name: str) -> None:
+    if not is_adapter_name(name):
+        raise InvalidRequestError(
+            f"{field} is {name[:32]!r} ({len(name)} characters), must be 1 to {MAX_NAME_CHARS} "
+            "characters of ASCII",
+            field=field,
+        )
+
+
+VERBS: tuple[type[Call[Any]], ...] = (
+    Pause,
+    Resume,
+    Sleep,
+    WakeUp,
+    ResetPrefixCache,
+    Profile,
+    AddLora,
+    RemoveLora,
+    ListLoras,
+    PinLora,
+)

@@ -99,6 +99,12 @@ class EngineConfig:
         (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
     )
     max_lora_rank: int = opt(64, "The highest rank that an adapter may have.")
+    max_loras: int = opt(
+        16, "Adapters in memory; to make room the one goes that was not used for longest."
+    )
+    lora_root: str | None = opt(
+        None, "Folder below which adapters lie that are loaded while serving; unset: none are."
+    )
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
     )
@@ -173,6 +179,7 @@ class EngineConfig:
             "tensor_parallel_size",
             "pipeline_parallel_size",
             "max_lora_rank",
+            "max_loras",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
@@ -209,20 +216,33 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.device != "cpu":
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
-        if self.adapter_folders:
+        if self.has_adapters:
             self._check_adapters()
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
     def _check_adapters(self) -> None:
+        given = "lora" if self.lora else "lora_root"
         if self.device != "cpu":
-            raise ValueError(f"lora is set: adapters are not served on {self.device}, only on cpu")
+            raise ValueError(
+                f"{given} is set: adapters are not served on {self.device}, only on cpu"
+            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ValueError(
-                    f"lora is set and {name} is {getattr(self, name)}: with adapters it must be 1"
+                    f"{given} is set and {name} is {getattr(self, name)}: with adapters it must be "
+                    "1"
                 )
+        if len(self.adapter_folders) > self.max_loras:
+            raise ValueError(
+                f"lora has {len(self.lora)} adapters, must be at most {self.max_loras} (max_loras)"
+            )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Does it serve adapters, now or later?"""
+        return bool(self.lora) or self.lora_root is not None
 
     @property
     def adapter_folders(self) -> dict[str, str]:

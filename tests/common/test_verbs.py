@@ -7,13 +7,34 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 from pdserve.v1 import control_service_pb2 as control_pb2
-from pdserve_common.engine_types import PauseMode
+from pdserve.v1 import engine_core_pb2 as core_pb2
+from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRARequest, PauseMode
 from pdserve_common.errors import InvalidRequestError
-from pdserve_common.verbs import VERBS, Call, Pause, Profile, Resume, Sleep, WakeUp
+from pdserve_common.verbs import (
+    VERBS,
+    AddLora,
+    Call,
+    ListLoras,
+    Pause,
+    PinLora,
+    Profile,
+    RemoveLora,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from pdserve_common.wire import from_proto, to_proto, verb_result_to_proto
 
 METHODS = control_pb2.DESCRIPTOR.services_by_name["ControlService"].methods_by_name
-RESULTS: dict[type, Any] = {NoneType: None, int: 2**31, str: "path"}
+ADAPTER = LoRAAdapter(name="a", digest="d", rank=8)
+LOADED = LoadedLoRA(adapter=ADAPTER, is_pinned=True, is_removed=True, num_requests=3)
+RESULTS: dict[Any, Any] = {
+    NoneType: None,
+    int: 2**31,
+    str: "path",
+    LoRAAdapter: ADAPTER,
+    tuple[LoadedLoRA, ...]: (LOADED,),
+}
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
@@ -24,7 +45,17 @@ def test_every_verb_has_an_rpc_that_takes_all_its_arguments(verb: type[Call[Any]
     result = RESULTS[verb.result_type()]
     response = verb_result_to_proto(verb, result)
     assert isinstance(response, GetMessageClass(method.output_type))
-    assert [value for _, value in response.ListFields()] == ([] if result is None else [result])
+    values = [value for _, value in response.ListFields()]
+    assert list(map(_back, values)) == ([] if result is None else [result])
+
+
+def _back(value: Any) -> Any:
+    """What a field's value was made of."""
+    if isinstance(value, core_pb2.LoraAdapter):
+        return from_proto(LoRAAdapter, value)
+    if isinstance(value, int | str):
+        return value
+    return tuple(from_proto(LoadedLoRA, each) for each in value)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +66,10 @@ def test_every_verb_has_an_rpc_that_takes_all_its_arguments(verb: type[Call[Any]
         Sleep(level=2, mode=PauseMode.WAIT),
         WakeUp(tags=("kv_cache", "weights")),
         Profile(start=True),
+        AddLora(lora_request=LoRARequest(lora_name="a", digest="", lora_path="b")),
+        RemoveLora(lora_name="a"),
+        ListLoras(),
+        PinLora(lora_name="a"),
     ],
 )
 def test_arguments_survive_the_way(verb: Call[Any]) -> None:
@@ -53,6 +88,11 @@ def test_a_verb_is_valid_or_not_made() -> None:
             Sleep(level=level)
     with pytest.raises(InvalidRequestError, match="tags has 'wings', known tags are weights"):
         WakeUp(tags=("weights", "wings"))
+    for name in ("", "a" * 129, "a\nb", "\N{LATIN SMALL LETTER E WITH ACUTE}"):
+        with pytest.raises(InvalidRequestError, match=r"lora_name is .*, must be 1 to 128"):
+            RemoveLora(lora_name=name)
+        with pytest.raises(InvalidRequestError, match=r"lora_name is .*, must be 1 to 128"):
+            AddLora(lora_request=LoRARequest(lora_name=name, digest=""))
     with pytest.raises(InvalidRequestError, match="mode is 9, known values are 1"):
         from_proto(Pause, control_pb2.PauseRequest(mode=9))  # type: ignore[arg-type]
 

@@ -361,7 +361,7 @@ async def test_a_wake_up_without_memory_can_be_repeated(
 
     with monkeypatch.context() as patch:
         patch.setattr(model_source, "load_model", fail_on_cpu)
-        refusal = "no memory for weights: .*DefaultCPUAllocator.*; free some and wake it up again"
+        refusal = "no memory for weights: .*DefaultCPUAllocator.*; free some and try again"
         with pytest.raises(FailedPreconditionError, match=refusal):
             await engine.call(WakeUp())
     with monkeypatch.context() as patch:

@@ -17,7 +17,6 @@ from pdserve_common.sampling_params import SamplingParams
 from support.adapters import merged_greedy, write_adapter
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("peft")
 
 NUM_TOKENS = 120
 PROMPT = random.Random(0).choices(range(3, 290), k=75)

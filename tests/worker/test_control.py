@@ -140,6 +140,10 @@ async def test_an_id_of_another_router_is_refused_and_ones_own_is_ignored(worker
         assert end.outputs.outputs[-1].finish_reason == core_pb2.FINISH_REASON_LENGTH
 
 
+def lora(name: str) -> control_pb2.AddLoraRequest:
+    return control_pb2.AddLoraRequest(lora_request=core_pb2.LoraRequest(lora_name=name))
+
+
 REFUSED: list[tuple[str, Any, str, str]] = [
     ("Resume", control_pb2.ResumeRequest(), "FAILED_PRECONDITION", "not paused"),
     ("WakeUp", control_pb2.WakeUpRequest(), "FAILED_PRECONDITION", "not asleep"),
@@ -147,10 +151,11 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("Sleep", control_pb2.SleepRequest(level=7), "INVALID_ARGUMENT", "level is 7"),
     ("Pause", control_pb2.PauseRequest(mode=9), "INVALID_ARGUMENT", "mode is 9, known"),  # type: ignore[arg-type]
     ("Profile", control_pb2.ProfileRequest(), "FAILED_PRECONDITION", "no profile is running"),
-    ("AddLora", control_pb2.AddLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
-    ("RemoveLora", control_pb2.RemoveLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
-    ("ListLoras", control_pb2.ListLorasRequest(), "UNIMPLEMENTED", "LoRA adapters"),
-    ("PinLora", control_pb2.PinLoraRequest(), "UNIMPLEMENTED", "LoRA adapters"),
+    ("AddLora", control_pb2.AddLoraRequest(), "INVALID_ARGUMENT", "lora_request.lora_name is ''"),
+    ("AddLora", lora("a"), "FAILED_PRECONDITION", "lora_root is not set"),
+    ("RemoveLora", control_pb2.RemoveLoraRequest(), "INVALID_ARGUMENT", "lora_name is ''"),
+    ("RemoveLora", control_pb2.RemoveLoraRequest(lora_name="a"), "FAILED_PRECONDITION", "is 'a'"),
+    ("PinLora", control_pb2.PinLoraRequest(lora_name="a"), "FAILED_PRECONDITION", "is 'a', no"),
 ]
 
 

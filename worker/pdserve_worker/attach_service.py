@@ -18,6 +18,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    LoRAAdapters,
 )
 from pdserve_common.errors import (
     EngineDeadError,
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "pdserve.v1.EngineCoreService"
 # How long a router may take to say who it is.
 HELLO_TIMEOUT_S = 5.0
+
+# Of a worker's state: draining, paused, the version of its adapters.
+_Told = tuple[bool, bool, int]
 
 
 class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
@@ -214,20 +218,20 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
         the stream, another one takes over, or we stop.
         """
         await stream.write(service_pb2.AttachResponse(welcome=welcome))
-        told = (False, False)
+        told: _Told = (False, False, welcome.info.adapters_version)
         outbox = stream.attachment.outbox
         while stream.is_current and not reader.done():
             is_last = self._is_stopping
             is_behind = stream.kv_cache is not None and stream.kv_cache.is_behind
-            must_not_wait = is_last or is_behind or self._availability() != told
+            must_not_wait = is_last or is_behind or self._to_tell() != told
             outputs = await outbox.get(0.0 if must_not_wait else HEARTBEAT_S)
             step_seq = self._engine.step_seq()
             frames = stream.attachment.next_frames(stream.number, outputs, step_seq)
             handles = stream.attachment.handles
             messages = [_to_message(frame, handles) for frame in frames]
-            if not messages or self._availability() != told:
-                told = self._availability()
-                messages.append(self._heartbeat())
+            if not messages or self._to_tell() != told:
+                messages.append(self._heartbeat(told))
+                told = self._to_tell()
             _add_kv_cache_events(messages[-1], stream)
             for message in messages:
                 await stream.write(message)
@@ -237,20 +241,24 @@ class EngineCoreServicer(service_grpc.EngineCoreServiceServicer):
             raise FailedPreconditionError("the router has attached anew")
         reader.result()
         # A stream that broke looks half-closed at first, but carries nothing any more.
-        await stream.write(self._heartbeat())
+        await stream.write(self._heartbeat(told))
 
-    def _availability(self) -> tuple[bool, bool]:
-        """Return (draining, paused)."""
-        return self._is_draining, self._engine.state().is_paused
+    def _to_tell(self) -> _Told:
+        info = self._engine.info
+        return self._is_draining, self._engine.state().is_paused, info.adapters_version
 
-    def _heartbeat(self) -> service_pb2.AttachResponse:
-        draining, paused = self._availability()
+    def _heartbeat(self, told: _Told) -> service_pb2.AttachResponse:
+        """`told` is what the stream knows."""
+        draining, paused, version = self._to_tell()
         heartbeat = service_pb2.Heartbeat(
             step_seq=self._engine.step_seq(),
             draining=draining,
             paused=paused,
             num_routers=len(self._attachments),
         )
+        if version != told[-1]:
+            adapters = LoRAAdapters(version=version, adapters=self._engine.info.adapters)
+            heartbeat.adapters.CopyFrom(to_proto(adapters))
         return service_pb2.AttachResponse(heartbeat=heartbeat)
 
     async def _read(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -36,7 +36,7 @@ class Readiness:
         self._server = server
         self._servicer = servicer
         self._drain: asyncio.Task[int] | None = None
-        self._told: tuple[bool, bool] | None = None
+        self._told: tuple[bool, bool, int] | None = None
 
     @property
     def is_draining(self) -> bool:
@@ -47,8 +47,9 @@ class Readiness:
         given up may end later.
         """
         availability = (self._engine.state().is_paused, self.is_draining)
-        if availability != self._told:
-            self._told = availability
+        told = (*availability, self._engine.info.adapters_version)
+        if told != self._told:
+            self._told = told
             await self._server.set_serving(not any(availability))
             self._servicer.wake_all()
 
@@ -89,8 +90,6 @@ class ControlServicer(control_grpc.ControlServiceServicer):
         # The base class has the RPCs: the verbs' names here, never one that a caller sent.
         for verb in VERBS:
             setattr(self, verb.__name__, partial(self._call, verb))
-        for name in ("AddLora", "RemoveLora", "ListLoras", "PinLora"):
-            setattr(self, name, _refuse_lora)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         control_grpc.add_ControlServiceServicer_to_server(self, server)
@@ -149,8 +148,3 @@ class ControlServicer(control_grpc.ControlServiceServicer):
             drained=drained,
             num_handed_back=num_handed_back,
         )
-
-
-async def _refuse_lora(request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "LoRA adapters are not served yet")
-    raise AssertionError("abort raises")

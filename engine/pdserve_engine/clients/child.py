@@ -16,7 +16,9 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineError,
+    EngineInfo,
     FinishReason,
+    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.errors import PdserveError
@@ -73,6 +75,8 @@ class _EngineProcess:
         # By the number the other end gave them.
         self._client_indexes: dict[int, int] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
+        # Of the adapters, as they were told.
+        self._adapters_version = 0
 
     async def run(self) -> int:
         """Load, serve, close."""
@@ -112,6 +116,7 @@ class _EngineProcess:
         connectors = (engine.connector, engine.prefix_connector)
         self._links = host_links(connectors, self.channel.send)
         identities = {number: host.identity for number, host in self._links.items()}
+        self._adapters_version = engine.info.adapters_version
         self._send_status()
         self.channel.send(messages.EngineReady(info=engine.info, kv_identities=identities))
         return engine
@@ -142,7 +147,14 @@ class _EngineProcess:
                 problem=engine.problem(),
                 finished_requests=finished_requests,
             )
+            self._tell_adapters(engine.info)
         self.channel.send(status)
+
+    def _tell_adapters(self, info: EngineInfo) -> None:
+        """Before an answer that says that they have changed."""
+        if info.adapters_version != self._adapters_version:
+            self._adapters_version = info.adapters_version
+            self.channel.send(LoRAAdapters(version=info.adapters_version, adapters=info.adapters))
 
     # ---- what the worker says
 

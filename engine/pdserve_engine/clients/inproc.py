@@ -156,6 +156,7 @@ class InprocEngineClient:
         """Start the engine thread. `on_step` runs on the loop's thread after every step."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._loaded = loaded
+        self._info = loaded.info
         self._core = loaded.core
         self._on_step = on_step
         self._stats = loaded.core.poll().stats
@@ -172,7 +173,10 @@ class InprocEngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        return self._loaded.info
+        held = self._loaded.control.adapters
+        if held.version != self._info.adapters_version:
+            self._info = self._info.with_adapters(held)
+        return self._info
 
     def register_client(self, on_outputs: OutputsCallback) -> int:
         index = self._next_client_index

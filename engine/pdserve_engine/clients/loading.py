@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve_common.engine_types import EngineInfo, WorkerRole
@@ -15,6 +16,7 @@ from pdserve_common.model_folder import model_name
 from pdserve_common.tokenizer_digest import tokenizer_digest
 from pdserve_common.version import VERSION
 from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.executor import Executor, LoadedModel
 from pdserve_engine.core.scheduler import Scheduler
@@ -156,6 +158,7 @@ def _load(
     started = time.monotonic()
     model = executor.load()
     manager, max_model_len = _make_pool(config, source, executor)
+    adapters = _load_adapters(config, executor)
     if config.poison_freed_blocks:
         manager.block_pool.on_dead = executor.poison
     step_seq = _StepCounter()
@@ -181,6 +184,7 @@ def _load(
             prefix_producer=_if_is(prefix_connector, PrefixProducer),
             prefix_consumer=_if_is(prefix_connector, PrefixConsumer),
             compile_grammar=compiler.compile if compiler is not None else None,
+            adapters=adapters,
             wakeup=wakeup,
         ),
         executor=executor,
@@ -199,7 +203,7 @@ def _load(
         info=info,
         connector=connector,
         prefix_connector=prefix_connector,
-        control=EngineControl(core),
+        control=EngineControl(core, lora_root=config.lora_root, wakeup=wakeup),
         step_watch=_make_watch(config),
         logs_iterations=config.log_iterations,
         compiler=compiler,
@@ -226,6 +230,16 @@ def _make_pool(
     _check_chunks(config, max_model_len)
     executor.make_pool(num_blocks, max_model_len=max_model_len)
     return manager, max_model_len
+
+
+def _load_adapters(config: EngineConfig, executor: Executor) -> AdapterPool:
+    """Load what the config names; an operator has to want it to go. Raises LoraError."""
+    pool = AdapterPool(executor.adapters, max_loras=config.max_loras)
+    for name, folder in config.adapter_folders.items():
+        assert pool.store is not None, "the config or the model is refused otherwise"
+        pool.add(name, pool.store.read(Path(folder)).result())
+        pool.pin(name)
+    return pool
 
 
 def _make_compiler(
@@ -393,5 +407,4 @@ def _describe(
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         zone=config.zone,
-        adapters=model.adapters,
     )

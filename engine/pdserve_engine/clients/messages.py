@@ -12,6 +12,7 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     EngineInfo,
+    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.kv_types import (
@@ -216,6 +217,7 @@ _OneWay = (
     LoadEngine | RegisterClient | UnregisterClient | EngineCoreRequest | AbortRequests | Close
     | CancelCall | RecordKVCacheEvents
     | EngineReady | StartFailed | EngineStatus | EngineCoreOutputs | CallAnswer | KVCacheEvents
+    | LoRAAdapters
     | LinkMessage
 )  # fmt: skip
 Message = _OneWay | Call[Any]

@@ -17,6 +17,7 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
+    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.errors import (
@@ -260,6 +261,8 @@ class SubprocessEngineClient:
             self._on_status(message)
         elif isinstance(message, EngineCoreOutputs):
             self._on_outputs(message, ref)
+        elif isinstance(message, LoRAAdapters):
+            self.info = self.info.with_adapters(message)
         elif isinstance(message, KVCacheEvents):
             self._on_kv_cache_events(message)
         elif isinstance(message, messages.LinkMessage) and ref % 2 in self._proxies:

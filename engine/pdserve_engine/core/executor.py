@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from pdserve_common.engine_types import LoRAAdapter
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 
@@ -23,7 +23,37 @@ class LoadedModel(NamedTuple):
     numerics_id: str
     # Name of the kernel set.
     kernels: str
-    adapters: tuple[LoRAAdapter, ...] = ()
+
+
+class PackedAdapter(NamedTuple):
+    """A LoRA adapter as the model's steps take it."""
+
+    digest: str
+    # The largest of its linears.
+    rank: int
+    weights: Any
+
+
+class AdapterStore(Protocol):
+    """The LoRA adapters that steps can run with. Only the engine thread calls it."""
+
+    def read(self, folder: Path) -> "Future[PackedAdapter]":
+        """Read and pack a folder on a thread of its own, while steps go on. The future holds
+        LoraError if it is no adapter of the model.
+        """
+        ...
+
+    def add(self, adapter: PackedAdapter) -> None:
+        """Let steps that are submitted from now on run with it."""
+        ...
+
+    def remove(self, digest: str) -> None:
+        """Forget one that no further step runs with; those in flight may."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is read, for a while."""
+        ...
 
 
 class Executor(Protocol):
@@ -51,6 +81,11 @@ class Executor(Protocol):
         """Register each rank's pool with a transport of its own, which has to prove that it moves
         bytes. Raises KVTransferError.
         """
+        ...
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        """None if it serves none. Not before there is a pool."""
         ...
 
     # ---- steps

@@ -18,6 +18,7 @@ from functools import partial
 
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.forks import Forks
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.prefixes import PrefixPulls
@@ -45,11 +46,13 @@ class Places:
         producer: ProducerPort | None,
         consumer: ConsumerPort | None,
         prefix_consumer: PrefixConsumerPort | None,
+        adapters: AdapterPool,
         waiting_for_fsm: WaitingForFSM,
         clock: Callable[[], float],
     ) -> None:
         self._kv = kv_cache_manager
         self._in_flight = in_flight
+        self._adapters = adapters
         self.requests: dict[str, Request] = {}
         self.waiting = make_request_queue(config.scheduling_policy)
         self.running = Running(kv_cache_manager)
@@ -117,6 +120,7 @@ class Places:
         self.suspects.remove(request)
         kept |= self.remote_decodes.request_finished(request)
         kept |= self.remote_prefills.request_finished(request)
+        self._adapters.release(request)
         taken = [block.block_id for block in self._kv.take(request)]
         self._in_flight.free(request, [block_id for block_id in taken if block_id not in kept])
 

@@ -13,6 +13,7 @@ import enum
 import time
 from collections.abc import Callable, Iterable
 
+from pdserve_common.capabilities import adapter_not_held
 from pdserve_common.engine_types import EngineCoreEventType, EngineError, SchedulerStats
 from pdserve_common.errors import (
     DeadlineExceededError,
@@ -21,6 +22,7 @@ from pdserve_common.errors import (
     RequestFailedError,
 )
 from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.forks import find_source
 from pdserve_engine.core.in_flight import InFlight
@@ -68,6 +70,7 @@ class Scheduler:
         prefix_producer: PrefixProducerPort | None = None,
         prefix_consumer: PrefixConsumerPort | None = None,
         compile_grammar: CompileGrammar | None = None,
+        adapters: AdapterPool | None = None,
         wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,6 +82,7 @@ class Scheduler:
         self.pause_state = PauseState.UNPAUSED
         # Set when a step could not be planned without a preemption while others were in flight.
         self.needs_drain = False
+        self.adapters = AdapterPool() if adapters is None else adapters
         self._clock = clock
         self._deadlines = Deadlines()
         self._outputs = Outputs()
@@ -90,6 +94,7 @@ class Scheduler:
             producer=producer,
             consumer=consumer,
             prefix_consumer=prefix_consumer,
+            adapters=self.adapters,
             waiting_for_fsm=WaitingForFSM(compile_grammar, wakeup),
             clock=clock,
         )
@@ -245,7 +250,9 @@ class Scheduler:
         # P may have acknowledged the release while the model ran: then nothing has to be held back.
         self._kv_events.apply()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
-        for request, scheduled in self.in_flight.pop().items():
+        computed = self.in_flight.pop()
+        self.adapters.num_steps += any(request.adapter for request in computed)
+        for request, scheduled in computed.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
             token_ids = sampled.get(request.request_id, ())
@@ -307,6 +314,10 @@ class Scheduler:
             prefix_cache_hits=self.kv.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
             num_late_masks=places.num_late_masks,
+            num_loras=len(self.adapters),
+            num_lora_loads=self.adapters.num_loads,
+            num_lora_evictions=self.adapters.num_evictions,
+            num_lora_steps=self.adapters.num_steps,
             num_waiting_for_fsm_reqs=len(places.waiting_for_fsm),
             num_common_prefix_blocks=max(self.running.num_common_prefix_blocks, default=0),
             step_num_tokens=step_num_tokens,
@@ -324,6 +335,11 @@ class Scheduler:
                 field="kv_transfer_params",
             )
             self._results.finish(request, RequestStatus.FINISHED_ERROR, refusal.to_engine_error())
+            return
+        if not self.adapters.acquire(request):  # it was held when the request was checked
+            assert request.core_request.lora_request is not None
+            gone = adapter_not_held(request.core_request.lora_request)
+            self._results.finish(request, RequestStatus.FINISHED_ERROR, gone.to_engine_error())
             return
         error = self.places.waiting_for_fsm.start(request)
         is_ticket = prefills.add(request)  # also one that ends at once: its connector knows of it

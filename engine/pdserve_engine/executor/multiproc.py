@@ -15,7 +15,7 @@ from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_co
 from pdserve_common.kv_types import KVShard
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.executor import ExecutedStep, LoadedModel
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
@@ -93,6 +93,10 @@ class MultiprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self._call(messages.MakePool(num_blocks=num_blocks, max_model_len=max_model_len))
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return None
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         self._num_kv_heads = identity.layout.num_kv_heads

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from pdserve_common.call_thread import CallThread
-from pdserve_engine.core.executor import ExecutedStep, LoadedModel
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import (
     AsyncModelRunnerOutput,
@@ -43,6 +43,7 @@ class UniprocExecutor:
         self.is_pipelined = False
         self.max_concurrent_batches = 2 if async_scheduling else 1
         self._is_broken_off = False
+        self.adapters: AdapterStore | None = None
 
     def load(self) -> LoadedModel:
         return self.rank.load()
@@ -52,6 +53,7 @@ class UniprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self.rank.make_pool(num_blocks, max_model_len=max_model_len)
+        self.adapters = self.rank.adapter_store(behind_steps=self._call)
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         return [self.rank.open_transport(identity)]
@@ -101,6 +103,8 @@ class UniprocExecutor:
         """Nothing outlives whoever has called."""
 
     def close(self) -> None:
+        if self.adapters is not None:
+            self.adapters.close()
         self.rank.close()
 
     def _launch_for(

@@ -25,6 +25,7 @@ PICKLE_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
 # Of the weights' file, besides numbers of four bytes.
 MAX_HEADER_BYTES = 1 << 20
+MAX_PATH_CHARS = 1024
 PREFIX = "base_model.model."
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,6 +53,21 @@ class LoraAdapter:
     modules: Mapping[str, LoraModule]
 
 
+def folder_below(root: str, path: str) -> Path:
+    """Return a folder below another one, which `path` names from there. Raises LoraError for one
+    that leads elsewhere, over a link also.
+    """
+    shown = f"lora_path is {path[:MAX_SHOWN]!r}"
+    if len(path) > MAX_PATH_CHARS:
+        raise LoraError(f"{shown}... ({len(path)} characters), at most {MAX_PATH_CHARS} are served")
+    if not path.isprintable() or Path(path).is_absolute() or ".." in Path(path).parts:
+        raise LoraError(f"{shown}, must be the path of a folder below lora_root")
+    folder = Path(root) / path
+    if Path(os.path.realpath(root)) not in Path(os.path.realpath(folder)).parents:
+        raise LoraError(f"{shown}, which does not lead below lora_root")
+    return folder
+
+
 def read_adapter(
     folder: str | Path, targets: Targets, *, dtype: torch.dtype, max_rank: int
 ) -> LoraAdapter:
@@ -60,6 +76,8 @@ def read_adapter(
         return _read(Path(folder), targets, dtype, max_rank)
     except LoraError as error:
         raise LoraError(f"adapter {folder}: {error}") from error
+    except OSError as error:
+        raise LoraError(f"adapter {folder} cannot be read: {error.strerror}") from error
 
 
 def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> LoraAdapter:

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve_common.engine_client import EngineState
-from pdserve_common.engine_types import PauseMode
-from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, PauseMode
+from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
 from pdserve_common.verbs import (
     SLEEP_TAGS,
+    AddLora,
     Call,
     Handler,
+    ListLoras,
     Pause,
+    PinLora,
     Profile,
+    RemoveLora,
     ResetPrefixCache,
     Resume,
     Sleep,
@@ -24,6 +28,8 @@ from pdserve_common.verbs import (
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
+from pdserve_engine.lora.adapter import folder_below
+from pdserve_engine.lora.adapter_config import LoraError
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +60,18 @@ class EngineControl:
     Wait. One at a time; it is closed if its caller gives up.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        lora_root: str | None = None,
+        wakeup: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`wakeup` is called, on any thread, when what a verb waits for may have come."""
         self._core = core
+        self._adapters = core.scheduler.adapters
+        self._lora_root = lora_root
+        self._wakeup = wakeup
         self._sleep_level: int | None = None
         # Those of SLEEP_TAGS that are not awake.
         self._asleep: set[str] = set()
@@ -68,6 +84,11 @@ class EngineControl:
     def state(self) -> EngineState:
         """May be read on any thread."""
         return EngineState(is_paused=self._is_paused, sleep_level=self._sleep_level)
+
+    @property
+    def adapters(self) -> LoRAAdapters:
+        """What requests may name. May be read on any thread."""
+        return self._adapters.listed
 
     # ---- the verbs
 
@@ -129,6 +150,38 @@ class EngineControl:
         self._profile_end = self._core.step_seq + MAX_PROFILE_STEPS
         self._profile_path = None
         return ""
+
+    async def add_lora(self, verb: AddLora) -> LoRAAdapter:
+        """Raises FailedPreconditionError while asleep, and where adapters are not loaded or have no
+        room; InvalidRequestError for what is no adapter of the model.
+        """
+        self._check_awake()
+        lora, store = verb.lora_request, self._adapters.store
+        if store is None or self._lora_root is None:
+            raise FailedPreconditionError("lora_root is not set: no adapters are loaded here")
+        try:
+            folder = folder_below(self._lora_root, lora.lora_path or lora.lora_name)
+            future = store.read(folder)
+            future.add_done_callback(lambda _: self._wakeup())
+            await Wait(future.done)
+            with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
+                adapter = future.result()
+            if lora.digest not in ("", adapter.digest):
+                raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
+        except LoraError as error:
+            raise InvalidRequestError(str(error), field="lora_request") from error
+        return self._adapters.add(lora.lora_name, adapter)
+
+    async def remove_lora(self, verb: RemoveLora) -> None:
+        """Raises FailedPreconditionError if there is none of that name."""
+        self._adapters.remove(verb.lora_name)
+
+    async def list_loras(self, verb: ListLoras) -> tuple[LoadedLoRA, ...]:
+        return self._adapters.loaded()
+
+    async def pin_lora(self, verb: PinLora) -> None:
+        """Raises FailedPreconditionError if there is none of that name."""
+        self._adapters.pin(verb.lora_name)
 
     # ---- between verbs
 
@@ -242,19 +295,14 @@ class EngineControl:
 
     def _wake(self, tag: str) -> None:
         try:
-            if tag == "weights":
-                self._core.executor.restore_weights()
-            elif tag == "kv_cache":
-                self._core.executor.restore_kv_cache()
-            else:
-                self._sleep_level = None
-                self._core.scheduler.pause_state = PauseState.UNPAUSED
-        except RuntimeError as error:
-            reason = out_of_memory_reason(error)
-            if reason is None:
-                raise
-            message = f"no memory for {tag}: {reason}; free some and wake it up again"
-            raise FailedPreconditionError(message) from error
+            with _out_of_memory_is_refused(tag):
+                if tag == "weights":
+                    self._core.executor.restore_weights()
+                elif tag == "kv_cache":
+                    self._core.executor.restore_kv_cache()
+                else:
+                    self._sleep_level = None
+                    self._core.scheduler.pause_state = PauseState.UNPAUSED
         except (OSError, ValueError) as error:
             raise FailedPreconditionError(f"cannot read the weights: {error}") from error
 
@@ -270,6 +318,19 @@ class EngineControl:
         return path or self._core.wait_for(self._core.executor.stop_profile())
 
 
+@contextmanager
+def _out_of_memory_is_refused(what: str) -> Iterator[None]:
+    """Raise FailedPreconditionError for the RuntimeError of one of torch's allocators."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = out_of_memory_reason(error)
+        if reason is None:
+            raise
+        message = f"no memory for {what}: {reason}; free some and try again"
+        raise FailedPreconditionError(message) from error
+
+
 HANDLERS: Mapping[type[Call[Any]], Handler[EngineControl, Any, Any]] = dict(
     [
         Pause.handled_by(EngineControl.pause),
@@ -278,5 +339,9 @@ HANDLERS: Mapping[type[Call[Any]], Handler[EngineControl, Any, Any]] = dict(
         WakeUp.handled_by(EngineControl.wake_up),
         ResetPrefixCache.handled_by(EngineControl.reset_prefix_cache),
         Profile.handled_by(EngineControl.profile),
+        AddLora.handled_by(EngineControl.add_lora),
+        RemoveLora.handled_by(EngineControl.remove_lora),
+        ListLoras.handled_by(EngineControl.list_loras),
+        PinLora.handled_by(EngineControl.pin_lora),
     ]
 )

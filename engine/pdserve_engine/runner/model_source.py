@@ -1,6 +1,7 @@
 """The model that a config names, and the device it runs on."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -55,7 +56,6 @@ class ModelSource:
         )
         if group is not None or stage.count > 1:
             self.spec = replace(self.spec, shard=_shard_of(self.spec, group, stage))
-        self._adapter_folders = config.adapter_folders
         self._max_lora_rank = config.max_lora_rank
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
@@ -93,18 +93,11 @@ class ModelSource:
             return ShardedModel(model, group)
         return model
 
-    def read_adapters(self) -> dict[str, LoraAdapter]:
-        """Return the adapters that the config names, by name. Raises LoraError."""
-        if not self._adapter_folders:
-            return {}
-        assert isinstance(self.config, LlamaConfig)
+    def read_adapter(self, folder: Path) -> LoraAdapter:
+        """Return the adapter in a folder, which may hold anything. Raises LoraError."""
+        assert isinstance(self.config, LlamaConfig), "others have no adapters"
         targets = lora_targets(self.config)
-        return {
-            name: read_adapter(
-                folder, targets, dtype=self.config.dtype, max_rank=self._max_lora_rank
-            )
-            for name, folder in self._adapter_folders.items()
-        }
+        return read_adapter(folder, targets, dtype=self.config.dtype, max_rank=self._max_lora_rank)
 
     def reload(self) -> Model:
         """As `load`. Raises ValueError if the folder has changed: peers were told its digest."""
@@ -133,10 +126,11 @@ def _shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
 
 
 def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
-    if config.lora and not isinstance(model, LlamaConfig):
+    if config.has_adapters and not isinstance(model, LlamaConfig):
+        given = "lora" if config.lora else "lora_root"
         raise ModelError(
-            f"lora is set: {model.architecture} runs on the transformers backend, which serves no "
-            "adapters"
+            f"{given} is set: {model.architecture} runs on the transformers backend, which serves "
+            "no adapters"
         )
     if isinstance(model, LlamaConfig):
         check_shards(model, config.tensor_parallel_size)

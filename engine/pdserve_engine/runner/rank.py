@@ -1,18 +1,18 @@
 """What a rank of an executor holds: a model, a KV pool and a profiler."""
 
 import logging
+from collections.abc import Callable
 
-from pdserve_common.engine_types import LoRAAdapter
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.executor import LoadedModel
+from pdserve_engine.core.executor import AdapterStore, LoadedModel
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.factory import make_transport
 from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
-from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner.adapters import RunnerAdapters
 from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.numerics import numerics_id
@@ -37,16 +37,11 @@ class Rank:
     def load(self) -> LoadedModel:
         use_threads(self._config)
         self._model: Model = self._source.load()
-        self._adapters = self._source.read_adapters()
         device = self._source.device
         return LoadedModel(
             is_row_independent=self._model.is_row_independent,
             numerics_id=numerics_id(self._config, self._model, device),
             kernels=name_of(select(device)),
-            adapters=tuple(
-                LoRAAdapter(name=name, digest=adapter.digest, rank=adapter.rank)
-                for name, adapter in self._adapters.items()
-            ),
         )
 
     def determine_num_blocks(self, *, max_concurrent_batches: int) -> int:
@@ -74,11 +69,7 @@ class Rank:
             max_model_len=max_model_len,
             logits_processors=source.logits_processors,
         )
-        if isinstance(self._model, LlamaModel):
-            for adapter in self._adapters.values():
-                self._runner.adapters[adapter.digest] = self._model.pack_adapter(adapter)
         del self._model  # the runner's alone: a sleep gives it back
-        del self._adapters
         self.memory = SleepingMemory(
             self._runner,
             self.kv_cache,
@@ -87,6 +78,14 @@ class Rank:
             keeps_pool=_is_pool_pinned(self._config),
         )
         self._runner.capture_graphs()
+
+    def adapter_store(
+        self, *, behind_steps: Callable[[Callable[[], None]], object]
+    ) -> AdapterStore | None:
+        """`behind_steps` has a function called when the steps begun so far are over."""
+        if not self._config.has_adapters:
+            return None
+        return RunnerAdapters(self._runner, self._source.read_adapter, behind_steps)
 
     def open_transport(self, identity: KVIdentity) -> RankTransport:
         """Register the pool with a transport, which has to prove that it moves bytes. Raises

@@ -110,14 +110,16 @@ class AddLoraRequest(_message.Message):
     def __init__(self, lora_request: _Optional[_Union[_engine_core_pb2.LoraRequest, _Mapping]] = ...) -> None: ...
 
 class AddLoraResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _engine_core_pb2.LoraAdapter
+    def __init__(self, adapter: _Optional[_Union[_engine_core_pb2.LoraAdapter, _Mapping]] = ...) -> None: ...
 
 class RemoveLoraRequest(_message.Message):
-    __slots__ = ("lora_int_id",)
-    LORA_INT_ID_FIELD_NUMBER: _ClassVar[int]
-    lora_int_id: int
-    def __init__(self, lora_int_id: _Optional[int] = ...) -> None: ...
+    __slots__ = ("lora_name",)
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
 
 class RemoveLoraResponse(_message.Message):
     __slots__ = ()
@@ -130,14 +132,14 @@ class ListLorasRequest(_message.Message):
 class ListLorasResponse(_message.Message):
     __slots__ = ("loras",)
     LORAS_FIELD_NUMBER: _ClassVar[int]
-    loras: _containers.RepeatedCompositeFieldContainer[_engine_core_pb2.LoraRequest]
-    def __init__(self, loras: _Optional[_Iterable[_Union[_engine_core_pb2.LoraRequest, _Mapping]]] = ...) -> None: ...
+    loras: _containers.RepeatedCompositeFieldContainer[_engine_core_pb2.LoadedLora]
+    def __init__(self, loras: _Optional[_Iterable[_Union[_engine_core_pb2.LoadedLora, _Mapping]]] = ...) -> None: ...
 
 class PinLoraRequest(_message.Message):
-    __slots__ = ("lora_int_id",)
-    LORA_INT_ID_FIELD_NUMBER: _ClassVar[int]
-    lora_int_id: int
-    def __init__(self, lora_int_id: _Optional[int] = ...) -> None: ...
+    __slots__ = ("lora_name",)
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
 
 class PinLoraResponse(_message.Message):
     __slots__ = ()

@@ -27,8 +27,7 @@ if _version_not_supported:
 
 class ControlServiceStub(object):
     """One worker's controls. Calls that the worker's state does not allow answer
-    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
-    answer UNIMPLEMENTED.
+    FAILED_PRECONDITION and change nothing.
     """
 
     def __init__(self, channel):
@@ -101,8 +100,7 @@ class ControlServiceStub(object):
 
 class ControlServiceServicer(object):
     """One worker's controls. Calls that the worker's state does not allow answer
-    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
-    answer UNIMPLEMENTED.
+    FAILED_PRECONDITION and change nothing.
     """
 
     def Pause(self, request, context):
@@ -156,14 +154,16 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddLora(self, request, context):
-        """Loads an adapter.
+        """Loads an adapter, or another one under a name that is taken: new requests
+        get that, older ones keep theirs. One that nobody uses may have to go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveLora(self, request, context):
-        """Unloads an adapter.
+        """Takes no requests with the adapters of a name any more, and unloads them
+        after the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,8 +263,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ControlService(object):
     """One worker's controls. Calls that the worker's state does not allow answer
-    FAILED_PRECONDITION and change nothing; the LoRA calls are not served yet and
-    answer UNIMPLEMENTED.
+    FAILED_PRECONDITION and change nothing.
     """
 
     @staticmethod

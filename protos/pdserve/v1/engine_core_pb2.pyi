@@ -242,6 +242,18 @@ class LoraAdapter(_message.Message):
     rank: int
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
+class LoadedLora(_message.Message):
+    __slots__ = ("adapter", "is_pinned", "is_removed", "num_requests")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    IS_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    adapter: LoraAdapter
+    is_pinned: bool
+    is_removed: bool
+    num_requests: int
+    def __init__(self, adapter: _Optional[_Union[LoraAdapter, _Mapping]] = ..., is_pinned: bool = ..., is_removed: bool = ..., num_requests: _Optional[int] = ...) -> None: ...
+
 class TensorRef(_message.Message):
     __slots__ = ("content_hash", "dtype", "shape")
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -503,7 +515,7 @@ class EngineCoreOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs", "num_waiting_for_fsm_reqs", "num_late_masks")
+    __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs", "num_waiting_for_fsm_reqs", "num_late_masks", "num_loras", "num_lora_loads", "num_lora_evictions", "num_lora_steps")
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -521,6 +533,10 @@ class SchedulerStats(_message.Message):
     NUM_WAITING_FOR_DECODE_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FOR_FSM_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_LATE_MASKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LORAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LORA_LOADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LORA_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LORA_STEPS_FIELD_NUMBER: _ClassVar[int]
     num_running_reqs: int
     num_waiting_reqs: int
     num_waiting_tokens: int
@@ -538,7 +554,11 @@ class SchedulerStats(_message.Message):
     num_waiting_for_decode_reqs: int
     num_waiting_for_fsm_reqs: int
     num_late_masks: int
-    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_waiting_for_decode_reqs: _Optional[int] = ..., num_waiting_for_fsm_reqs: _Optional[int] = ..., num_late_masks: _Optional[int] = ...) -> None: ...
+    num_loras: int
+    num_lora_loads: int
+    num_lora_evictions: int
+    num_lora_steps: int
+    def __init__(self, num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_open_kv_sessions: _Optional[int] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., step_num_tokens: _Optional[int] = ..., step_duration_ns: _Optional[int] = ..., num_common_prefix_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_waiting_for_decode_reqs: _Optional[int] = ..., num_waiting_for_fsm_reqs: _Optional[int] = ..., num_late_masks: _Optional[int] = ..., num_loras: _Optional[int] = ..., num_lora_loads: _Optional[int] = ..., num_lora_evictions: _Optional[int] = ..., num_lora_steps: _Optional[int] = ...) -> None: ...
 
 class UtilityOutput(_message.Message):
     __slots__ = ("call_id", "failure_message", "result")

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import engine_core_pb2 as pdserve_dot_v1_dot_engine__core__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdserve/v1/engine_core_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"\xbb\x01\n\x0b\x41ttachHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0crouter_epoch\x18\x02 \x01(\t\x12(\n\x06resume\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.AttachResume\x12\x1c\n\x14min_protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x05 \x01(\r\x12\x1d\n\x15wants_kv_cache_events\x18\x06 \x01(\x08\"5\n\x0eRequestAttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"j\n\x0c\x41ttachResume\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\t\x12\x16\n\x0enext_frame_seq\x18\x02 \x01(\x04\x12,\n\x08requests\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.RequestAttempt\"$\n\rAbortRequests\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"l\n\tHeartbeat\x12\x10\n\x08step_seq\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x16\n\x0enext_frame_seq\x18\x04 \x01(\x04\x12\x13\n\x0bnum_routers\x18\x05 \x01(\r\"g\n\rKVCacheEvents\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x1a\n\x12\x61ll_blocks_cleared\x18\x02 \x01(\x08\x12\x16\n\x0e\x62locks_removed\x18\x03 \x03(\x06\x12\x15\n\rblocks_stored\x18\x04 \x03(\x06\"\x15\n\x13ResyncKVCacheEvents\"\xae\x02\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.AttachHelloH\x00\x12\x34\n\x0b\x61\x64\x64_request\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreRequestH\x00\x12\x33\n\x0e\x61\x62ort_requests\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.AbortRequestsH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12\x41\n\x16resync_kv_cache_events\x18\x06 \x01(\x0b\x32\x1f.pdserve.v1.ResyncKVCacheEventsH\x00\x12\x0e\n\x06handle\x18\x05 \x01(\x04\x42\t\n\x07message\"\x92\x01\n\rAttachWelcome\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.EngineInfo\x12\x14\n\x0c\x63lient_index\x18\x02 \x01(\r\x12+\n\x07\x61\x64opted\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.RequestAttempt\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\"\xee\x01\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.AttachWelcomeH\x00\x12\x30\n\x07outputs\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreOutputsH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12\x11\n\tframe_seq\x18\x04 \x01(\x04\x12\x32\n\x0fkv_cache_events\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.KVCacheEventsB\t\n\x07message\"R\n EngineCoreServiceGenerateRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreRequest\"Q\n!EngineCoreServiceGenerateResponse\x12,\n\x06output\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.EngineCoreOutput\"\xbb\x05\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x1d\n\x15kv_compatibility_hash\x18\r \x01(\t\x12\x14\n\x0ckv_transport\x18\x0e \x01(\t\x12\x13\n\x0b\x64\x65terminism\x18\x0f \x01(\t\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x19\n\x11logits_processors\x18\x11 \x03(\t\x12\x13\n\x0bnumerics_id\x18\x12 \x01(\t\x12\x0f\n\x07kernels\x18\x13 \x01(\t\x12\x1a\n\x12has_prefix_caching\x18\x14 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x15 \x01(\t\x12\x16\n\x0eweights_digest\x18\x16 \x01(\t\x12\x15\n\rstarted_at_ms\x18\x17 \x01(\x04\x12\x15\n\rserved_fields\x18\x18 \x03(\t\x12\x18\n\x10has_prefix_pulls\x18\x19 \x01(\x08\x12\x1c\n\x14tensor_parallel_size\x18\x1a \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x1b \x01(\r\x12\x0c\n\x04zone\x18\x1c \x01(\t\x12)\n\x08\x61\x64\x61pters\x18\x1d \x03(\x0b\x32\x17.pdserve.v1.LoraAdapter\"\x10\n\x0eGetInfoRequest\"7\n\x0fGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.EngineInfo\"E\n\x10PutTensorRequest\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.TensorRef\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\"#\n\x11PutTensorResponse\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x04*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\xd3\x02\n\x11\x45ngineCoreService\x12\x43\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x1a.pdserve.v1.AttachResponse(\x01\x30\x01\x12i\n\x08Generate\x12,.pdserve.v1.EngineCoreServiceGenerateRequest\x1a-.pdserve.v1.EngineCoreServiceGenerateResponse0\x01\x12\x42\n\x07GetInfo\x12\x1a.pdserve.v1.GetInfoRequest\x1a\x1b.pdserve.v1.GetInfoResponse\x12J\n\tPutTensor\x12\x1c.pdserve.v1.PutTensorRequest\x1a\x1d.pdserve.v1.PutTensorResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdserve/v1/engine_core_service.proto\x12\npdserve.v1\x1a\x1cpdserve/v1/engine_core.proto\"\xbb\x01\n\x0b\x41ttachHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0crouter_epoch\x18\x02 \x01(\t\x12(\n\x06resume\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.AttachResume\x12\x1c\n\x14min_protocol_version\x18\x04 \x01(\r\x12\x1c\n\x14max_protocol_version\x18\x05 \x01(\r\x12\x1d\n\x15wants_kv_cache_events\x18\x06 \x01(\x08\"5\n\x0eRequestAttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"j\n\x0c\x41ttachResume\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\t\x12\x16\n\x0enext_frame_seq\x18\x02 \x01(\x04\x12,\n\x08requests\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.RequestAttempt\"$\n\rAbortRequests\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x98\x01\n\tHeartbeat\x12\x10\n\x08step_seq\x18\x01 \x01(\x04\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x16\n\x0enext_frame_seq\x18\x04 \x01(\x04\x12\x13\n\x0bnum_routers\x18\x05 \x01(\r\x12*\n\x08\x61\x64\x61pters\x18\x06 \x01(\x0b\x32\x18.pdserve.v1.LoraAdapters\"J\n\x0cLoraAdapters\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12)\n\x08\x61\x64\x61pters\x18\x02 \x03(\x0b\x32\x17.pdserve.v1.LoraAdapter\"g\n\rKVCacheEvents\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x1a\n\x12\x61ll_blocks_cleared\x18\x02 \x01(\x08\x12\x16\n\x0e\x62locks_removed\x18\x03 \x03(\x06\x12\x15\n\rblocks_stored\x18\x04 \x03(\x06\"\x15\n\x13ResyncKVCacheEvents\"\xae\x02\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.AttachHelloH\x00\x12\x34\n\x0b\x61\x64\x64_request\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreRequestH\x00\x12\x33\n\x0e\x61\x62ort_requests\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.AbortRequestsH\x00\x12*\n\theartbeat\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12\x41\n\x16resync_kv_cache_events\x18\x06 \x01(\x0b\x32\x1f.pdserve.v1.ResyncKVCacheEventsH\x00\x12\x0e\n\x06handle\x18\x05 \x01(\x04\x42\t\n\x07message\"\x92\x01\n\rAttachWelcome\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.EngineInfo\x12\x14\n\x0c\x63lient_index\x18\x02 \x01(\r\x12+\n\x07\x61\x64opted\x18\x03 \x03(\x0b\x32\x1a.pdserve.v1.RequestAttempt\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\"\xee\x01\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.AttachWelcomeH\x00\x12\x30\n\x07outputs\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreOutputsH\x00\x12*\n\theartbeat\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x12\x11\n\tframe_seq\x18\x04 \x01(\x04\x12\x32\n\x0fkv_cache_events\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.KVCacheEventsB\t\n\x07message\"R\n EngineCoreServiceGenerateRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.EngineCoreRequest\"Q\n!EngineCoreServiceGenerateResponse\x12,\n\x06output\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.EngineCoreOutput\"\xd5\x05\n\nEngineInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0b \x01(\r\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x1d\n\x15kv_compatibility_hash\x18\r \x01(\t\x12\x14\n\x0ckv_transport\x18\x0e \x01(\t\x12\x13\n\x0b\x64\x65terminism\x18\x0f \x01(\t\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x19\n\x11logits_processors\x18\x11 \x03(\t\x12\x13\n\x0bnumerics_id\x18\x12 \x01(\t\x12\x0f\n\x07kernels\x18\x13 \x01(\t\x12\x1a\n\x12has_prefix_caching\x18\x14 \x01(\x08\x12\x18\n\x10tokenizer_digest\x18\x15 \x01(\t\x12\x16\n\x0eweights_digest\x18\x16 \x01(\t\x12\x15\n\rstarted_at_ms\x18\x17 \x01(\x04\x12\x15\n\rserved_fields\x18\x18 \x03(\t\x12\x18\n\x10has_prefix_pulls\x18\x19 \x01(\x08\x12\x1c\n\x14tensor_parallel_size\x18\x1a \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x1b \x01(\r\x12\x0c\n\x04zone\x18\x1c \x01(\t\x12)\n\x08\x61\x64\x61pters\x18\x1d \x03(\x0b\x32\x17.pdserve.v1.LoraAdapter\x12\x18\n\x10\x61\x64\x61pters_version\x18\x1e \x01(\x04\"\x10\n\x0eGetInfoRequest\"7\n\x0fGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.EngineInfo\"E\n\x10PutTensorRequest\x12\"\n\x03ref\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.TensorRef\x12\r\n\x05\x63hunk\x18\x02 \x01(\x0c\"#\n\x11PutTensorResponse\x12\x0e\n\x06ttl_ms\x18\x01 \x01(\x04*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\xd3\x02\n\x11\x45ngineCoreService\x12\x43\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x1a.pdserve.v1.AttachResponse(\x01\x30\x01\x12i\n\x08Generate\x12,.pdserve.v1.EngineCoreServiceGenerateRequest\x1a-.pdserve.v1.EngineCoreServiceGenerateResponse0\x01\x12\x42\n\x07GetInfo\x12\x1a.pdserve.v1.GetInfoRequest\x1a\x1b.pdserve.v1.GetInfoResponse\x12J\n\tPutTensor\x12\x1c.pdserve.v1.PutTensorRequest\x1a\x1d.pdserve.v1.PutTensorResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.engine_core_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=2458
-  _globals['_WORKERROLE']._serialized_end=2548
+  _globals['_WORKERROLE']._serialized_start=2605
+  _globals['_WORKERROLE']._serialized_end=2695
   _globals['_ATTACHHELLO']._serialized_start=83
   _globals['_ATTACHHELLO']._serialized_end=270
   _globals['_REQUESTATTEMPT']._serialized_start=272
@@ -42,32 +42,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHRESUME']._serialized_end=433
   _globals['_ABORTREQUESTS']._serialized_start=435
   _globals['_ABORTREQUESTS']._serialized_end=471
-  _globals['_HEARTBEAT']._serialized_start=473
-  _globals['_HEARTBEAT']._serialized_end=581
-  _globals['_KVCACHEEVENTS']._serialized_start=583
-  _globals['_KVCACHEEVENTS']._serialized_end=686
-  _globals['_RESYNCKVCACHEEVENTS']._serialized_start=688
-  _globals['_RESYNCKVCACHEEVENTS']._serialized_end=709
-  _globals['_ATTACHREQUEST']._serialized_start=712
-  _globals['_ATTACHREQUEST']._serialized_end=1014
-  _globals['_ATTACHWELCOME']._serialized_start=1017
-  _globals['_ATTACHWELCOME']._serialized_end=1163
-  _globals['_ATTACHRESPONSE']._serialized_start=1166
-  _globals['_ATTACHRESPONSE']._serialized_end=1404
-  _globals['_ENGINECORESERVICEGENERATEREQUEST']._serialized_start=1406
-  _globals['_ENGINECORESERVICEGENERATEREQUEST']._serialized_end=1488
-  _globals['_ENGINECORESERVICEGENERATERESPONSE']._serialized_start=1490
-  _globals['_ENGINECORESERVICEGENERATERESPONSE']._serialized_end=1571
-  _globals['_ENGINEINFO']._serialized_start=1574
-  _globals['_ENGINEINFO']._serialized_end=2273
-  _globals['_GETINFOREQUEST']._serialized_start=2275
-  _globals['_GETINFOREQUEST']._serialized_end=2291
-  _globals['_GETINFORESPONSE']._serialized_start=2293
-  _globals['_GETINFORESPONSE']._serialized_end=2348
-  _globals['_PUTTENSORREQUEST']._serialized_start=2350
-  _globals['_PUTTENSORREQUEST']._serialized_end=2419
-  _globals['_PUTTENSORRESPONSE']._serialized_start=2421
-  _globals['_PUTTENSORRESPONSE']._serialized_end=2456
-  _globals['_ENGINECORESERVICE']._serialized_start=2551
-  _globals['_ENGINECORESERVICE']._serialized_end=2890
+  _globals['_HEARTBEAT']._serialized_start=474
+  _globals['_HEARTBEAT']._serialized_end=626
+  _globals['_LORAADAPTERS']._serialized_start=628
+  _globals['_LORAADAPTERS']._serialized_end=702
+  _globals['_KVCACHEEVENTS']._serialized_start=704
+  _globals['_KVCACHEEVENTS']._serialized_end=807
+  _globals['_RESYNCKVCACHEEVENTS']._serialized_start=809
+  _globals['_RESYNCKVCACHEEVENTS']._serialized_end=830
+  _globals['_ATTACHREQUEST']._serialized_start=833
+  _globals['_ATTACHREQUEST']._serialized_end=1135
+  _globals['_ATTACHWELCOME']._serialized_start=1138
+  _globals['_ATTACHWELCOME']._serialized_end=1284
+  _globals['_ATTACHRESPONSE']._serialized_start=1287
+  _globals['_ATTACHRESPONSE']._serialized_end=1525
+  _globals['_ENGINECORESERVICEGENERATEREQUEST']._serialized_start=1527
+  _globals['_ENGINECORESERVICEGENERATEREQUEST']._serialized_end=1609
+  _globals['_ENGINECORESERVICEGENERATERESPONSE']._serialized_start=1611
+  _globals['_ENGINECORESERVICEGENERATERESPONSE']._serialized_end=1692
+  _globals['_ENGINEINFO']._serialized_start=1695
+  _globals['_ENGINEINFO']._serialized_end=2420
+  _globals['_GETINFOREQUEST']._serialized_start=2422
+  _globals['_GETINFOREQUEST']._serialized_end=2438
+  _globals['_GETINFORESPONSE']._serialized_start=2440
+  _globals['_GETINFORESPONSE']._serialized_end=2495
+  _globals['_PUTTENSORREQUEST']._serialized_start=2497
+  _globals['_PUTTENSORREQUEST']._serialized_end=2566
+  _globals['_PUTTENSORRESPONSE']._serialized_start=2568
+  _globals['_PUTTENSORRESPONSE']._serialized_end=2603
+  _globals['_ENGINECORESERVICE']._serialized_start=2698
+  _globals['_ENGINECORESERVICE']._serialized_end=3037
 # @@protoc_insertion_point(module_scope)

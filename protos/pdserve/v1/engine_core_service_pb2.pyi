@@ -58,18 +58,28 @@ class AbortRequests(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("step_seq", "draining", "paused", "next_frame_seq", "num_routers")
+    __slots__ = ("step_seq", "draining", "paused", "next_frame_seq", "num_routers", "adapters")
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     NEXT_FRAME_SEQ_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     step_seq: int
     draining: bool
     paused: bool
     next_frame_seq: int
     num_routers: int
-    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
+    adapters: LoraAdapters
+    def __init__(self, step_seq: _Optional[int] = ..., draining: bool = ..., paused: bool = ..., next_frame_seq: _Optional[int] = ..., num_routers: _Optional[int] = ..., adapters: _Optional[_Union[LoraAdapters, _Mapping]] = ...) -> None: ...
+
+class LoraAdapters(_message.Message):
+    __slots__ = ("version", "adapters")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    adapters: _containers.RepeatedCompositeFieldContainer[_engine_core_pb2.LoraAdapter]
+    def __init__(self, version: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_engine_core_pb2.LoraAdapter, _Mapping]]] = ...) -> None: ...
 
 class KVCacheEvents(_message.Message):
     __slots__ = ("seq", "all_blocks_cleared", "blocks_removed", "blocks_stored")
@@ -142,7 +152,7 @@ class EngineCoreServiceGenerateResponse(_message.Message):
     def __init__(self, output: _Optional[_Union[_engine_core_pb2.EngineCoreOutput, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest", "weights_digest", "started_at_ms", "served_fields", "has_prefix_pulls", "tensor_parallel_size", "pipeline_parallel_size", "zone", "adapters")
+    __slots__ = ("engine_id", "epoch", "role", "model", "max_model_len", "vocab_size", "eos_token_ids", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_compatibility_hash", "kv_transport", "determinism", "version", "logits_processors", "numerics_id", "kernels", "has_prefix_caching", "tokenizer_digest", "weights_digest", "started_at_ms", "served_fields", "has_prefix_pulls", "tensor_parallel_size", "pipeline_parallel_size", "zone", "adapters", "adapters_version")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +182,7 @@ class EngineInfo(_message.Message):
     PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_VERSION_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: str
     role: WorkerRole
@@ -201,7 +212,8 @@ class EngineInfo(_message.Message):
     pipeline_parallel_size: int
     zone: str
     adapters: _containers.RepeatedCompositeFieldContainer[_engine_core_pb2.LoraAdapter]
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ..., started_at_ms: _Optional[int] = ..., served_fields: _Optional[_Iterable[str]] = ..., has_prefix_pulls: bool = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., zone: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_engine_core_pb2.LoraAdapter, _Mapping]]] = ...) -> None: ...
+    adapters_version: int
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_compatibility_hash: _Optional[str] = ..., kv_transport: _Optional[str] = ..., determinism: _Optional[str] = ..., version: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., numerics_id: _Optional[str] = ..., kernels: _Optional[str] = ..., has_prefix_caching: bool = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ..., started_at_ms: _Optional[int] = ..., served_fields: _Optional[_Iterable[str]] = ..., has_prefix_pulls: bool = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., zone: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[_engine_core_pb2.LoraAdapter, _Mapping]]] = ..., adapters_version: _Optional[int] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

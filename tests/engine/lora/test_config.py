@@ -23,6 +23,9 @@ from pdserve_engine.runner.model_source import ModelSource
         ({"lora": ("=x",)}, "lora has the name ''"),
         ({"lora": ("a\n=x",)}, "lora has the name"),
         ({"max_lora_rank": 0}, "max_lora_rank is 0"),
+        ({"max_loras": 0}, "max_loras is 0"),
+        ({"lora": ("a=x", "b=x"), "max_loras": 1}, "lora has 2 adapters, must be at most 1"),
+        ({"lora": (), "lora_root": "x", "device": "cuda"}, "lora_root is set: adapters are not"),
     ],
 )
 def test_settings_that_do_not_go_together(fields: dict[str, object], message: str) -> None:
@@ -39,4 +42,4 @@ def test_a_model_of_the_transformers_backend(make_model: Callable[..., Path]) ->
 def test_a_folder_that_is_not_there(make_model: Callable[..., Path]) -> None:
     source = ModelSource(EngineConfig(model=str(make_model()), lora=("a=/nowhere",)))
     with pytest.raises(LoraError, match="adapter /nowhere: there is no such folder"):
-        source.read_adapters()
+        source.read_adapter(Path("/nowhere"))

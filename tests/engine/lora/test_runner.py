@@ -11,8 +11,6 @@ from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
 from support.model_driver import Driver, make_prompt, record_logits
 from support.models import NATIVE_MODELS
 
-pytest.importorskip("peft")
-
 RANKS = (8, 16, 24, 32, 40, 48, 56, 64)
 MODELS = ("llama-tied-sharded", "llama-biases", "mistral-window", "qwen2", "qwen3", "qwen3-window")
 

@@ -1,0 +1,333 @@
+"""Adapters that come and go while an engine serves, in this process and in one of its own."""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.capabilities import Capabilities, check_served
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    LoRAAdapter,
+    LoRARequest,
+)
+from pdserve_common.errors import (
+    AdapterNotHeldError,
+    FailedPreconditionError,
+    InvalidRequestError,
+)
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, WakeUp
+from pdserve_engine.clients.launch import WorkerEngine, launch_engine
+from pdserve_engine.config import EngineConfig
+from support.adapters import merged_greedy, write_adapter
+from support.waiting import until
+
+PROMPT = list(range(2, 50))
+NUM_TOKENS = 12
+# So many tokens take seconds.
+LONG = 2000
+KINDS = ("inproc", pytest.param("subprocess", marks=pytest.mark.slow))
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Path]) -> Path:
+    return make_model("Qwen3ForCausalLM", max_position_embeddings=LONG + 2 * len(PROMPT))
+
+
+@pytest.fixture(scope="module")
+def root(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders "a", "b/deep", "c", each another adapter, and what is none."""
+    root = tmp_path_factory.mktemp("root")
+    for seed, name in enumerate(("a", "b/deep", "c")):
+        write_adapter(model, root / name, seed=seed, r=4 + seed)
+    outside = tmp_path_factory.mktemp("outside")
+    shutil.copytree(root / "a", outside / "adapter")
+    (root / "link").symlink_to(outside / "adapter")
+    (root / "empty").mkdir()
+    (root / "loop").symlink_to(root / "loop")
+    return root
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextlib.asynccontextmanager
+async def started(model: Path, kind: str, **fields: Any) -> AsyncIterator[WorkerEngine]:
+    config = EngineConfig(
+        model=str(model),
+        dtype="float32",
+        num_threads=1,
+        kv_connector="none",
+        kv_cache_memory_mib=8,
+        max_num_seqs=4,
+        max_loras=2,
+        engine_process=kind,  # type: ignore[arg-type]
+        **fields,
+    )
+    engine = await launch_engine(config, role="decode", engine_id="d", registry=CollectorRegistry())
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model: Path, root: Path, kind: str) -> AsyncIterator[WorkerEngine]:
+    async with started(model, kind, lora_root=str(root)) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: WorkerEngine) -> AsyncIterator[WorkerEngine]:
+    """The shared engine, without adapters before and after."""
+    assert shared.info.adapters == ()
+    yield shared
+    for name in {each.name for each in shared.info.adapters if each.name}:
+        await shared.call(RemoveLora(lora_name=name))
+    await until(lambda: shared.stats().num_loras == 0)
+
+
+class Client:
+    """A front end of an engine."""
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self.engine = engine
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
+        self.index = engine.register_client(
+            lambda message: (
+                [
+                    self.outputs.setdefault(output.request_id, []).append(output)
+                    for output in message.outputs
+                ]
+                and None
+            )
+        )
+
+    def add(
+        self, request_id: str, adapter: LoRAAdapter | None, max_tokens: int = NUM_TOKENS
+    ) -> None:
+        lora = None
+        if adapter is not None:
+            lora = LoRARequest(lora_name=adapter.name, digest=adapter.digest)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add_request(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(PROMPT),
+                sampling_params=params,
+                lora_request=lora,
+                client_index=self.index,
+            )
+        )
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [t for output in self.outputs.get(request_id, ()) for t in output.new_token_ids]
+
+    async def end_of(self, request_id: str) -> EngineCoreOutput:
+        def last() -> EngineCoreOutput | None:
+            outputs = self.outputs.get(request_id)
+            return outputs[-1] if outputs and outputs[-1].finished else None
+
+        await until(lambda: last() is not None)
+        end = last()
+        assert end is not None
+        return end
+
+    async def run(self, request_id: str, adapter: LoRAAdapter | None) -> list[int]:
+        self.add(request_id, adapter)
+        assert (await self.end_of(request_id)).finish_reason is FinishReason.LENGTH
+        return self.tokens(request_id)
+
+
+def adding(name: str, path: str = "", digest: str = "") -> AddLora:
+    return AddLora(lora_request=LoRARequest(lora_name=name, lora_path=path, digest=digest))
+
+
+async def test_an_adapter_is_added_used_and_removed(
+    engine: WorkerEngine,
+    model: Path,
+    root: Path,
+    hf_greedy: Callable[..., list[int]],
+) -> None:
+    client = Client(engine)
+    version, before = engine.info.adapters_version, engine.stats()
+    adapter = await engine.call(adding("a"))
+    assert (adapter.name, adapter.rank, len(adapter.digest)) == ("a", 4, 64)
+    assert engine.info.adapters == (adapter,)
+    assert engine.info.adapters_version > version
+    deep = await engine.call(adding("deep one", "b/deep"))
+    assert engine.info.adapters == (adapter, deep)
+    assert await client.run("with", adapter) == merged_greedy(model, root / "a", PROMPT, NUM_TOKENS)
+    assert await client.run("other", deep) == merged_greedy(
+        model, root / "b" / "deep", PROMPT, NUM_TOKENS
+    )
+    assert await client.run("base", None) == hf_greedy(model, PROMPT, NUM_TOKENS)
+    assert {each.adapter: each.num_requests for each in await engine.call(ListLoras())} == {
+        adapter: 0,
+        deep: 0,
+    }
+    await until(lambda: engine.stats().num_loras == 2)
+    assert engine.stats().num_lora_loads == before.num_lora_loads + 2
+    # A step for each token of the two that have adapters, none for the third.
+    assert engine.stats().num_lora_steps == before.num_lora_steps + 2 * NUM_TOKENS
+    await engine.call(RemoveLora(lora_name="a"))
+    assert engine.info.adapters == (deep,)
+    with pytest.raises(AdapterNotHeldError):
+        check_served(
+            EngineCoreRequest(
+                request_id="r",
+                prompt_token_ids=(1,),
+                lora_request=LoRARequest(lora_name="a", digest=adapter.digest),
+            ),
+            Capabilities.of(engine.info),
+        )
+    # One that was checked before gets the same answer from the engine itself, and holds nothing.
+    client.add("late", adapter)
+    end = await client.end_of("late")
+    assert end.error is not None
+    assert (end.error.code, end.error.is_retryable) == (ErrorCode.FAILED_PRECONDITION, True)
+    assert client.tokens("late") == []
+    await until(lambda: engine.stats().num_free_blocks == engine.stats().num_total_blocks)
+    engine.unregister_client(client.index)
+
+
+async def test_a_running_request_keeps_what_was_replaced_or_removed(
+    engine: WorkerEngine, model: Path, root: Path
+) -> None:
+    client = Client(engine)
+    old = await engine.call(adding("a"))
+    client.add("old", old, LONG)
+    await until(lambda: bool(client.tokens("old")))
+    new = await engine.call(adding("a", "c"))
+    assert new.digest != old.digest
+    assert {(each.name, each.digest) for each in engine.info.adapters} == {
+        ("a", new.digest),
+        ("", old.digest),
+    }
+    assert await client.run("new", new) == merged_greedy(model, root / "c", PROMPT, NUM_TOKENS)
+    client.add("new too", new, LONG)
+    await until(lambda: bool(client.tokens("new too")))
+    with pytest.raises(FailedPreconditionError, match="at most 2 may be"):
+        await engine.call(adding("b", "b/deep"))
+    await engine.call(RemoveLora(lora_name="a"))
+    assert engine.info.adapters == ()
+    assert engine.stats().num_running_reqs == 2
+    removed = await engine.call(ListLoras())
+    assert [(each.is_removed, each.num_requests) for each in removed] == [(True, 1), (True, 1)]
+    for request_id, folder in (("old", "a"), ("new too", "c")):
+        await client.end_of(request_id)
+        assert len(client.tokens(request_id)) == LONG
+        begun = client.tokens(request_id)[: 4 * NUM_TOKENS]
+        assert begun == merged_greedy(model, root / folder, PROMPT, 4 * NUM_TOKENS)
+    assert await engine.call(ListLoras()) == ()
+    engine.unregister_client(client.index)
+
+
+async def test_what_is_pinned_stays_and_what_was_not_used_goes(engine: WorkerEngine) -> None:
+    evicted = engine.stats().num_lora_evictions
+    first = await engine.call(adding("a"))
+    await engine.call(PinLora(lora_name="a"))
+    await engine.call(adding("b", "b/deep"))
+    third = await engine.call(adding("c"))
+    assert engine.info.adapters == (first, third)
+    listed = await engine.call(ListLoras())
+    assert {each.adapter.name: each.is_pinned for each in listed} == {"a": True, "c": False}
+    await until(lambda: engine.stats().num_lora_evictions == evicted + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("../outside", "must be the path of a folder below lora_root"),
+        ("a/../../x", "must be the path of a folder below lora_root"),
+        ("/etc", "must be the path of a folder below lora_root"),
+        ("a\0b", "must be the path of a folder below lora_root"),
+        ("a\nb", "must be the path of a folder below lora_root"),
+        (".", "does not lead below lora_root"),
+        ("link", "does not lead below lora_root"),
+        ("x" * 1025, "at most 1024 are served"),
+        ("x" * 1000, "cannot be read: File name too long"),
+        ("loop", "does not lead|no such folder|cannot be read"),
+        ("nowhere", "no such folder"),
+        ("a/adapter_config.json", "no such folder"),
+        ("empty", "adapter_config.json cannot be read"),
+    ],
+)
+async def test_what_is_no_adapter_below_the_root_is_refused(
+    engine: WorkerEngine, path: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await engine.call(adding("a", path))
+    assert engine.info.adapters == ()
+    assert engine.is_alive()
+
+
+async def test_a_digest_that_is_asked_for_has_to_be_the_folders(engine: WorkerEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="digest is 'ab', the folder's is"):
+        await engine.call(adding("a", digest="ab"))
+    assert engine.info.adapters == ()
+    adapter = await engine.call(adding("a"))
+    assert await engine.call(adding("again", "a", digest=adapter.digest)) == LoRAAdapter(
+        name="again", digest=adapter.digest, rank=adapter.rank
+    )
+    assert engine.stats().num_loras <= 1
+
+
+async def test_asleep_it_loads_nothing_and_keeps_what_it_has(engine: WorkerEngine) -> None:
+    client = Client(engine)
+    adapter = await engine.call(adding("a"))
+    tokens = await client.run("before", adapter)
+    await engine.call(Sleep(level=2))
+    with pytest.raises(FailedPreconditionError, match="asleep at level 2"):
+        await engine.call(adding("c"))
+    await engine.call(WakeUp())
+    assert engine.info.adapters == (adapter,)
+    assert await client.run("after", adapter) == tokens
+    engine.unregister_client(client.index)
+
+
+async def test_an_add_whose_caller_gives_up_adds_nothing(engine: WorkerEngine) -> None:
+    call = asyncio.create_task(engine.call(adding("a")))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    # What is under way in a process of its own hears of it a little later.
+    listed = None
+    while listed is None:
+        with contextlib.suppress(FailedPreconditionError):
+            listed = await engine.call(ListLoras())
+        await asyncio.sleep(0.01)
+    assert [each.adapter for each in listed] == list(engine.info.adapters) == []
+
+
+async def test_those_of_the_config_are_there_from_the_start_and_stay(
+    model: Path, root: Path, kind: str
+) -> None:
+    folders = {"lora": (f"a={root / 'a'}", f"c={root / 'c'}"), "lora_root": str(root)}
+    async with started(model, kind, **folders) as engine:
+        assert [each.name for each in engine.info.adapters] == ["a", "c"]
+        with pytest.raises(FailedPreconditionError, match="pinned or in use"):
+            await engine.call(adding("b", "b/deep"))
+        await engine.call(RemoveLora(lora_name="a"))
+        await engine.call(adding("b", "b/deep"))
+        assert [each.name for each in engine.info.adapters] == ["c", "b"]
+
+
+async def test_without_a_root_nothing_is_loaded(model: Path, kind: str) -> None:
+    async with started(model, kind) as engine:
+        with pytest.raises(FailedPreconditionError, match="lora_root is not set"):
+            await engine.call(adding("a"))
