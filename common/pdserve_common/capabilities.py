@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, EngineInfo, LoRARequest
+from pdserve_common.engine_types import EngineCoreRequest, EngineInfo
 from pdserve_common.errors import AdapterNotHeldError, InvalidRequestError
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 
 GENERATE = "generate"
@@ -76,10 +77,10 @@ _OPTIONAL_FIELDS: Mapping[type, tuple[tuple[str, object, _Serves | None], ...]] 
 
 
 def adapter_not_held(lora: LoRARequest) -> AdapterNotHeldError:
-    """Return the refusal of a worker that does not hold the adapter."""
+    """Return the refusal of a worker that does not hold the adapter, or of a router without one."""
     return AdapterNotHeldError(
-        f"lora_request names the adapter {lora.lora_name[:64]!r} ({lora.digest[:16]}), which this "
-        "worker does not hold"
+        f"lora_request names the adapter {lora.lora_name[:64]!r} ({lora.digest[:16]}), which is "
+        "not held here"
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 from pdserve_common.config import MAX_NAME_CHARS, is_adapter_name
-from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRARequest, PauseMode
+from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRARequest
 
 # What sleeping gives up and waking up takes back, in the order in which it is taken back.
 SLEEP_TAGS = ("weights", "kv_cache", "scheduling")

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_common.block_hash import ROOT_HASH, has_same_prompt, hash_block
-from pdserve_common.engine_types import (
-    EngineCoreRequest,
-    LoRARequest,
-    MultiModalFeatureSpec,
-    TensorRef,
-)
+from pdserve_common.engine_types import EngineCoreRequest, MultiModalFeatureSpec, TensorRef
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import BlockPool
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pdserve_common.engine_types import FinishReason, LoRARequest, MultiModalFeatureSpec
+from pdserve_common.engine_types import FinishReason, MultiModalFeatureSpec
+from pdserve_common.lora_types import LoRARequest
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 PROMPT = list(range(10))  # two full blocks and a half

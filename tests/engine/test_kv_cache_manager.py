@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_common.engine_types import EngineCoreRequest, LoRARequest
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.kv.block_pool import NULL_BLOCK, NULL_BLOCK_ID, BlockPool
 from pdserve_engine.kv.kv_cache_manager import ComputedBlocks, KVCacheManager

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, LoRAAdapter, LoRARequest
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.workers.worker_client import WorkerState
 from support.modelled_pool import ModelledPool, modelled

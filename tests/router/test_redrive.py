@@ -69,7 +69,7 @@ class LostRequest:
     def resend(self, route: Route) -> None:
         raise AssertionError("there is nobody to send it to")
 
-    def give_up(self) -> None:
+    def give_up(self, error: EngineError | None = None) -> None:
         self.given_up.set()
 
     def on_defect(self) -> None:

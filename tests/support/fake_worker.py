@@ -26,6 +26,7 @@ from pdserve_common.engine_types import (
     SchedulerStats,
     WorkerRole,
 )
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.rpc import server_options
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_router.text.served_model import ServedModel
@@ -300,6 +301,8 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
         self.is_draining = False
         self.is_paused = False
         self.num_routers = 1
+        # What every heartbeat tells of them; None: nothing.
+        self.adapters: LoRAAdapters | None = None
         self.protocol_version = PROTOCOL_VERSION
         # What it says of every prompt and of every pull.
         self.prefill_stats = PREFILL_STATS
@@ -493,5 +496,6 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
                         draining=self.is_draining,
                         paused=self.is_paused,
                         num_routers=self.num_routers,
+                        adapters=self.adapters and wire.to_proto(self.adapters),
                     )
                     await context.write(pb2.AttachResponse(heartbeat=heartbeat))

@@ -18,7 +18,6 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    LoRAAdapters,
 )
 from pdserve_common.errors import (
     EngineDeadError,
@@ -27,6 +26,7 @@ from pdserve_common.errors import (
     PdserveError,
 )
 from pdserve_common.liveness import HEARTBEAT_S, every
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.rpc import rpc_errors
 from pdserve_common.validation import validate_engine_core_request
 from pdserve_common.version import VERSION

@@ -22,7 +22,7 @@ from pdserve.v1 import control_service_pb2 as control_pb2
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve.v1 import engine_core_service_pb2 as service_pb2
 from pdserve.v1 import kv_transfer_service_pb2 as kv_pb2
-from pdserve_common import engine_types, kv_types, sampling_params
+from pdserve_common import engine_types, kv_types, lora_types, sampling_params
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.verbs import VERBS, Call, ResultT
 from pdserve_common.wire.convert import enum_from_proto, ns_to_seconds, seconds_to_ns
@@ -271,7 +271,7 @@ def _is_left_out(default: Any, *, has_presence: bool) -> bool:
 _CODECS: dict[type, Codec] = {}
 # In the order of their definition: what a dataclass holds comes before it.
 for _cls in chain.from_iterable(
-    vars(module).values() for module in (sampling_params, engine_types, kv_types)
+    vars(module).values() for module in (sampling_params, lora_types, engine_types, kv_types)
 ):
     if isinstance(_cls, type) and is_dataclass(_cls) and _cls not in _NOT_HERE:
         _CODECS[_cls] = Codec(_cls, _MESSAGES[_cls.__name__.lower()])

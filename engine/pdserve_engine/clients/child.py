@@ -18,12 +18,12 @@ from pdserve_common.engine_types import (
     EngineError,
     EngineInfo,
     FinishReason,
-    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.errors import PdserveError
 from pdserve_common.liveness import HEARTBEAT_S, every
 from pdserve_common.logging import setup_logging
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.metrics import EngineMetrics, GrammarMetrics, KVTransferMetrics
 from pdserve_common.verbs import Call
 from pdserve_engine.clients import messages

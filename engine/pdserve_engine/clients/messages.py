@@ -12,7 +12,6 @@ from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
     EngineInfo,
-    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.kv_types import (
@@ -33,6 +32,7 @@ from pdserve_common.kv_types import (
     Revoke,
     SessionEnded,
 )
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.verbs import VERBS, Call
 from pdserve_engine.config import EngineConfig, Role
 from pdserve_engine.frames import Answer, FrameCodec

@@ -17,7 +17,6 @@ from pdserve_common.engine_types import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineInfo,
-    LoRAAdapters,
     SchedulerStats,
 )
 from pdserve_common.errors import (
@@ -28,6 +27,7 @@ from pdserve_common.errors import (
 )
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.liveness import HEARTBEAT_S, AwakeClock, every
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.clients import messages
 from pdserve_engine.clients.channel import Channel

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRAAdapters
 from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters
 from pdserve_engine.core.executor import AdapterStore, PackedAdapter
 from pdserve_engine.request.request import Request
 

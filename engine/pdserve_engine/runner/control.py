@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdserve_common.engine_client import EngineState
-from pdserve_common.engine_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, PauseMode
+from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
+from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters
 from pdserve_common.verbs import (
     SLEEP_TAGS,
     AddLora,

@@ -198,7 +198,7 @@ class InferenceService:
         model = pb2.ModelInfo(id=self._router.model_name, max_model_len=limits.max_model_len)
         adapters = [
             pb2.ModelInfo(id=each.name, max_model_len=limits.max_model_len, parent=model.id)
-            for each in limits.adapters
+            for each in self._router.pool.listed_adapters()
         ]
         return pb2.ListModelsResponse(models=[model, *adapters])
 

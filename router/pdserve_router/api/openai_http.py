@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve_common.errors import PdserveError
+from pdserve_common.errors import ModelNotFoundError, PdserveError
 from pdserve_common.version import VERSION
 from pdserve_router.api import chat_page
 from pdserve_router.api.api_keys import OPEN_PATHS
@@ -138,8 +138,10 @@ class InfoEndpoints:
     async def get_model(self, request: Request) -> Response:
         name, limits = request.path_params["model"], self._router.pool.limits
         self._router.input_processor.check_model(name, limits)
-        models = self._models()
-        return JSONResponse(next(each for each in models if each["id"] == name))
+        models = {each["id"]: each for each in self._models()}
+        if name not in models:
+            raise ModelNotFoundError(f"model {name[:256]!r} is not ready yet", field="model")
+        return JSONResponse(models[name])
 
     async def health(self, request: Request) -> Response:
         if self._router.is_ready:
@@ -166,7 +168,7 @@ class InfoEndpoints:
             "owned_by": "pdserve",
             "max_model_len": limits.max_model_len if limits is not None else None,
         }
-        adapters = limits.adapters if limits is not None else ()
+        adapters = self._router.pool.listed_adapters()
         return [model, *({**model, "id": each.name, "parent": model["id"]} for each in adapters)]
 
 

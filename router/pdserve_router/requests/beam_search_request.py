@@ -149,10 +149,9 @@ class BeamSearchRequest(LiveRequest):
         self._log(logging.INFO, text, self._search.num_tokens, self._worker.address)
         self._step(attempt=self.recovery.num_redrives)
 
-    def give_up(self) -> None:
-        """There is nobody to go on with: end with what began the last loss."""
+    def give_up(self, error: EngineError | None = None) -> None:
         self._log(logging.WARNING, "nobody is left to go on with: it fails")
-        self._end(FinishReason.ERROR, error=self.recovery.error)
+        self._end(FinishReason.ERROR, error=error or self.recovery.error)
 
     async def _next_output(self) -> RequestOutput:
         await self._is_over.wait()

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pdserve_common.engine_types import EngineCoreRequest, LoRARequest
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import DeadlineExceededError, InvalidRequestError, ModelNotFoundError
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_common.validation import (
@@ -35,7 +36,12 @@ from pdserve_router.requests.constraint import (
 )
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
-from pdserve_router.requests.resume import ResumedCompletion, require_seed, validate_resume
+from pdserve_router.requests.resume import (
+    ResumedCompletion,
+    begun_adapter,
+    require_seed,
+    validate_resume,
+)
 from pdserve_router.requests.tenant import owned
 from pdserve_router.requests.tool_use import (
     ToolUse,
@@ -169,19 +175,19 @@ class InputProcessor:
             )
 
     def _lora_request(self, request: GenerationRequest, limits: ModelLimits) -> LoRARequest | None:
-        """Return the adapter that the request names, as it is now: it keeps it to its end. Raises
-        ModelNotFoundError.
+        """Return the adapter that the request names: it keeps it to its end, also when it is
+        resumed. Raises ModelNotFoundError and what `begun_adapter` raises.
         """
         name = request.lora_name
-        self.check_model(request.model, None if name else limits)
-        if not name and request.model in ("", self._model_name):
-            return None
-        adapter = limits.adapter(name or request.model)
-        if adapter is None:
-            raise ModelNotFoundError(
-                f"lora_name {name[:256]!r} is no adapter that is served here", field="lora_name"
-            )
-        return LoRARequest(lora_name=adapter.name, digest=adapter.digest)
+        if name or request.model in ("", self._model_name):
+            self.check_model(request.model)
+        else:
+            name = request.model
+        if (begun := begun_adapter(request.resume, name, limits.held)) or not name:
+            return begun
+        if not request.lora_name:
+            self.check_model(name, limits)
+        return limits.lora_request(name)
 
     def remember(self, processed: Iterable[ProcessedInput]) -> None:
         """Do not check again what was checked, perhaps in another process."""

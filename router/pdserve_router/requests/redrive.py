@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from pdserve_common.capabilities import adapter_not_held
 from pdserve_common.engine_types import (
     EngineCoreRequest,
     EngineError,
@@ -179,8 +180,8 @@ class Redrive(Protocol):
     def resend(self, route: Route) -> None:
         """Begin the next attempt."""
 
-    def give_up(self) -> None:
-        """There is nobody to go on with: end with the last error."""
+    def give_up(self, error: EngineError | None = None) -> None:
+        """There is nobody to go on with: end with `error`, or with what began the last loss."""
 
     def on_defect(self) -> None:
         """End with an error that is this process's fault."""
@@ -375,15 +376,20 @@ class RedriveQueue:
         return True
 
     def _wait_or_give_up(self, waiting: _Waiting, now: float) -> None:
+        lora = waiting.redrive.core_request.lora_request
+        if lora is not None and not self.pool.may_serve_adapter(lora.digest):
+            # It is removed: who comes back or joins has it no more than others.
+            self._give_up(waiting.redrive, adapter_not_held(lora).to_engine_error())
+            return
         if waiting.no_worker_since is None:
             waiting.no_worker_since = now
         served_at = self.pool.last_served_at(waiting.redrive.begun_origins)
         if now - max(waiting.no_worker_since, served_at) >= self._wait_s:
             self._give_up(waiting.redrive)
 
-    def _give_up(self, redrive: Redrive) -> None:
+    def _give_up(self, redrive: Redrive, error: EngineError | None = None) -> None:
         del self._waiting[redrive]
-        redrive.give_up()
+        redrive.give_up(error)
 
     def _route(self, redrive: Redrive, request: EngineCoreRequest) -> Route | None:
         """Return where it goes next, None if it has to wait for others that were sent again. Raises

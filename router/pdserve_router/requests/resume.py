@@ -1,9 +1,11 @@
 """Going on with an answer whose stream broke: what a client says of it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pdserve_common.capabilities import adapter_not_held
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import validate_token_ids
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
@@ -23,6 +25,30 @@ class ResumedCompletion:
     def is_begun(self) -> bool:
         """False if it is like any other completion."""
         return bool(self.token_ids) or self.is_finished
+
+
+def begun_adapter(
+    resume: Sequence[ResumedCompletion], name: str, held: Collection[str]
+) -> LoRARequest | None:
+    """Return the adapter that an answer has begun with, of the digests that are `held`; None if it
+    has not begun, or without one. `name` is what the request names, empty for none. Raises
+    InvalidRequestError if it was begun with another one, AdapterNotHeldError if that is gone.
+    """
+    known = {each.origin.adapter for each in resume if each.token_ids and each.origin.weights}
+    if not known:
+        return None
+    begun = max(known)
+    if len(known) > 1 or bool(begun) is not bool(name):
+        raise InvalidRequestError(
+            f"lora_name is {name[:256]!r}, resume.origin has the adapter {begun or 'none'}",
+            field="lora_name",
+        )
+    if not begun:
+        return None
+    digest = next((each for each in held if each.startswith(begun)), None)
+    if digest is None:
+        raise adapter_not_held(LoRARequest(lora_name=name, digest=begun))
+    return LoRARequest(lora_name=name, digest=digest)
 
 
 def validate_resume(

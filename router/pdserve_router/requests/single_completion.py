@@ -152,10 +152,9 @@ class SingleCompletion(LiveRequest):
         self._log(logging.INFO, "it goes on after %d tokens at %s", num_tokens, addresses)
         self._send()
 
-    def give_up(self) -> None:
-        """There is nobody to go on with: end with what began the last loss."""
+    def give_up(self, error: EngineError | None = None) -> None:
         self._log(logging.WARNING, "nobody is left to go on with: it fails")
-        self._end(FinishReason.ERROR, error=self.recovery.error, outcome=self._outcome)
+        self._end(FinishReason.ERROR, error=error or self.recovery.error, outcome=self._outcome)
 
     def accept(self, output: EngineCoreOutput, worker: WorkerClient) -> bool:
         """Take the tokens; False if that ended the request."""
@@ -222,7 +221,8 @@ class SingleCompletion(LiveRequest):
         )
 
     def _send(self) -> None:
-        self.origins.update(worker.origin for worker in self.route.workers)
+        lora = self.core_request.lora_request
+        self.origins.update(each.origin.with_adapter(lora) for each in self.route.workers)
         self.state.collector.origin = str(joined(self.origins))
         self._attempt.send()
 

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdserve_common.capabilities import NO_EXTRAS, Capabilities
-from pdserve_common.engine_types import EngineInfo, LoRAAdapter, WorkerRole
+from pdserve_common.engine_types import EngineInfo, WorkerRole
+from pdserve_common.errors import ModelNotFoundError
+from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_router.workers.worker_client import WorkerClient
 
 
@@ -22,21 +24,38 @@ class ModelLimits:
     block_size: int = 0
     # Adapters that clients can ask for: what any decode worker holds, one of a name.
     adapters: tuple[LoRAAdapter, ...] = ()
+    # Digests of all that any decode worker holds, those without a name among them.
+    held: frozenset[str] = frozenset()
 
     def adapter(self, name: str) -> LoRAAdapter | None:
         """Return the adapter that clients call so; None if there is none."""
         return next((each for each in self.adapters if each.name == name), None)
 
+    def lora_request(self, name: str) -> LoRARequest:
+        """Return what a request carries that names an adapter. Raises ModelNotFoundError."""
+        if (adapter := self.adapter(name)) is None:
+            raise ModelNotFoundError(
+                f"lora_name {name[:256]!r} is no adapter that is served here", field="lora_name"
+            )
+        return LoRARequest(lora_name=name, digest=adapter.digest)
+
     @classmethod
     def of(cls, info: EngineInfo) -> "ModelLimits":
+        is_decode = info.role is WorkerRole.DECODE
         return cls(
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             capabilities=Capabilities.of(info),
             block_size=info.block_size if info.has_prefix_caching else 0,
-            adapters=info.adapters if info.role is WorkerRole.DECODE else (),
+            adapters=tuple(each for each in info.adapters if each.name) if is_decode else (),
+            held=digests_of(info) if is_decode else frozenset(),
         )
+
+
+def digests_of(info: EngineInfo) -> frozenset[str]:
+    """Return the digests of the adapters that a worker holds."""
+    return frozenset(adapter.digest for adapter in info.adapters)
 
 
 class SharedLimits:
@@ -72,6 +91,7 @@ class SharedLimits:
             capabilities=Capabilities.shared(each.capabilities for each in every),
             block_size=sizes.pop() if len(sizes) == 1 else 0,
             adapters=_adapters_of(every),
+            held=frozenset().union(*(each.held for each in every)),
         )
 
     def _remove(self, name: str, limits: ModelLimits) -> None:

@@ -9,17 +9,23 @@ from typing import NamedTuple
 
 from pdserve_common.engine_types import EngineInfo
 from pdserve_common.errors import InvalidRequestError
+from pdserve_common.lora_types import LoRARequest
 
-_FORM = re.compile("([0-9a-f]{16})(?:-([0-9a-f]{16}))?")
+_FORM = re.compile(r"([0-9a-f]{16})(?:-([0-9a-f]{16}))?(?:\.([0-9a-f]{16}))?")
+
+# How many of a digest's.
+ADAPTER_CHARS = 16
 
 
 class Origin(NamedTuple):
-    """What of a worker an answer depends on, as digests; an unknown one is empty."""
+    """What an answer depends on, as digests; an unknown one is empty."""
 
     # Of the weights, and of what else makes another model: how EngineInfo.weights_digest begins.
     weights: str = ""
     # Of what has to be alike for the same bits; empty if the worker is not exact.
     numerics: str = ""
+    # Of the request's LoRA adapter; empty if it has none.
+    adapter: str = ""
 
     @classmethod
     def of(cls, info: EngineInfo) -> "Origin":
@@ -34,13 +40,22 @@ class Origin(NamedTuple):
         if (match := _FORM.fullmatch(text)) is None:
             raise InvalidRequestError(
                 f"resume.origin is {text[:64]!r} ({len(text)} characters), must be as the broken "
-                "answer told it, 16 or 33 characters",
+                "answer told it, 16 to 50 characters",
                 field="resume.origin",
             )
-        return cls(match[1], match[2] or "")
+        return cls(match[1], match[2] or "", match[3] or "")
+
+    def with_adapter(self, lora: LoRARequest | None) -> "Origin":
+        """Return that of a worker's answer to a request with this adapter."""
+        return self if lora is None else self._replace(adapter=lora.digest[:ADAPTER_CHARS])
+
+    @property
+    def model(self) -> str:
+        """What it says of the worker alone."""
+        return f"{self.weights}-{self.numerics}" if self.numerics else self.weights
 
     def __str__(self) -> str:
-        return f"{self.weights}-{self.numerics}" if self.numerics else self.weights
+        return f"{self.model}.{self.adapter}" if self.adapter else self.model
 
     @property
     def determinism(self) -> str:
@@ -53,12 +68,13 @@ UNKNOWN = Origin()
 
 def joined(origins: Iterable[Origin]) -> Origin:
     """Return the origin of an answer that several workers, all of the same weights as far as they
-    are known, have part in.
+    are known, have part in, with the request's one adapter.
     """
     parts = set(origins)
     weights = max((part.weights for part in parts), default="")
     numerics = {part.numerics for part in parts}
-    return Origin(weights, numerics.pop() if len(numerics) == 1 else "")
+    adapter = max((part.adapter for part in parts), default="")
+    return Origin(weights, numerics.pop() if len(numerics) == 1 else "", adapter)
 
 
 def _digest(text: str) -> str:

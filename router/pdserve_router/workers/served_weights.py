@@ -101,7 +101,7 @@ class ServedWeights:
         """Return which set it is; empty for what can be in none."""
         if not self._require_exact:
             return origin.weights
-        return str(origin) if origin.numerics else ""
+        return origin.model if origin.numerics else ""
 
     def serves(self, worker: WorkerClient) -> bool:
         """True if it may take new requests as far as its weights go."""

@@ -34,6 +34,7 @@ from pdserve_common.errors import (
     RequestAbortedError,
 )
 from pdserve_common.kv_types import KVCacheEvents
+from pdserve_common.lora_types import LoRAAdapters
 from pdserve_common.rpc import open_channel
 from pdserve_common.tls import Tls
 from pdserve_router.text.served_model import ServedModel
@@ -385,6 +386,14 @@ class WorkerClient:
             self._on_draining()
         elif self.state in (WorkerState.READY, WorkerState.PAUSED):
             self._set_state(WorkerState.PAUSED if heartbeat.paused else WorkerState.READY)
+        if heartbeat.HasField("adapters"):
+            self._on_adapters(wire.from_proto(LoRAAdapters, heartbeat.adapters))
+
+    def _on_adapters(self, held: LoRAAdapters) -> None:
+        if self.info is not None and held.version > self.info.adapters_version:
+            self.info = self.info.with_adapters(held)
+            logger.info("worker %s has %d LoRA adapters", self.address, len(held.adapters))
+            self._on_change()
 
     def _on_draining(self) -> None:
         if self.state in (WorkerState.READY, WorkerState.PAUSED):

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from pdserve_common.engine_types import EngineCoreRequest, KVTransferStats, WorkerRole
 from pdserve_common.errors import NoWorkerError
+from pdserve_common.lora_types import LoRAAdapter
 from pdserve_common.metrics import RouterMetrics
 from pdserve_common.tls import Tls
 from pdserve_router.text.served_model import ServedModel
@@ -20,7 +21,7 @@ from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.discovery import Discovery
 from pdserve_router.workers.duplicates import Duplicates
-from pdserve_router.workers.model_limits import ModelLimits, SharedLimits
+from pdserve_router.workers.model_limits import ModelLimits, SharedLimits, digests_of
 from pdserve_router.workers.origin import Origin
 from pdserve_router.workers.pairs import SETTLE_S, Pairs
 from pdserve_router.workers.prefix_index import PrefixIndex
@@ -211,6 +212,24 @@ class WorkerPool:
             name = name_with_adapter(name, request.lora_request.digest)
         return self._chooser.choose(
             request, name=name, exclude=exclude, decode=decode, session=session, hashes=hashes
+        )
+
+    def may_serve_adapter(self, digest: str) -> bool:
+        """True if a listed decode worker holds it, or did when it was lost: it may come back."""
+        infos = (worker.info for worker in self.decode)
+        return any(info is not None and digest in digests_of(info) for info in infos)
+
+    def listed_adapters(self) -> tuple[LoRAAdapter, ...]:
+        """Return the adapters that requests can use as they should: with a proven pair, if there
+        are prefill workers.
+        """
+        name, adapters = self._weights.name, self.limits.adapters if self.limits else ()
+        if not self._table.workers(WorkerRole.PREFILL, name) or not self._rules.disaggregation:
+            return adapters
+        return tuple(
+            each
+            for each in adapters
+            if self._table.paired(WorkerRole.PREFILL, name_with_adapter(name, each.digest))
         )
 
     def last_served_at(self, origins: Collection[Origin]) -> float:
@@ -445,8 +464,8 @@ class WorkerPool:
     def _names_of(self, worker: WorkerClient) -> tuple[str, ...]:
         """Return the names in the table of a worker that has been attached."""
         name = self._weights.name_of(worker.origin)
-        adapters = worker.info.adapters if worker.info is not None else ()
-        return name, *(name_with_adapter(name, adapter.digest) for adapter in adapters)
+        digests = digests_of(worker.info) if worker.info is not None else ()
+        return name, *(name_with_adapter(name, digest) for digest in digests)
 
     def _count(self, worker: WorkerClient) -> None:
         if (before := self._states.pop(worker, None)) is not None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreRequest, LoRARequest
+from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.executor import PackedAdapter

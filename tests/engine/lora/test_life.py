@@ -12,19 +12,13 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.capabilities import Capabilities, check_served
-from pdserve_common.engine_types import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
-    LoRAAdapter,
-    LoRARequest,
-)
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
 from pdserve_common.errors import (
     AdapterNotHeldError,
     FailedPreconditionError,
     InvalidRequestError,
 )
+from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, WakeUp
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
