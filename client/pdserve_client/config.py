@@ -83,6 +83,9 @@ class StackConfig(TlsConfig):
     worker_port: int = opt(
         50061, "gRPC port of the first service, then counting up; 0: any free ones."
     )
+    lora_updates: bool | None = opt(
+        None, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, to all who may use the API."
+    )
     api_keys_file: str | None = opt(
         None, "File with one API key a line; requests without one of them are refused."
     )

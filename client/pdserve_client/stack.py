@@ -299,6 +299,7 @@ class Stack:
             "require-disaggregation": config.require_disaggregation,
             "require-transport": config.require_transport,
             "api-keys-file": config.api_keys_file,
+            "lora-updates": config.lora_updates,
             "drain-timeout-s": config.drain_timeout_s,
             "log-level": config.log_level,
             **_tls_flags(config),

@@ -136,11 +136,12 @@ class AddLora(Call[LoRAAdapter]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveLora(Call[None]):
-    """Take no requests with a name's adapters any more, and unload them after the last. Fails if
-    there is none of that name.
+    """Take no requests with a name's adapters any more, and unload them after the last; with a
+    digest only that one, and the name stands for what it did before. Fails if there is none.
     """
 
     lora_name: str
+    digest: str = ""
 
     def __post_init__(self) -> None:
         _check_adapter_name("lora_name", self.lora_name)

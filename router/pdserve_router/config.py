@@ -166,6 +166,11 @@ class RouterConfig(TlsConfig):
         "Origins whose pages may use the HTTP API in browsers, such as https://chat.example.com; "
         "*: all. Unset: none.",
     )
+    lora_updates: bool = opt(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: whoever may send requests may "
+        "then change the adapters of all workers.",
+    )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
     log_requests: bool = opt(

@@ -27,6 +27,7 @@ from pdserve_router.requests.request_metrics import (
 )
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
 from pdserve_router.workers.worker_pool import WorkerPool
@@ -55,6 +56,7 @@ class Router:
         self,
         *,
         pool: WorkerPool,
+        adapters: AdapterRollout,
         tokenizer: Tokenizer,
         input_processor: InputProcessor,
         metrics: RouterMetrics,
@@ -64,6 +66,7 @@ class Router:
         redrive_wait_s: float,
     ) -> None:
         self.pool = pool
+        self.adapters = adapters
         self.tokenizer = tokenizer
         self.input_processor = input_processor
         self.model_name = model_name

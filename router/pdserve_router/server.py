@@ -33,8 +33,10 @@ from pdserve_router.requests.request_log import GrpcRequestLog, HttpRequestLog, 
 from pdserve_router.router import Router
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.text.tokenizer import Tokenizer
+from pdserve_router.workers.adapter_rollout import AdapterRollout
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
+from pdserve_router.workers.control_client import ControlClient
 from pdserve_router.workers.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class RouterServer:
             if config.api_keys_file
             else None
         )
+        workers_tls = self._tls if config.tls_ca_file else None
         self.pool = WorkerPool(
             prefill=config.prefill,
             decode=config.decode,
@@ -101,7 +104,7 @@ class RouterServer:
             metrics=metrics,
             on_change=self._on_workers_changed,
             timings=timings,
-            tls=self._tls if config.tls_ca_file else None,
+            tls=workers_tls,
             cell=Cell(config.cell or config.router_id, config.cell_size),
         )
         self._tokenizer = Tokenizer(config.model)
@@ -119,6 +122,7 @@ class RouterServer:
         )
         self.router = Router(
             pool=self.pool,
+            adapters=AdapterRollout(self.pool, ControlClient(workers_tls)),
             tokenizer=self._tokenizer,
             input_processor=input_processor,
             metrics=metrics,
@@ -182,6 +186,7 @@ class RouterServer:
             writes=writes,
             edge=self.edge_processes,
             unknown_fields=self._metrics.http_unknown_fields,
+            has_lora_updates=config.lora_updates,
         )
         places = ReceivePlaces(ReceiveLimits(), partial(self._limits.count, "http"))
         self._http.start(self._guarded(BodyGuard(app, places)))

@@ -496,6 +496,7 @@ class FakeWorker(pb2_grpc.EngineCoreServiceServicer):
                         draining=self.is_draining,
                         paused=self.is_paused,
                         num_routers=self.num_routers,
-                        adapters=self.adapters and wire.to_proto(self.adapters),
                     )
+                    if self.adapters is not None:
+                        heartbeat.adapters.CopyFrom(wire.to_proto(self.adapters))
                     await context.write(pb2.AttachResponse(heartbeat=heartbeat))

@@ -96,10 +96,19 @@ class AdapterPool:
         self._list()
         return self._adapter(name)
 
-    def remove(self, name: str) -> None:
-        """Raises FailedPreconditionError if there is none of that name."""
+    def remove(self, name: str, digest: str = "") -> None:
+        """Take all of a name's adapters, or one of them. Raises FailedPreconditionError if there is
+        none.
+        """
         self._check_known(name)
-        self._forget(name)
+        digests = self._digests[name]
+        if digest and digest not in digests:
+            raise FailedPreconditionError(f"lora_name {name!r} does not stand for {digest[:64]!r}")
+        if digest and len(digests) > 1:
+            digests.remove(digest)
+            self._free_unless_named(digest)
+        else:
+            self._forget(name)
         self._list()
 
     def pin(self, name: str) -> None:

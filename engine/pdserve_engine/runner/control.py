@@ -174,8 +174,8 @@ class EngineControl:
         return self._adapters.add(lora.lora_name, adapter)
 
     async def remove_lora(self, verb: RemoveLora) -> None:
-        """Raises FailedPreconditionError if there is none of that name."""
-        self._adapters.remove(verb.lora_name)
+        """Raises FailedPreconditionError if there is none of that name, or digest."""
+        self._adapters.remove(verb.lora_name, verb.digest)
 
     async def list_loras(self, verb: ListLoras) -> tuple[LoadedLoRA, ...]:
         return self._adapters.loaded()

@@ -116,10 +116,12 @@ class AddLoraResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[_engine_core_pb2.LoraAdapter, _Mapping]] = ...) -> None: ...
 
 class RemoveLoraRequest(_message.Message):
-    __slots__ = ("lora_name",)
+    __slots__ = ("lora_name", "digest")
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     lora_name: str
-    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
+    digest: str
+    def __init__(self, lora_name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class RemoveLoraResponse(_message.Message):
     __slots__ = ()

@@ -17,6 +17,7 @@ from pdserve_router.api import chat_page
 from pdserve_router.api.api_keys import OPEN_PATHS
 from pdserve_router.api.edge_processes import EdgeProcesses, Job
 from pdserve_router.api.http_connections import connection_of
+from pdserve_router.api.lora_endpoints import LoraEndpoints
 from pdserve_router.api.openai_endpoints import GenerationEndpoint, JobEndpoint
 from pdserve_router.api.openai_fields import UnknownFields
 from pdserve_router.api.openai_format import (
@@ -43,6 +44,7 @@ def build_app(
     writes: WriteQueue,
     edge: EdgeProcesses,
     unknown_fields: Counter,
+    has_lora_updates: bool = False,
 ) -> "BareGeneration":
     """Return the ASGI application. `unknown_fields` counts by field."""
     unknown = UnknownFields(unknown_fields)
@@ -69,6 +71,7 @@ def build_app(
             unknown_fields=unknown,
         )
 
+    updates = LoraEndpoints(router, edge, body_timeout_s=body_timeout_s, unknown_fields=unknown)
     info = InfoEndpoints(router)
     pages = {
         "/": chat_page.show,
@@ -89,6 +92,7 @@ def build_app(
             Route("/tokenize", job(tokenize), methods=["POST"]),
             Route("/detokenize", job(detokenize), methods=["POST"]),
             *(Route(path, pages[path]) for path in OPEN_PATHS),
+            *(updates.routes if has_lora_updates else ()),
         ],
         exception_handlers=dict.fromkeys((HTTPException, PdserveError, Exception), _on_error),
     )

@@ -232,6 +232,14 @@ class WorkerPool:
             if self._table.paired(WorkerRole.PREFILL, name_with_adapter(name, each.digest))
         )
 
+    def serves(self, worker: WorkerClient) -> bool:
+        """True if it is listed and ready, with the weights that serve."""
+        return worker.is_ready and self._weights.serves(worker)
+
+    def partners(self, worker: WorkerClient) -> Collection[WorkerClient]:
+        """Return those that it is proven to work with."""
+        return self._table.partners(worker, self._weights.name).items
+
     def last_served_at(self, origins: Collection[Origin]) -> float:
         """Return when (by the clock) a listed worker was last ready that could go on with an
         answer of these origins, or take a request whose answer has not begun: now if one is. One

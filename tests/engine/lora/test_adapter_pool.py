@@ -117,6 +117,19 @@ def test_a_name_stands_for_the_new_content_and_old_requests_keep_theirs() -> Non
     assert stage.store.digests == {"3", "4"}
 
 
+def test_one_of_a_names_adapters_goes_and_it_stands_for_the_one_before() -> None:
+    stage = Stage()
+    stage.add("a", "1")
+    stage.add("a", "2")
+    with pytest.raises(FailedPreconditionError, match="'a' does not stand for '3'"):
+        stage.pool.remove("a", "3")
+    stage.pool.remove("a", "2")
+    assert stage.listed == {"1": "a"}
+    stage.pool.remove("a", "1")
+    assert stage.listed == {}
+    assert stage.store.digests == set()
+
+
 def test_what_was_not_used_for_longest_goes_and_never_what_is_pinned_or_in_use() -> None:
     stage = Stage()
     for name in "abc":

@@ -1,0 +1,148 @@
+"""Loads an adapter on all workers of a pool or on some, and takes it back if one refuses."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from pdserve_common.engine_types import WorkerRole
+from pdserve_common.errors import (
+    FailedPreconditionError,
+    ModelNotFoundError,
+    NoWorkerError,
+    PdserveError,
+)
+from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_router.workers.routing_policy import load
+from pdserve_router.workers.worker_client import WorkerClient
+from pdserve_router.workers.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+# From the last load until heartbeats have told this router of it.
+LISTED_TIMEOUT_S = 10.0
+_POLL_S = 0.02
+
+
+class Control(Protocol):
+    """ControlClient."""
+
+    async def add_lora(self, address: str, lora: LoRARequest) -> LoRAAdapter: ...
+
+    async def remove_lora(self, address: str, name: str, digest: str = "") -> None: ...
+
+
+class AdapterRollout:
+    """One change at a time: two of one name would leave it standing for both."""
+
+    def __init__(self, pool: WorkerPool, control: Control) -> None:
+        self._pool = pool
+        self._control = control
+        self._lock = asyncio.Lock()
+
+    async def load(self, lora: LoRARequest, *, num_workers: int = 0) -> LoRAAdapter:
+        """Load an adapter on so many prefill and as many decode workers, 0: on all; it is listed
+        when this returns. Raises what a worker raises, and NoWorkerError if there are too few;
+        those that have loaded it have it no more then.
+        """
+        async with self._lock:
+            workers = self._choose(lora.lora_name, num_workers)
+            before = {worker: _digest_of(worker, lora.lora_name) for worker in workers}
+            # The first one says which it is: the others' folders have to be the same.
+            first, *others = workers
+            adapter = await self._control.add_lora(first.address, lora)
+            same = replace(lora, digest=adapter.digest)
+            answers = await asyncio.gather(
+                *(self._control.add_lora(worker.address, same) for worker in others),
+                return_exceptions=True,
+            )
+            failures = [answer for answer in answers if isinstance(answer, BaseException)]
+            if failures:
+                loaded = [w for w, a in zip(others, answers, strict=True) if a not in failures]
+                await self._take_back([first, *loaded], before, adapter)
+                raise failures[0]
+            await self._until_listed(adapter)
+            return adapter
+
+    async def unload(self, name: str) -> None:
+        """Remove a name's adapters from all workers that have them. Raises ModelNotFoundError if
+        none has, and what the first worker raises that cannot.
+        """
+        async with self._lock:
+            workers = [worker for worker in self._ready() if _digest_of(worker, name)]
+            if not workers:
+                raise ModelNotFoundError(
+                    f"lora_name {name[:256]!r} is no adapter that is served here", field="lora_name"
+                )
+            removals = (self._control.remove_lora(worker.address, name) for worker in workers)
+            for answer in await asyncio.gather(*removals, return_exceptions=True):
+                # One that has evicted it meanwhile has it no more.
+                has_gone = isinstance(answer, FailedPreconditionError)
+                if isinstance(answer, BaseException) and not has_gone:
+                    raise answer
+            await self._until(lambda: not any(_digest_of(w, name) for w in self._ready()))
+
+    def _ready(self) -> list[WorkerClient]:
+        return [w for w in (*self._pool.decode, *self._pool.prefill) if self._pool.serves(w)]
+
+    def _choose(self, name: str, num_workers: int) -> Sequence[WorkerClient]:
+        """Return decode workers first. Those that have the name come first, then those with the
+        least load, of prefill those that are proven with a chosen decode worker.
+        """
+        ready = self._ready()
+        decode = [worker for worker in ready if worker.role is WorkerRole.DECODE]
+        prefill = [worker for worker in ready if worker.role is WorkerRole.PREFILL]
+        if not decode or len(decode) < num_workers:
+            wanted = max(1, num_workers)
+            raise NoWorkerError(f"{len(decode)} decode workers are ready, {wanted} are asked for")
+        if not num_workers:
+            return [*decode, *prefill]
+        decode.sort(key=lambda each: (not _digest_of(each, name), load(each)))
+        partners = self._partners(decode[:num_workers])
+        prefill.sort(key=lambda p: (p not in partners, not _digest_of(p, name), load(p)))
+        return [*decode[:num_workers], *prefill[:num_workers]]
+
+    def _partners(self, decode: Sequence[WorkerClient]) -> Collection[WorkerClient]:
+        return {partner for worker in decode for partner in self._pool.partners(worker)}
+
+    async def _take_back(
+        self,
+        workers: Sequence[WorkerClient],
+        before: Mapping[WorkerClient, str],
+        adapter: LoRAAdapter,
+    ) -> None:
+        """Have a name stand again for what it did."""
+        for worker in workers:
+            if before[worker] == adapter.digest:
+                continue
+            try:
+                await self._control.remove_lora(worker.address, adapter.name, adapter.digest)
+            except PdserveError as error:
+                logger.warning("%s keeps the adapter %s: %s", worker, adapter.name, error.message)
+
+    async def _until_listed(self, adapter: LoRAAdapter) -> None:
+        wanted = (adapter.name, adapter.digest)
+
+        def is_listed() -> bool:
+            return wanted in [(each.name, each.digest) for each in self._pool.listed_adapters()]
+
+        if not await self._until(is_listed):
+            raise NoWorkerError(
+                f"the adapter {adapter.name!r} is loaded, and no proven pair with it is ready yet",
+                retry_after_ms=1000,
+            )
+
+    async def _until(self, condition: Callable[[], bool]) -> bool:
+        """False if it does not hold within LISTED_TIMEOUT_S."""
+        for _ in range(round(LISTED_TIMEOUT_S / _POLL_S)):
+            if condition():
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+
+def _digest_of(worker: WorkerClient, name: str) -> str:
+    """Return what a name stands for on a worker; empty: nothing."""
+    adapters = worker.info.adapters if worker.info is not None else ()
+    return next((each.digest for each in adapters if each.name == name), "")
