@@ -750,11 +750,46 @@ def pool() -> Dashboard:
             ),
         ],
     )
+    adapters = Row(
+        title="LoRA adapters",
+        panels=[
+            Panel(
+                title="Adapters in memory",
+                unit="short",
+                queries={"{{pod}}": f"pdserve_loras{{{labels}}}"},
+                description=(
+                    "Pods that differ for long: an adapter was loaded on some of them, or one was "
+                    "restarted, and has only those of its settings."
+                ),
+            ),
+            Panel(
+                title="Loads and evictions",
+                unit="ops",
+                queries={
+                    "loads": sum_rate("pdserve_lora_loads_total", labels),
+                    "evictions": sum_rate("pdserve_lora_evictions_total", labels),
+                },
+                description=(
+                    "Evictions beside loads: more adapters are wanted than max_loras has room for."
+                ),
+            ),
+            Panel(
+                title="Share of steps with an adapter",
+                unit="percentunit",
+                queries={
+                    "{{pod}}": sum_rate("pdserve_lora_steps_total", labels, by="pod")
+                    + " / "
+                    + sum_rate("pdserve_engine_step_duration_seconds_count", labels, by="pod")
+                },
+                description="Steps in which some request has an adapter take longer.",
+            ),
+        ],
+    )
     return Dashboard(
         name="pool",
         title="pdserve / Pool",
         description="The prefill or the decode workers, by Pod.",
-        rows=[work, kv, grammars, ends],
+        rows=[work, kv, grammars, adapters, ends],
         choices={"pool": ("prefill", "decode")},
     )
 
@@ -1013,6 +1048,13 @@ def router() -> Dashboard:
                     "Where requests went first, and why they stayed on decode. no_prefill_worker, "
                     "no_proven_pair or prefill_queue: see the runbook of PdserveDowngrade."
                 ),
+            ),
+            Panel(
+                title="Requests by LoRA adapter",
+                unit="reqps",
+                is_stacked=True,
+                queries={"{{adapter}}": sum_rate("pdserve_lora_requests_total", by="adapter")},
+                description="By the name clients ask for: the 50 most used, the others together.",
             ),
             Panel(
                 title="Handoffs",

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.limits import LIMITS
+from pdserve_common.lora_metrics import EngineLoraMetrics, lora_requests
 from pdserve_common.metric_buckets import (
     BATCH_BUCKETS,
     REQUEST_BUCKETS,
@@ -173,6 +174,7 @@ class RouterMetrics:
             ["path", "reason"],
             registry=registry,
         )
+        self.lora_requests = lora_requests(registry)
         self.handoffs = Counter(
             "pdserve_handoffs_total",
             "Disaggregated requests by how the handoff ended",
@@ -340,20 +342,7 @@ class EngineMetrics:
             "Rows left out of a step because their grammar had not said what may come next",
             registry=registry,
         )
-        self.loras = Gauge("pdserve_loras", "LoRA adapters in memory", registry=registry)
-        self.lora_loads = Counter(
-            "pdserve_lora_loads_total", "LoRA adapters loaded", registry=registry
-        )
-        self.lora_evictions = Counter(
-            "pdserve_lora_evictions_total",
-            "LoRA adapters unloaded to make room for others",
-            registry=registry,
-        )
-        self.lora_steps = Counter(
-            "pdserve_lora_steps_total",
-            "Steps in which some request had a LoRA adapter",
-            registry=registry,
-        )
+        self.lora = EngineLoraMetrics(registry)
         self.engine_requests = Counter(
             "pdserve_engine_requests_total",
             "Requests this engine ended, by finish reason",

@@ -223,6 +223,8 @@ class Router:
         self._unobserved.add(live)
         self._metrics.requests_in_flight.inc()
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
+        if processed.core_request.lora_request is not None:
+            self._metrics.lora_requests.inc(processed.core_request.lora_request.lora_name)
         num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
         # The last, as it may end at once.

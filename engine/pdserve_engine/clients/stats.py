@@ -53,10 +53,10 @@ class EngineStatsRecorder:
         metrics.prefix_cache_hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
         metrics.common_prefix_blocks.set(stats.num_common_prefix_blocks)
         metrics.late_masks.inc(stats.num_late_masks - last.num_late_masks)
-        metrics.loras.set(stats.num_loras)
-        metrics.lora_loads.inc(stats.num_lora_loads - last.num_lora_loads)
-        metrics.lora_evictions.inc(stats.num_lora_evictions - last.num_lora_evictions)
-        metrics.lora_steps.inc(stats.num_lora_steps - last.num_lora_steps)
+        metrics.lora.loaded.set(stats.num_loras)
+        metrics.lora.loads.inc(stats.num_lora_loads - last.num_lora_loads)
+        metrics.lora.evictions.inc(stats.num_lora_evictions - last.num_lora_evictions)
+        metrics.lora.steps.inc(stats.num_lora_steps - last.num_lora_steps)
         metrics.preemptions.inc(stats.num_preemptions - last.num_preemptions)
         self._last = stats
 

@@ -1,0 +1,80 @@
+"""What becomes of LoRA adapters, and who asks for them."""
+
+from collections import Counter as Counts
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+# Adapters that have a series of their own, and names that are counted to find them. Names come and
+# go for ever.
+MAX_SHOWN = 50
+MAX_COUNTED = 20 * MAX_SHOWN
+OTHER = "other"
+
+
+class MostUsed:
+    """A counter with a series for each of the most used values of its label, and one for the others
+    together. A value that comes to be one of the most used begins at 0; what is not any more goes
+    on in the others', which never falls.
+    """
+
+    def __init__(self, counter: Counter, *, max_shown: int = MAX_SHOWN) -> None:
+        self._counter = counter
+        self._max_shown = max_shown
+        self._counts: Counts[str] = Counts()
+        # With a series, by what that says.
+        self._shown: dict[str, int] = {}
+        counter.labels(OTHER)
+
+    def inc(self, value: str) -> None:
+        self._counts[value] += 1
+        if value not in self._shown and not self._may_show(value):
+            self._counter.labels(OTHER).inc()
+            self._forget_rare()
+            return
+        self._shown[value] = self._shown.get(value, 0) + 1
+        self._counter.labels(value).inc()
+
+    def _may_show(self, value: str) -> bool:
+        if len(self._shown) < self._max_shown:
+            return True
+        least = min(self._shown, key=lambda each: self._counts[each])
+        if self._counts[value] <= self._counts[least]:
+            return False
+        self._counter.remove(least)
+        self._counter.labels(OTHER).inc(self._shown.pop(least))
+        return True
+
+    def _forget_rare(self) -> None:
+        if len(self._counts) > MAX_COUNTED:
+            kept = self._counts.most_common(MAX_COUNTED // 2)
+            self._counts = Counts(dict(kept) | {each: self._counts[each] for each in self._shown})
+
+
+class EngineLoraMetrics:
+    """A worker's adapters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.loaded = Gauge("pdserve_loras", "LoRA adapters in memory", registry=registry)
+        self.loads = Counter("pdserve_lora_loads_total", "LoRA adapters loaded", registry=registry)
+        self.evictions = Counter(
+            "pdserve_lora_evictions_total",
+            "LoRA adapters unloaded to make room for others",
+            registry=registry,
+        )
+        self.steps = Counter(
+            "pdserve_lora_steps_total",
+            "Steps in which some request had a LoRA adapter",
+            registry=registry,
+        )
+
+
+def lora_requests(registry: CollectorRegistry) -> MostUsed:
+    """Return what counts a router's requests by their adapter's name."""
+    return MostUsed(
+        Counter(
+            "pdserve_lora_requests_total",
+            "Requests with a LoRA adapter, by its name: the 50 most used and the others together",
+            ["adapter"],
+            registry=registry,
+        )
+    )

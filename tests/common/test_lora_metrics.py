@@ -1,0 +1,51 @@
+"""Requests by adapter: names are many, series are few."""
+
+from prometheus_client import CollectorRegistry
+
+from pdserve_common import lora_metrics
+from pdserve_common.lora_metrics import MAX_SHOWN, OTHER, lora_requests
+
+NAME = "pdserve_lora_requests_total"
+
+
+def series(registry: CollectorRegistry) -> dict[str, float]:
+    samples = [s for family in registry.collect() for s in family.samples if s.name == NAME]
+    return {sample.labels["adapter"]: sample.value for sample in samples}
+
+
+def test_the_most_used_have_series_and_none_is_counted_twice() -> None:
+    registry = CollectorRegistry()
+    requests = lora_requests(registry)
+    assert series(registry) == {OTHER: 0}
+    num = 0
+    for number in range(MAX_SHOWN + 10):
+        for _ in range(2):
+            requests.inc(f"adapter {number}")
+            num += 1
+    shown = series(registry)
+    assert len(shown) == MAX_SHOWN + 1
+    assert shown["adapter 0"] == 2
+    assert shown[OTHER] == 20
+    before = shown[OTHER]
+    for _ in range(5):
+        requests.inc("adapter 55")
+        num += 1
+    shown = series(registry)
+    assert len(shown) == MAX_SHOWN + 1
+    assert shown["adapter 55"] == 5
+    assert shown[OTHER] >= before
+    assert sum(shown.values()) == num
+
+
+def test_names_that_come_and_go_for_ever_take_no_memory() -> None:
+    registry = CollectorRegistry()
+    requests = lora_requests(registry)
+    num = 5 * lora_metrics.MAX_COUNTED
+    for number in range(num):
+        requests.inc(str(number))
+        requests.inc("always")
+    assert len(requests._counts) <= lora_metrics.MAX_COUNTED + 1
+    shown = series(registry)
+    assert len(shown) == MAX_SHOWN + 1
+    assert shown["always"] == num
+    assert sum(shown.values()) == 2 * num
