@@ -31,7 +31,7 @@ FLOORS = {
     "pdserve_engine": (
         ("config", "frames", "grammar"),
         ("request",),
-        ("kv", "lora", "sampling"),
+        ("kv", "lora", "sampling", "spec_decode"),
         ("models",),
         ("kv_transfer",),
         ("core",),

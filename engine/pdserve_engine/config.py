@@ -12,6 +12,7 @@ Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LoadQuantization = Literal["int8", "int4"]
+Speculation = Literal["none", "suffix"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -41,6 +42,8 @@ class SchedulerConfig:
     kv_watermark: float = 0.0
     # Of the model's pipeline: what a step samples is known to the first stage when it is told.
     num_stages: int = 1
+    # The most drafts that a request has in a step.
+    num_speculative_tokens: int = 5
 
     @property
     def max_batch_size(self) -> int:
@@ -139,6 +142,13 @@ class EngineConfig:
     async_scheduling: bool | None = opt(
         None, "Plan the next step while one runs; unset: on CUDA, as on the CPU it gains nothing."
     )
+    speculation: Speculation = opt(
+        "none",
+        "Who guesses tokens that are computed together with the next one, and count if they are "
+        "what is sampled in any case; suffix: what came behind the last tokens before, in the same "
+        "request. On CPU, on one rank.",
+    )
+    num_speculative_tokens: int = opt(5, "The most tokens that are guessed at a time.")
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     prefix_pulls: bool = opt(
@@ -218,6 +228,9 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
         if self.has_adapters:
             self._check_adapters()
+        if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
+            where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
+            raise ValueError(f"speculation is {self.speculation}, must be none on {where}")
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
@@ -285,4 +298,5 @@ class EngineConfig:
             max_num_partial_prefills=self.max_num_partial_prefills,
             kv_watermark=self.kv_watermark,
             num_stages=self.pipeline_parallel_size,
+            num_speculative_tokens=self.num_speculative_tokens,
         )

@@ -15,6 +15,7 @@ from pdserve_engine.config import NUM_PROBE_SEATS
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
+from support.drafts import MixedProposer
 from support.grammars import ScriptedCompiler
 from support.scripted_engine import (
     BLOCK_SIZE,
@@ -338,6 +339,10 @@ class Traffic:
             raise fault
 
 
+def next_drafts(request: Request, num: int) -> list[int]:
+    return expected(list(request.all_token_ids), num)
+
+
 def _sampling_params(num_tokens: int, grammar: str | None) -> SamplingParams:
     constraint = None if grammar is None else StructuredOutputsParams(regex=grammar)
     return SamplingParams(max_tokens=num_tokens, structured_outputs=constraint)
@@ -353,6 +358,7 @@ def _sampling_params(num_tokens: int, grammar: str | None) -> SamplingParams:
     windows=st.sampled_from([(None,), (None, 6), (5, 9)]),
     threshold=st.sampled_from([0, 0, 5]),
     watermark=st.sampled_from([0.0, 0.1]),
+    has_drafts=st.booleans(),
     num_blocks=st.integers(16, 26),
 )
 def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
@@ -364,6 +370,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
     windows: tuple[int | None, ...],
     threshold: int,
     watermark: float,
+    has_drafts: bool,
     num_blocks: int,
 ) -> None:
     producer, consumer, compiler = ScriptedProducer(), ScriptedConsumer(), ScriptedCompiler()
@@ -373,6 +380,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
         producer=producer,
         consumer=consumer,
         compile_grammar=compiler,
+        proposer=MixedProposer(random.Random(seed), next_drafts) if has_drafts else None,
         max_num_seqs=4,
         max_num_batched_tokens=MAX_MODEL_LEN if mode == "v0" else 16,
         enable_caching=enable_caching,

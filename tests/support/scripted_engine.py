@@ -43,6 +43,7 @@ from pdserve_engine.kv_transfer.ports import (
 )
 from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.spec_decode.proposer import Proposer
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -94,22 +95,20 @@ class ScriptedRank:
         sampled: list[tuple[int, ...]] = []
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             num_known = len(self.tokens[request_id])
+            drafts = step.scheduled_spec_decode_tokens.get(request_id, ())
             if self.num_computed[request_id] == num_known and request_id in self.late:
                 sampled.append(())  # planned before it was known to be late
                 continue
-            self.num_computed[request_id] += num_tokens
+            self.num_computed[request_id] += num_tokens - len(drafts)
             assert self.num_computed[request_id] <= num_known
-            assert self.num_computed[request_id] <= len(self.blocks[request_id]) * BLOCK_SIZE
+            num_slots = len(self.blocks[request_id]) * BLOCK_SIZE
+            assert self.num_computed[request_id] + len(drafts) <= num_slots
             if self.num_computed[request_id] == num_known and self.is_late(request_id, num_known):
                 self.late.add(request_id)
                 sampled.append(())
             elif self.num_computed[request_id] == num_known:
                 self.late.discard(request_id)
-                token = next_token(self.tokens[request_id])
-                if self.script.get(request_id):
-                    token = self.script[request_id].pop(0)
-                self.tokens[request_id].append(token)
-                sampled.append((token,))
+                sampled.append(self._sample(request_id, drafts))
             else:
                 sampled.append(())
         return ModelRunnerOutput(
@@ -122,6 +121,21 @@ class ScriptedRank:
             },
             errors=self.errors,
         )
+
+    def _sample(self, request_id: str, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            if sampled and self.is_late(request_id, len(self.tokens[request_id])):
+                break
+            token = next_token(self.tokens[request_id])
+            if self.script.get(request_id):
+                token = self.script[request_id].pop(0)
+            self.tokens[request_id].append(token)
+            sampled.append(token)
+            if token != draft:
+                break
+        self.num_computed[request_id] += len(sampled) - 1
+        return tuple(sampled)
 
 
 class Engine:
@@ -142,6 +156,7 @@ class Engine:
         windows: tuple[int | None, ...] = (None,),
         clock: Callable[[], float] = time.monotonic,
         compile_grammar: CompileGrammar | None = None,
+        proposer: Proposer | None = None,
         **config: object,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_caching=enable_caching)
@@ -160,6 +175,7 @@ class Engine:
             prefix_producer=prefix_producer,
             prefix_consumer=prefix_consumer,
             compile_grammar=compile_grammar,
+            proposer=proposer,
             wakeup=self._on_wakeup,
             clock=clock,
         )

@@ -39,6 +39,7 @@ from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_man
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.plugins import load_general_plugins
 from pdserve_engine.runner.rank import Rank
+from pdserve_engine.spec_decode.factory import make_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ def _load(
             prefix_consumer=_if_is(prefix_connector, PrefixConsumer),
             compile_grammar=compiler.compile if compiler is not None else None,
             adapters=adapters,
+            proposer=make_proposer(config.speculation),
             wakeup=wakeup,
         ),
         executor=executor,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pdserve_common.engine_types import EngineCoreEventType
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.admission import Admission
+from pdserve_engine.core.drafts import Drafts
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.step_plan import StepPlan
@@ -42,9 +43,11 @@ class Planner:
         places: Places,
         admission: Admission,
         in_flight: InFlight,
+        drafts: Drafts | None,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._drafts = drafts
         self._kv = kv
         self._places = places
         self._admission = admission
@@ -69,6 +72,8 @@ class Planner:
             self._schedule_probes(plan)
             self._schedule_running(plan)
             self._schedule_newcomers(plan)
+        if self._drafts is not None and suspect is None:
+            self._drafts.add(plan)
         return plan
 
     def _schedule_phase(self, plan: StepPlan) -> None:
@@ -113,7 +118,7 @@ class Planner:
             is_running = request.status is RequestStatus.RUNNING
             if not is_running or request.is_output_complete or request.needs_remote_kv:
                 continue
-            if request.is_late and request.num_in_flight_tokens:  # it may be late again
+            if request.is_length_open and request.num_in_flight_tokens:
                 continue
             if self._config.num_stages > 1 and request.num_output_placeholders:
                 continue  # the first stage is told of a token only when it has come back

@@ -35,16 +35,20 @@ class Results:
     ) -> None:
         """A step that computed `scheduled` of a request is over and counts."""
         start = request.num_finished_tokens - scheduled.num_tokens
-        if scheduled.num_sampled_tokens and not (token_ids or request.request_id in result.errors):
-            _note_late(request, scheduled)
-            self._places.num_late_masks += 1
-        end = request.num_finished_tokens
+        num_before = request.num_tokens
+        status: RequestStatus | None = RequestStatus.FINISHED_ERROR
+        request.error = _error_of(request, result)
+        if request.error is None:
+            status = _append_tokens(request, token_ids)
+        num_new = request.num_tokens - num_before
+        if scheduled.num_sampled_tokens:
+            self._settle_length(request, scheduled, num_new)
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)
         else:
             self._share_blocks(request)
-        self._kv.remove_skipped_blocks(request, end)
-        self._apply_result(request, scheduled, token_ids, result, start)
+        self._kv.remove_skipped_blocks(request, request.num_finished_tokens)
+        self._emit_result(request, status, num_new, result, start)
 
     def apply_pulled_tokens(self, request: Request) -> None:
         """D: P's tokens are the request's own now; one of them may end it."""
@@ -80,60 +84,57 @@ class Results:
         if request.is_prompt_computed:
             self.release_forks(request)
 
-    def _apply_result(
+    def _settle_length(self, request: Request, scheduled: ScheduledTokens, num_new: int) -> None:
+        """A step that was to bring tokens has brought `num_new`. What it computed behind them, of
+        refused drafts, counts as not computed. If it has brought none, its grammar was late: its
+        last token is computed again, also by a step that was planned before this was known.
+        """
+        request.num_output_placeholders -= scheduled.num_sampled_tokens
+        num_kept = 1 if request.error is not None else num_new
+        request.num_computed_tokens -= scheduled.num_sampled_tokens - num_kept
+        request.is_length_open = num_kept == 0
+        self._places.num_late_masks += num_kept == 0
+
+    def _emit_result(
         self,
         request: Request,
-        scheduled: ScheduledTokens,
-        token_ids: Sequence[int],
+        status: RequestStatus | None,
+        num_new: int,
         result: ModelRunnerOutput,
         start: int,
     ) -> None:
-        """`start` is the first token that the step computed."""
-        request_id = request.request_id
-        prompt_logprobs = result.prompt_logprobs.get(request_id)
+        """`status`, if any, is that of the request's end; `start` the first token that the step
+        computed.
+        """
+        prompt_logprobs = result.prompt_logprobs.get(request.request_id)
         if prompt_logprobs is not None:
             prompt_logprobs = _new_prompt_logprobs(request, prompt_logprobs, start)
-        num_nans = result.num_nans_in_logits.get(request_id, 0)
-        error = result.errors.get(request_id)
-        if num_nans:
-            error = RequestFailedError(f"logits had {num_nans} NaN values").to_engine_error()
-        if error is not None:
-            request.error = error
-            self._end_running(request, RequestStatus.FINISHED_ERROR)
-        elif token_ids:
-            request.num_output_placeholders -= scheduled.num_sampled_tokens
-            request.is_late = False
-            self._apply_tokens(request, token_ids)
+        if num_new:
             self._places.suspects.remove(request)
-        elif prompt_logprobs is None:
+            if status is None and request.num_output_tokens >= request.output_limit:
+                # P's part ends with the first token; is_handed_off tells this from a real end.
+                status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if status is not None:
+            self._places.seats.on_end(request)
+            self._places.finish(request, status)
+        elif not num_new and prompt_logprobs is None:
             return
+        logprobs = result.logprobs.get(request.request_id)
+        if logprobs is not None and len(logprobs) > num_new:  # it has stopped before the last one
+            logprobs = logprobs[:num_new]
         self._outputs.emit(
             request,
-            logprobs=result.logprobs.get(request_id),
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            num_nans=num_nans,
+            num_nans=result.num_nans_in_logits.get(request.request_id, 0),
         )
 
-    def _apply_tokens(self, request: Request, token_ids: Sequence[int]) -> None:
-        status = _append_tokens(request, token_ids)
-        if status is None and request.num_output_tokens >= request.output_limit:
-            # P's part ends with the first token; is_handed_off tells this from a real end.
-            status = RequestStatus.FINISHED_LENGTH_CAPPED
-        if status is not None:
-            self._end_running(request, status)
 
-    def _end_running(self, request: Request, status: RequestStatus) -> None:
-        self._places.seats.on_end(request)
-        self._places.finish(request, status)
-
-
-def _note_late(request: Request, scheduled: ScheduledTokens) -> None:
-    """A step brought no token where it should have: its last token is computed again, and until
-    then counts as not computed. If the step before was late, it was not.
-    """
-    request.is_late = True
-    request.num_computed_tokens -= 1
-    request.num_output_placeholders -= scheduled.num_sampled_tokens
+def _error_of(request: Request, result: ModelRunnerOutput) -> EngineError | None:
+    num_nans = result.num_nans_in_logits.get(request.request_id)
+    if num_nans:
+        return RequestFailedError(f"logits had {num_nans} NaN values").to_engine_error()
+    return result.errors.get(request.request_id)
 
 
 def _append_tokens(request: Request, token_ids: Sequence[int]) -> RequestStatus | None:

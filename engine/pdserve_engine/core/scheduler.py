@@ -24,6 +24,7 @@ from pdserve_common.errors import (
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.admission import Admission
+from pdserve_engine.core.drafts import Drafts
 from pdserve_engine.core.forks import find_source
 from pdserve_engine.core.in_flight import InFlight
 from pdserve_engine.core.kv_events import KVEvents
@@ -45,6 +46,7 @@ from pdserve_engine.request.deadlines import Deadlines
 from pdserve_engine.request.outputs import ClientOutputs, Outputs
 from pdserve_engine.request.request import HeldResult, Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.spec_decode.proposer import Proposer
 
 
 class PauseState(enum.IntEnum):
@@ -71,6 +73,7 @@ class Scheduler:
         prefix_consumer: PrefixConsumerPort | None = None,
         compile_grammar: CompileGrammar | None = None,
         adapters: AdapterPool | None = None,
+        proposer: Proposer | None = None,
         wakeup: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,8 +106,9 @@ class Scheduler:
         self.running = self.places.running
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
+        self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
         self._planner = Planner(
-            config, self.kv, self.places, self._admission, self.in_flight, clock
+            config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
         )
         self._results = Results(self.kv, self.places, self._admission, self._outputs)
         self._kv_events = KVEvents(

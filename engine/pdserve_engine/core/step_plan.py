@@ -24,6 +24,8 @@ class StepPlan:
     scheduled: dict[Request, ScheduledTokens] = field(default_factory=dict)
     new_reqs: list[NewRequestData] = field(default_factory=list)
     cached_reqs: dict[Request, NewBlockIds] = field(default_factory=dict)
+    # Of some of cached_reqs.
+    drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)
     # Somebody had to give way: nobody new gets in.
     has_preempted: bool = False
     # Somebody would have to, but steps are in flight.
@@ -56,6 +58,24 @@ class StepPlan:
             self.num_partial_prefills -= not scheduled.num_sampled_tokens
             self.cached_reqs.pop(request, None)
 
+    def add_drafts(
+        self, request: Request, token_ids: tuple[int, ...], new_block_ids: NewBlockIds
+    ) -> None:
+        """The request, which is in the plan and samples a token, computes drafts behind its last
+        token, in blocks of which some may be new.
+        """
+        scheduled, num_drafts = self.scheduled[request], len(token_ids)
+        self.scheduled[request] = ScheduledTokens(
+            scheduled.num_tokens + num_drafts, scheduled.num_sampled_tokens + num_drafts
+        )
+        self.drafts[request] = token_ids
+        self.token_budget -= num_drafts
+        request.is_length_open = True
+        earlier = self.cached_reqs[request]
+        if earlier is not None and new_block_ids is not None:
+            new_block_ids = tuple(a + b for a, b in zip(earlier, new_block_ids, strict=True))
+        self.cached_reqs[request] = new_block_ids or earlier
+
     def build(
         self,
         *,
@@ -78,6 +98,7 @@ class StepPlan:
             finished_req_ids=finished_req_ids,
             preempted_req_ids=preempted_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,
+            scheduled_spec_decode_tokens={r.request_id: ids for r, ids in self.drafts.items()},
         )
 
     def _new_token_ids(self) -> list[tuple[int, ...]]:

@@ -1,9 +1,10 @@
 """The masks of a batch: which tokens each row's grammar allows next."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ SLOW_NICENESS = 10
 MAX_ACCEPT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
 ALL_ALLOWED = -1
+NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class TokenMasks(NamedTuple):
@@ -34,7 +36,7 @@ class TokenMasks(NamedTuple):
 
     # int32 [n, ceil(vocab_size / 32)]: a set bit allows. Without a grammar all are set.
     bitmask: Bitmask
-    # Indexes of rows whose mask is not there yet: they must not get a token in this step.
+    # Indexes of rows whose mask is not there: they must not get a token in this step.
     late: tuple[int, ...]
     # By index, why a row can't get a token any more.
     errors: dict[int, EngineError]
@@ -61,6 +63,8 @@ class _Row:
     asked_at: float = 0.0
     # Over when `mask` is of the tokens so far; its exception says why there is none.
     ready: "Future[None]" = field(default_factory=Future)
+    # What may follow each of the drafts it was last told of, as far as those fit.
+    ahead: "Future[list[Bitmask]] | None" = None
 
 
 class StructuredOutputManager:
@@ -114,13 +118,26 @@ class StructuredOutputManager:
         """Go on by a row's next token; no-op for one that is not constrained."""
         if (known := self._rows.get(row)) is None:
             return
-        if known.ready.done():
+        if known.ready.done() and (known.ahead is None or known.ahead.done()):
             known.thread = self._slow if known.is_slow else self._quick
         self._advance(known, (token_id,))
 
-    def take(self, rows: Sequence[int]) -> TokenMasks | None:
+    def look_ahead(self, row: int, drafts: Sequence[int]) -> None:
+        """Make the masks behind drafts of a row's next tokens as well; no-op for one that is not
+        constrained.
+        """
+        if (known := self._rows.get(row)) is not None:
+            drafts = () if known.is_slow else drafts
+            known.ahead = known.thread.submit(lambda: self._masks_behind(known, drafts))
+
+    def take(
+        self, rows: Sequence[int], assumed: Mapping[int, Sequence[int]] = NOTHING
+    ) -> TokenMasks | None:
         """Return the masks of these rows, which may have waited MAX_WAIT_S for those that are
         late; None if no row is constrained.
+
+        `assumed` has, by index, the first of a row's drafts that its mask is behind: such a mask is
+        late also if there is none, as they do not fit.
         """
         constrained = [(i, self._rows[row]) for i, row in enumerate(rows) if row in self._rows]
         if not constrained:
@@ -130,13 +147,13 @@ class StructuredOutputManager:
         deadline = self._clock() + MAX_WAIT_S
         for index, row in constrained:
             try:
-                self._wait(row, deadline)
+                mask = self._mask(row, len(assumed.get(index, ())), deadline)
             except TimeoutError:
                 late.append(index)
             except PdserveError as error:
                 masks.errors[index] = error.to_engine_error()
             else:
-                masks.bitmask[index] = row.mask
+                masks.bitmask[index] = mask
         return masks._replace(late=tuple(late))
 
     def close(self) -> bool:
@@ -149,9 +166,16 @@ class StructuredOutputManager:
     def _full(self, num_rows: int) -> Bitmask:
         return np.full((num_rows, self._num_words), ALL_ALLOWED, dtype=np.int32)
 
-    def _wait(self, row: _Row, deadline: float) -> None:
+    def _mask(self, row: _Row, num_assumed: int, deadline: float) -> Bitmask:
+        if num_assumed:
+            assert row.ahead is not None, "look_ahead comes first"
+            masks = row.ahead.result(max(0.0, deadline - self._clock()))
+            if num_assumed > len(masks):
+                raise TimeoutError
+            return masks[num_assumed - 1]
         try:
             row.ready.result(max(0.0, deadline - self._clock()))
+            return row.mask
         except TimeoutError:
             if (late_s := self._clock() - row.asked_at) > MAX_LATE_S:
                 raise _too_slow(late_s) from None
@@ -199,6 +223,28 @@ class StructuredOutputManager:
                 f"structured_outputs took more than {MAX_ACCEPT_S:g} s of CPU time for "
                 f"{row.num_tokens} tokens: the grammar is ambiguous"
             )
+
+    def _masks_behind(self, row: _Row, drafts: Sequence[int]) -> list[Bitmask]:
+        """Return what may follow each of the drafts, up to the first that does not fit or behind
+        which there is none, or that is only reached after SLOW_S.
+        """
+        masks: list[Bitmask] = []
+        matcher, num_accepted, start = row.matcher, 0, self._cpu_clock()
+        try:
+            for token_id in drafts:
+                is_over = row.error is not None or row.is_removed or matcher.is_terminated
+                if is_over or self._cpu_clock() - start > SLOW_S or not matcher.accept(token_id):
+                    break
+                num_accepted += 1
+                if matcher.is_terminated:
+                    break
+                masks.append(np.empty(self._num_words, dtype=np.int32))
+                matcher.fill(masks[-1])
+                masks[-1][-1] &= self._last_word
+        except RuntimeError:  # the library's own checks: it will fail on the token itself
+            pass
+        matcher.rollback(num_accepted)
+        return masks
 
     def _fill(self, row: _Row) -> None:
         if row.matcher.is_terminated:

@@ -119,6 +119,10 @@ class Matcher:
         """Write which tokens fit next into an int32 [ceil(vocab_size / 32)]."""
         self._handle.fill_next_token_bitmask(bitmask, 0, False)
 
+    def rollback(self, num_tokens: int) -> None:
+        """Go back to where the text was before its last tokens."""
+        self._handle.rollback(num_tokens)
+
     @property
     def is_terminated(self) -> bool:
         """Has a stop token ended the text?"""

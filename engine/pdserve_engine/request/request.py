@@ -59,6 +59,7 @@ class ScheduledTokens:
 
     num_tokens: int
     # Output tokens that it samples behind them: none if it does not reach the last known token.
+    # With drafts at most so many.
     num_sampled_tokens: int
 
 
@@ -106,7 +107,7 @@ class Request:
         "held_up_before_s",
         "is_grammar_ready",
         "is_kv_loaded",
-        "is_late",
+        "is_length_open",
         "is_probe",
         "kv_ready_time",
         "kv_transfer_stats",
@@ -154,8 +155,9 @@ class Request:
         # What its output follows; none if it follows none, or while that is not ready.
         self.grammar: CompiledGrammar | None = None
         self.is_grammar_ready = True
-        # Its last step brought no token, as its grammar had not got so far.
-        self.is_late = False
+        # Its next result may have fewer tokens than planned: it has drafts, or the last one had
+        # none, as its grammar had not got so far. Nothing is planned ahead of that.
+        self.is_length_open = False
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)

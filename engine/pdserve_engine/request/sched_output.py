@@ -59,6 +59,9 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str]
     # Per KV group, leading blocks that all running requests share.
     num_common_prefix_blocks: tuple[int, ...] = ()
+    # request_id -> drafts: guesses of its next tokens, which are computed behind its last known
+    # one and count among num_scheduled_tokens.
+    scheduled_spec_decode_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -72,6 +75,7 @@ class ModelRunnerOutput:
 
     A request whose chunk did not reach its last known token has no sampled token: its tuple is
     empty. So is that of a request whose grammar was late: its last token has to be computed again.
+    A request with k drafts has up to 1 + k: up to and with the first that differs from its draft.
     """
 
     request_ids: tuple[str, ...] = ()

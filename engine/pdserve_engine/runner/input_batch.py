@@ -93,6 +93,34 @@ class InputBatch:
         positions = self.num_tokens[batch_rows] - self.num_prompt_tokens[batch_rows]
         return LogitsRows(batch_rows, positions)
 
+    def next_rows_with_drafts(
+        self, batch_rows: Rows, drafts: Sequence[tuple[int, ...]]
+    ) -> LogitsRows:
+        """As `next_rows`, and for each of the drafts of each row one more, which assumes it and
+        those before it. They are put in as tokens that do not count.
+        """
+        counts = np.array([1 + len(token_ids) for token_ids in drafts])
+        rows = self.next_rows_behind(batch_rows, counts)
+        assumed: dict[int, tuple[int, ...]] = {}
+        index = 0
+        for row, token_ids in zip(batch_rows.tolist(), drafts, strict=True):
+            first = self.num_tokens[row]
+            self.token_ids[row, first : first + len(token_ids)] = token_ids
+            assumed |= {index + i: token_ids[:i] for i in range(1, 1 + len(token_ids))}
+            index += 1 + len(token_ids)
+            if token_ids:
+                self.sampling.grammars.look_ahead(row, token_ids)
+        return LogitsRows(rows.batch_rows, rows.positions, assumed)
+
+    def next_rows_behind(self, batch_rows: Rows, counts: Rows) -> LogitsRows:
+        """Return so many rows of logits for each of `batch_rows`: of the tokens behind all it has,
+        one after the other.
+        """
+        rows = self.next_rows(batch_rows.repeat(counts))
+        first = counts.cumsum() - counts
+        positions = rows.positions + np.arange(len(rows)) - first.repeat(counts)
+        return LogitsRows(rows.batch_rows, positions)
+
     def append_tokens(self, rows: LogitsRows, token_ids: Rows) -> None:
         """Add the tokens that were sampled for `rows`, which count."""
         self._append(rows, token_ids)

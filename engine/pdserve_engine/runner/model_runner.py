@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from pdserve_kernels.sampling_batch import Argmax
 # numbers (64 MiB).
 MAX_PROMPT_LOGITS_ROWS = 256
 MAX_PROMPT_LOGITS = 1 << 24
+NO_DRAFTS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class StepPlan(NamedTuple):
@@ -107,7 +109,8 @@ class ModelRunner:
         scheduled = self._without_late(scheduler_output.num_scheduled_tokens)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        return self._compute(self._plan(scheduled))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        return self._compute(self._plan(scheduled, drafts))
 
     def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
         hidden_states = self.model.forward(self._make_inputs(plan))
@@ -159,7 +162,11 @@ class ModelRunner:
     def _may_be_late(self) -> bool:
         return self._batch.sampling.grammars.num_rows > 0
 
-    def _plan(self, num_scheduled_tokens: dict[str, int]) -> StepPlan:
+    def _plan(
+        self,
+        num_scheduled_tokens: dict[str, int],
+        drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS,
+    ) -> StepPlan:
         batch = self._batch
         # Decodes, which are the requests with one token, go first; the sort is stable.
         scheduled = sorted(num_scheduled_tokens.items(), key=_is_chunk)
@@ -170,8 +177,17 @@ class ModelRunner:
         num_computed = batch.num_computed_tokens[rows]
         seq_lens = num_computed + query_lens
         num_known = batch.num_tokens[rows]
+        if drafts:
+            num_known += [len(drafts.get(request_id, ())) for request_id in request_ids]
         assert (seq_lens <= num_known).all(), "scheduled past the last known token"
         sampled = np.flatnonzero(seq_lens == num_known)
+        if drafts:
+            ids = [drafts.get(request_ids[i], ()) for i in sampled.tolist()]
+            logits_rows = batch.next_rows_with_drafts(rows[sampled], ids)
+            last = zip(ends[sampled].tolist(), map(len, ids), strict=True)
+            hidden_rows = np.concatenate([np.arange(end - 1 - k, end) for end, k in last])
+        else:
+            logits_rows, hidden_rows = batch.next_rows(rows[sampled]), ends[sampled] - 1
         first = num_computed - ends + query_lens
         return StepPlan(
             request_ids=request_ids,
@@ -181,8 +197,8 @@ class ModelRunner:
             seq_lens=seq_lens,
             token_rows=rows.repeat(query_lens),
             positions=np.arange(ends[-1]) + first.repeat(query_lens),
-            logits_rows=batch.next_rows(rows[sampled]),
-            hidden_rows=ends[sampled] - 1,
+            logits_rows=logits_rows,
+            hidden_rows=hidden_rows,
         )
 
     def _make_inputs(self, plan: StepPlan) -> ForwardInputs:

@@ -62,19 +62,12 @@ class FollowerRunner(ModelRunner):
         self.model.forward(self._make_inputs(plan))
         assert self.model.group is not None
         counts, token_ids = follow(self.model, self.model.group, len(plan.request_ids))
-        self._batch.append_tokens(self._next_rows(plan.rows, counts), token_ids)
+        self._batch.append_tokens(self._batch.next_rows_behind(plan.rows, counts), token_ids)
         pieces = np.split(token_ids, counts.cumsum()[:-1])
         return ModelRunnerOutput(
             request_ids=plan.request_ids,
             sampled_token_ids=tuple(tuple(piece.tolist()) for piece in pieces),
         )
-
-    def _next_rows(self, batch_rows: Rows, counts: Rows) -> LogitsRows:
-        """Return so many rows for each of `batch_rows`, behind the tokens it has."""
-        rows = self._batch.next_rows(batch_rows.repeat(counts))
-        first = counts.cumsum() - counts
-        positions = rows.positions + np.arange(len(rows)) - first.repeat(counts)
-        return LogitsRows(rows.batch_rows, positions)
 
 
 class StageRunner(ModelRunner):

@@ -1,6 +1,6 @@
 """Which output position of which request each row of a step's logits is for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,11 +29,17 @@ class LogitsRows:
     def __len__(self) -> int:
         return len(self.batch_rows)
 
-    def accepted(self, token_ids: Rows) -> Rows:
-        """Return the indexes of the rows whose assumptions are what was sampled, token_ids [n]."""
+    def accepted(self, token_ids: Rows, broken: Set[int] = frozenset()) -> Rows:
+        """Return the indexes of the rows whose assumptions are what was sampled, token_ids [n].
+
+        Of `broken` rows, which could not be sampled, only those that assume nothing are accepted:
+        the others are tried again when what they assume has come. None behind a broken one is.
+        """
         is_accepted = np.ones(len(self), dtype=np.bool_)
         for row, assumed in self.assumed.items():
-            is_accepted[row] = tuple(token_ids[row - len(assumed) : row].tolist()) == assumed
+            first = row - len(assumed)
+            is_whole = broken.isdisjoint(range(first, row + 1))
+            is_accepted[row] = is_whole and tuple(token_ids[first:row].tolist()) == assumed
         return np.flatnonzero(is_accepted)
 
     def select(self, indexes: Rows) -> "LogitsRows":

@@ -46,10 +46,13 @@ class SampledTokens(NamedTuple):
     num_nans: Rows
 
     def accepted(self) -> "SampledTokens":
-        """Leave out the rows that assume other tokens than were sampled."""
+        """Leave out the rows that assume other tokens than were sampled, and of those that could
+        not be sampled all that assume any.
+        """
         if not self.rows.assumed:
             return self
-        indexes = self.rows.accepted(self.token_ids)
+        broken = self.errors.keys() | set(np.flatnonzero(self.num_nans).tolist())
+        indexes = self.rows.accepted(self.token_ids, broken)
         places = {old: new for new, old in enumerate(indexes.tolist())}
         return SampledTokens(
             self.rows.select(indexes),
@@ -133,7 +136,7 @@ class SamplingState:
 
     def take_masks(self, rows: LogitsRows) -> TokenMasks | None:
         """Return what grammars allow next; None if there are none among the rows."""
-        return self.grammars.take(rows.batch_rows.tolist())
+        return self.grammars.take(rows.batch_rows.tolist(), rows.assumed)
 
     def looks_back(self, batch_rows: Rows) -> bool:
         """Must the host see the tokens before these rows, or their logits, to sample them?"""

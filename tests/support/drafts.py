@@ -1,0 +1,39 @@
+"""Proposers whose drafts a test decides on."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from pdserve_engine.request.request import Request
+
+# What comes next, as far as the test knows: so many tokens at most.
+Oracle = Callable[[Request, int], Sequence[int]]
+
+
+class MixedProposer:
+    """Drafts that are right, wrong, right at first, none, or more than there may be."""
+
+    def __init__(self, rng: random.Random, oracle: Oracle, *, vocab_size: int = 500) -> None:
+        self._rng = rng
+        self._oracle = oracle
+        self._vocab_size = vocab_size
+        self.num_drafts = 0
+
+    def propose(
+        self, candidates: Mapping[Request, int], num_rows: int
+    ) -> Mapping[Request, Sequence[int]]:
+        drafts = {}
+        for request, limit in candidates.items():
+            assert limit > 0
+            drafts[request] = self._drafts(request, limit)
+            self.num_drafts += len(drafts[request][:limit])
+        return drafts
+
+    def observe(self, num_rows: int, duration_s: float) -> None:
+        pass
+
+    def _drafts(self, request: Request, limit: int) -> list[int]:
+        num = self._rng.choice([0, limit, limit, limit + 3, self._rng.randrange(limit + 1)])
+        num_right = self._rng.choice([0, num, num, self._rng.randrange(num + 1)])
+        right = list(self._oracle(request, num_right))
+        wrong = [self._rng.randrange(self._vocab_size) for _ in range(num - len(right))]
+        return right + wrong
