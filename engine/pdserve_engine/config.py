@@ -190,6 +190,7 @@ class EngineConfig:
             "pipeline_parallel_size",
             "max_lora_rank",
             "max_loras",
+            "num_speculative_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")

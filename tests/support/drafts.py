@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode.proposer import Draft
 
 # What comes next, as far as the test knows: so many tokens at most.
 Oracle = Callable[[Request, int], Sequence[int]]
@@ -18,18 +19,13 @@ class MixedProposer:
         self._vocab_size = vocab_size
         self.num_drafts = 0
 
-    def propose(
-        self, candidates: Mapping[Request, int], num_rows: int
-    ) -> Mapping[Request, Sequence[int]]:
+    def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
         drafts = {}
         for request, limit in candidates.items():
             assert limit > 0
-            drafts[request] = self._drafts(request, limit)
-            self.num_drafts += len(drafts[request][:limit])
+            drafts[request] = Draft("suffix", self._drafts(request, limit))
+            self.num_drafts += len(drafts[request].token_ids[:limit])
         return drafts
-
-    def observe(self, num_rows: int, duration_s: float) -> None:
-        pass
 
     def _drafts(self, request: Request, limit: int) -> list[int]:
         num = self._rng.choice([0, limit, limit, limit + 3, self._rng.randrange(limit + 1)])

@@ -33,11 +33,10 @@ class Drafts:
         candidates = {request: limit for request, limit in limits.items() if limit > 0}
         if not candidates:
             return
-        num_rows = sum(each.num_tokens for each in plan.scheduled.values())
-        for request, token_ids in self._proposer.propose(candidates, num_rows).items():
-            num_drafts = min(len(token_ids), candidates[request], num_left)
-            if num_drafts > 0 and self._add(request, tuple(token_ids[:num_drafts]), plan):
-                num_left -= num_drafts
+        for request, draft in self._proposer.propose(candidates).items():
+            token_ids = tuple(draft.token_ids[: min(candidates[request], num_left)])
+            if token_ids and self._add(request, token_ids, plan):
+                num_left -= len(token_ids)
 
     def _limit(self, request: Request, plan: StepPlan) -> int:
         """Return how many drafts the request may have."""

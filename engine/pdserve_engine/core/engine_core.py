@@ -185,6 +185,8 @@ class EngineCore:
         """May another step be planned before the last one has brought its tokens?"""
         if not 0 < len(self._batch_queue) < self.executor.max_concurrent_batches:
             return False
+        if self.scheduler.has_drafts:
+            return False  # they stand behind a last token that is known
         num_tokens = self._batch_queue[-1].scheduled.total_num_scheduled_tokens
         expected_s = self._last.duration_s * max(1.0, num_tokens / self._last.num_tokens)
         # A pipeline computes nothing but that in its other stages.

@@ -99,6 +99,7 @@ class Places:
         self._kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_output_placeholders = request.num_slots = 0
+        request.is_length_open = False
         self.num_preempted += 1
         self.num_preemptions += 1
         self._in_flight.preempted_req_ids.add(request.request_id)

@@ -185,6 +185,11 @@ class Scheduler:
         )
 
     @property
+    def has_drafts(self) -> bool:
+        """May a step bring more than one token of a request?"""
+        return self._drafts is not None
+
+    @property
     def num_preemptions(self) -> int:
         return self.places.num_preemptions
 

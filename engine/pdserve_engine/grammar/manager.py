@@ -137,15 +137,18 @@ class StructuredOutputManager:
         late; None if no row is constrained.
 
         `assumed` has, by index, the first of a row's drafts that its mask is behind: such a mask is
-        late also if there is none, as they do not fit.
+        late also if there is none, as they do not fit, or if the one before it is.
         """
         constrained = [(i, self._rows[row]) for i, row in enumerate(rows) if row in self._rows]
         if not constrained:
             return None
         masks = TokenMasks(self._full(len(rows)), (), {})
-        late = []
+        late: list[int] = []
         deadline = self._clock() + MAX_WAIT_S
         for index, row in constrained:
+            if late and rows[late[-1]] == rows[index]:  # also if it has come meanwhile: no gaps
+                late.append(index)
+                continue
             try:
                 mask = self._mask(row, len(assumed.get(index, ())), deadline)
             except TimeoutError:

@@ -92,6 +92,7 @@ class Request:
     """The scheduler's mutable view of one EngineCoreRequest. Owned by the engine thread."""
 
     __slots__ = (
+        "__weakref__",
         "_all_token_ids",
         "block_hashes",
         "clock",

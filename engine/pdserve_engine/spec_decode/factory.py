@@ -2,8 +2,9 @@
 
 from pdserve_engine.config import Speculation
 from pdserve_engine.spec_decode.proposer import Proposer
+from pdserve_engine.spec_decode.suffix import SuffixProposer
 
 
 def make_proposer(speculation: Speculation) -> Proposer | None:
     """Return the proposer; None: there are no drafts."""
-    return None
+    return SuffixProposer() if speculation == "suffix" else None

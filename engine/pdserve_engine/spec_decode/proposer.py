@@ -1,9 +1,18 @@
 """Who guesses what comes next."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pdserve_engine.request.request import Request
+
+DraftSource = Literal["suffix"]
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow a request's last one, ids of the model's vocabulary."""
+
+    source: DraftSource
+    token_ids: Sequence[int]
 
 
 class Proposer(Protocol):
@@ -11,14 +20,6 @@ class Proposer(Protocol):
     one costs time, and none changes a token. So it may look at a clock. Owned by the engine thread.
     """
 
-    def propose(
-        self, candidates: Mapping[Request, int], num_rows: int
-    ) -> Mapping[Request, Sequence[int]]:
-        """Return drafts, ids of the model's vocabulary, for some of `candidates`: at most so many
-        for each, what may follow its last token. The step computes `num_rows` tokens besides.
-        """
-        ...
-
-    def observe(self, num_rows: int, duration_s: float) -> None:
-        """A step that computed so many tokens, of decodes and drafts alone, took so long."""
+    def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
+        """Return drafts for some of `candidates`, of at most so many tokens each."""
         ...

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
@@ -277,6 +278,21 @@ def test_a_late_row_is_left_out_and_nobody_waits_for_it(
     assert allowed_ids(masks.bitmask[1])
     blocked.set()
     assert manager.allowed(0) == manager.allowed(1) | {EOS}
+
+
+def test_behind_a_late_row_no_draft_of_its_request_has_a_mask(
+    compile_format: Compile, manager: Manager, clock: Clock, vocabulary: list[bytes]
+) -> None:
+    grammar, a = compile_format({"type": "regex", "pattern": "a+"}), vocabulary.index(b"a")
+    for row in range(2):
+        manager.add(row, grammar, ())
+        manager.look_ahead(row, (a, a))
+        manager.row(row).ahead.result(60)
+    manager.row(0).ready = Future()  # those behind it come between two looks
+    masks = manager.take([0, 0, 0, 1, 1, 1], {1: (a,), 2: (a, a), 4: (a,), 5: (a, a)})
+    assert masks is not None
+    assert masks.late == (0, 1, 2)
+    assert all(allowed_ids(masks.bitmask[index]) for index in (3, 4, 5))
 
 
 def test_a_row_that_stays_late_is_an_error(

@@ -1,0 +1,198 @@
+"""Steps with drafts: what counts of them, and what is left of those that do not."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from pdserve_common.block_hash import extend_block_hashes
+from pdserve_common.engine_types import FinishReason
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.request.request import Request
+from pdserve_engine.request.sched_output import SchedulerOutput
+from pdserve_engine.spec_decode.proposer import Draft
+from support.scripted_engine import BLOCK_SIZE, ON_P, Engine, ScriptedProducer, expected
+
+PROMPT = [5] * 6
+WRONG = 499
+
+
+class Scripted:
+    """Proposes what a function says of each request."""
+
+    def __init__(self, draft: Callable[[Request, int], list[int]]) -> None:
+        self._draft = draft
+
+    def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
+        return {r: Draft("suffix", self._draft(r, limit)) for r, limit in candidates.items()}
+
+
+def right(request: Request, limit: int) -> list[int]:
+    return expected(list(request.all_token_ids), limit)
+
+
+def wrong_at(index: int) -> Callable[[Request, int], list[int]]:
+    def draft(request: Request, limit: int) -> list[int]:
+        tokens = right(request, limit)
+        tokens[index : index + 1] = [WRONG]
+        return tokens[:limit]
+
+    return draft
+
+
+def make_engine(draft: Callable[[Request, int], list[int]] = right, **options: object) -> Engine:
+    return Engine(proposer=Scripted(draft), **options)  # type: ignore[arg-type]
+
+
+def num_drafts(step: SchedulerOutput) -> dict[str, int]:
+    return {name: len(ids) for name, ids in step.scheduled_spec_decode_tokens.items()}
+
+
+def steps_with_drafts(engine: Engine) -> list[SchedulerOutput]:
+    return [step for step in engine.rank.steps if step.scheduled_spec_decode_tokens]
+
+
+def test_right_drafts_bring_a_block_of_tokens_a_step() -> None:
+    engine = make_engine()
+    engine.add("a", PROMPT, max_tokens=9)
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 9)
+    computed = [step.num_scheduled_tokens["a"] for step in engine.rank.steps[:3]]
+    # Drafts are fewer than a block has tokens.
+    assert computed == [6, BLOCK_SIZE, BLOCK_SIZE]
+    assert len(engine.rank.steps) == 4, "and one that tells of its end"
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_tokens_count_up_to_the_first_that_differs_from_its_draft(index: int) -> None:
+    engine = make_engine(wrong_at(index))
+    engine.add("a", PROMPT, max_tokens=20)
+    engine.step()
+    engine.step()
+    assert len(engine.tokens("a")) == 1 + index + 1
+    (request,) = engine.scheduler.running
+    assert request.num_computed_tokens == request.num_finished_tokens == request.num_tokens - 1
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 20)
+    engine.assert_idle()
+
+
+def test_a_request_has_no_more_drafts_than_tokens_left() -> None:
+    engine = make_engine()
+    engine.add("a", PROMPT, max_tokens=3)
+    engine.run()
+    assert [num_drafts(step) for step in steps_with_drafts(engine)] == [{"a": 1}]
+    assert engine.tokens("a") == expected(PROMPT, 3)
+
+
+def test_a_stop_in_mid_run_drops_what_follows() -> None:
+    stop = expected(PROMPT, 3)[-1]
+    engine = make_engine()
+    params = SamplingParams(max_tokens=20, stop_token_ids=(stop,))
+    engine.add("a", PROMPT, sampling_params=params)
+    engine.run()
+    answer = expected(PROMPT, 20)
+    assert engine.tokens("a") == answer[: answer.index(stop) + 1]
+    assert engine.finish_reason("a") is FinishReason.STOP
+    assert engine.outputs["a"][-1].finished
+    engine.assert_idle()
+
+
+def test_kv_of_refused_drafts_is_never_found_by_others() -> None:
+    engine = make_engine(wrong_at(0))
+    engine.add("a", [5] * (2 * BLOCK_SIZE - 1), max_tokens=14)
+    known: list[bytes] = []
+    text = [5] * (2 * BLOCK_SIZE - 1)
+    text += expected(text, 14)
+    while engine.core.has_work():
+        engine.step()
+        for request in engine.scheduler.running:
+            extend_block_hashes(known, request.core_request, text, BLOCK_SIZE)
+    hashes = {block.block_hash for block in engine.pool.blocks if block.block_hash is not None}
+    assert hashes
+    assert hashes <= set(known)
+    assert len(hashes) == (len(text) - 1) // BLOCK_SIZE
+
+
+def test_drafts_give_way_before_anything_else_does() -> None:
+    # A chunk of another's prompt takes what the budget has.
+    engine = make_engine(max_num_batched_tokens=6)
+    engine.add("a", PROMPT, max_tokens=12)
+    engine.step()
+    engine.add("b", [6] * 12, max_tokens=2)
+    step = engine.step()
+    assert step is not None
+    assert step.num_scheduled_tokens == {"a": 1, "b": 5}
+    # In a pool without a spare block they take none.
+    engine = make_engine(num_blocks=5, max_num_seqs=2)
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 7, max_tokens=8)
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.tokens(name) == expected([ord(name)] * 7, 8)
+    with_drafts = max(map(len, map(num_drafts, engine.rank.steps)))
+    assert with_drafts, "while there was room"
+    engine.assert_idle()
+
+
+def test_there_are_no_more_rows_of_logits_than_places_in_the_batch() -> None:
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=64)
+    for name in "abcd":
+        engine.add(name, [ord(name)] * 3, max_tokens=12)
+    engine.run()
+    max_rows = engine.scheduler.config.max_batch_size
+    assert steps_with_drafts(engine)
+    for step in steps_with_drafts(engine):
+        assert sum(step.num_scheduled_tokens.values()) <= max_rows
+
+
+def test_a_request_at_its_prefill_worker_has_none() -> None:
+    engine = make_engine(producer=ScriptedProducer())
+    engine.add("a", PROMPT, max_tokens=9, kv_transfer_params=ON_P)
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 1)
+    assert not steps_with_drafts(engine)
+
+
+def test_with_async_scheduling_nothing_is_planned_ahead_of_drafts() -> None:
+    engine = make_engine(async_scheduling=True)
+    engine.add("a", PROMPT, max_tokens=12)
+    while engine.core.has_work():
+        engine.pretend_last_step(0.0)
+        engine.step()
+        assert len(engine.scheduler.in_flight) <= 1
+    assert engine.tokens("a") == expected(PROMPT, 12)
+    assert steps_with_drafts(engine)
+    engine.core.close()
+    engine.assert_idle()
+
+
+def test_a_step_that_failed_leaves_no_trace_of_its_drafts() -> None:
+    engine = make_engine()
+    for name in ("a", "b"):
+        engine.add(name, [ord(name)] * 6, max_tokens=12)
+    faults = [RuntimeError("a passing fault")]
+
+    def fail_once(step: SchedulerOutput) -> None:
+        if step.scheduled_spec_decode_tokens and faults:
+            raise faults.pop()
+
+    engine.rank.on_step = fail_once
+    while faults:
+        engine.step()
+    for request in engine.scheduler.requests.values():
+        assert not request.is_length_open
+        assert request.num_computed_tokens == request.num_output_placeholders == 0
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.tokens(name) == expected([ord(name)] * 6, 12)
+    engine.assert_idle()
+
+
+def test_an_abort_while_drafts_are_computed_gives_all_blocks_back() -> None:
+    engine = make_engine()
+    engine.add("a", PROMPT, max_tokens=12)
+    engine.core._take_aborts = lambda: ["a"] if steps_with_drafts(engine) else []
+    engine.run()
+    assert engine.finish_reason("a") is FinishReason.ABORT
+    engine.assert_idle()
