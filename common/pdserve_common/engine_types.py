@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal, get_args
 
 from pdserve_common.lora_types import LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
@@ -180,6 +181,8 @@ class EngineCoreRequest:
     # A request of the same front end with the same prompt, whose KV blocks this one shares once
     # they are there (n > 1). If it is gone, this one is computed like any other.
     fork_of: str | None = None
+    # What the answer may be like; changes no token.
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +266,20 @@ class PrefillStats:
     decode_queue_s: float = 0.0
 
 
+# Who guesses tokens: what a grammar allows nothing else than, a client, a text's own repetitions.
+DraftSource = Literal["grammar", "prediction", "suffix"]
+DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStats:
+    """What has become of drafts of one source."""
+
+    source: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferStats:
     """What pulling a request's KV cost, measured on D (seconds).
@@ -326,6 +343,8 @@ class EngineCoreOutput:
     # Index of new_token_ids[0] among all output tokens of the request (rule K7).
     first_token_index: int = 0
     error: EngineError | None = None
+    # Of each step since the last output in which the request had a draft.
+    draft_stats: tuple[DraftStats, ...] = ()
 
     @property
     def finished(self) -> bool:

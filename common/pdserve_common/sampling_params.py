@@ -81,6 +81,8 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | None = None
     # The tokens of bad_words, each in the forms it may take; filled in by the router.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    # Tokens that are guessed at a time, at most; None: as many as the worker likes.
+    max_draft_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.DELTA
 
     @property

@@ -35,6 +35,8 @@ MIN_REPETITION_PENALTY = 1 / 64
 MAX_REPETITION_PENALTY = 100.0
 MAX_N = 64
 MAX_LOGPROBS = 20
+# Workers have their own limit, which is lower.
+MAX_DRAFT_TOKENS = 1024
 # All logprobs of a prompt are in one message of at most 16 MiB: an entry has a token id, a float
 # and a short text, 20 bytes on average and 64 at the very most.
 MAX_PROMPT_LOGPROB_ENTRIES = 2**18
@@ -92,12 +94,26 @@ def validate_sampling_params(
         value = getattr(params, name)
         if value is not None and not 0 <= value <= MAX_LOGPROBS:
             raise InvalidRequestError(f"{name} is {value}, must be 0 to {MAX_LOGPROBS}", field=name)
+    draft = params.max_draft_tokens
+    if draft is not None and not 0 <= draft <= MAX_DRAFT_TOKENS:
+        raise InvalidRequestError(
+            f"max_draft_tokens is {draft}, must be 0 to {MAX_DRAFT_TOKENS}",
+            field="max_draft_tokens",
+        )
     _validate_lengths(params)
     _validate_stops(params, vocab_size)
     _validate_token_choice(params, vocab_size)
     _validate_logits_processors(params.logits_processors, capabilities.logits_processors)
     if params.repetition_detection is not None:
         _validate_repetition_detection(params.repetition_detection)
+
+
+def validate_prediction(
+    token_ids: Sequence[int], *, max_model_len: int, vocab_size: int, field: str
+) -> None:
+    """Raise InvalidRequestError for one that is longer than any answer, or of unknown tokens."""
+    _check_count(field, len(token_ids), "tokens", max_model_len)
+    validate_token_ids(field, token_ids, vocab_size)
 
 
 def _validate_branches(params: SamplingParams) -> None:
@@ -319,6 +335,12 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         request.sampling_params,
         vocab_size=info.vocab_size,
         capabilities=capabilities,
+    )
+    validate_prediction(
+        request.prediction_token_ids,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        field="prediction_token_ids",
     )
     reasoning_of(request)
     _validate_one_sequence(request.sampling_params)

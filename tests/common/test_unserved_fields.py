@@ -49,6 +49,7 @@ SERVED = {
     "resume_output_token_ids",
     "deadline",
     "fork_of",
+    "prediction_token_ids",
 }
 REFUSED = {
     "pooling_params": types.PoolingParams(task="embed"),

@@ -122,6 +122,8 @@ def test_every_served_parameter_passes_at_the_edge_of_its_range() -> None:
         ({"stop_token_ids": (100,)}, "stop_token_ids has 100, token ids are 0 to 99"),
         ({"stop_token_ids": (1,) * 257}, "stop_token_ids has 257 ids"),
         ({"logprobs": 21}, "logprobs is 21, must be 0 to 20"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens is -1, must be 0 to 1024"),
+        ({"max_draft_tokens": 1025}, "max_draft_tokens is 1025, must be 0 to 1024"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1, must be 0 to 20"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, must be at least -2 and at most 2"),
         ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from pdserve_common.block_hash import extend_block_hashes
-from pdserve_common.engine_types import FinishReason
+from pdserve_common.engine_types import DraftStats, FinishReason
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.request import Request
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -196,3 +196,41 @@ def test_an_abort_while_drafts_are_computed_gives_all_blocks_back() -> None:
     engine.run()
     assert engine.finish_reason("a") is FinishReason.ABORT
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2, 1000])
+def test_a_request_says_how_many_it_wants_at_most(asked: int) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=12, max_draft_tokens=asked)
+    engine.add("a", PROMPT, sampling_params=params)
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 12)
+    most = max((num_drafts(step).get("a", 0) for step in engine.rank.steps), default=0)
+    assert most == min(asked, BLOCK_SIZE - 1)
+
+
+def test_outputs_tell_what_has_come_of_drafts() -> None:
+    engine = make_engine(wrong_at(2))
+    engine.add("a", PROMPT, max_tokens=8)
+    engine.run()
+    stats = [each for output in engine.outputs["a"] for each in output.draft_stats]
+    assert stats[0] == DraftStats(source="suffix", num_draft_tokens=3, num_accepted_tokens=2)
+    num_accepted = sum(each.num_accepted_tokens for each in stats)
+    assert num_accepted == 8 - len(engine.outputs["a"])
+    drafts = [sum(num_drafts(step).values()) for step in steps_with_drafts(engine)]
+    assert [each.num_draft_tokens for each in stats] == drafts
+
+
+def test_a_draft_that_is_the_end_counts_as_accepted() -> None:
+    engine = make_engine()
+    engine.add(
+        "a",
+        PROMPT,
+        sampling_params=SamplingParams(
+            max_tokens=20, stop_token_ids=(expected(PROMPT, 2)[-1],), min_tokens=0
+        ),
+    )
+    engine.run()
+    (stats,) = engine.outputs["a"][-1].draft_stats
+    assert len(engine.tokens("a")) == 2
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 1)

@@ -367,27 +367,6 @@ def test_a_long_pattern_is_not_checked_inline() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "prediction", [None, {"type": "content", "content": "x"}, {"type": "content", "content": []}]
-)
-async def test_a_prediction_has_no_effect(http, stack, prediction) -> None:
-    await post(http, CHAT, {"prediction": prediction})
-    assert constraint_of(stack) is None
-
-
-@pytest.mark.parametrize(
-    ("prediction", "field"),
-    [
-        (5, "prediction"),
-        ({}, "prediction.type"),
-        ({"type": "tokens", "content": "x"}, "prediction.type"),
-        ({"type": "content"}, "prediction.content"),
-    ],
-)
-async def test_a_wrong_prediction_is_refused(http, stack, prediction, field) -> None:
-    assert (await refusal_of(http, CHAT, {"prediction": prediction}))[0] == field
-
-
 class Child(pydantic.BaseModel):
     """As OpenAI's client describes it: titles, $defs, no other properties."""
 

@@ -163,6 +163,7 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
         kv_transfer_stats=first.kv_transfer_stats or second.kv_transfer_stats,
         num_nans_in_logits=first.num_nans_in_logits + second.num_nans_in_logits,
         kv_lost=first.kv_lost or second.kv_lost,
+        draft_stats=first.draft_stats + second.draft_stats,
     )
 
 

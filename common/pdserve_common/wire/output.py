@@ -8,6 +8,7 @@ from typing import Any
 
 from pdserve.v1 import engine_core_pb2 as core_pb2
 from pdserve_common.engine_types import (
+    DraftStats,
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
@@ -87,6 +88,7 @@ def engine_core_output_to_proto(output: EngineCoreOutput) -> core_pb2.EngineCore
     if output.pooling_output is not None:
         message.pooling_output.extend(output.pooling_output)
     message.routed_experts.extend(output.routed_experts)
+    message.draft_stats.extend(map(to_proto, output.draft_stats))
     return message
 
 
@@ -127,6 +129,8 @@ def engine_core_output_from_proto(message: core_pb2.EngineCoreOutput) -> EngineC
         values["pooling_output"] = tuple(message.pooling_output)
     if message.routed_experts:
         values["routed_experts"] = tuple(message.routed_experts)
+    if message.draft_stats:
+        values["draft_stats"] = tuple(from_proto(DraftStats, each) for each in message.draft_stats)
     return EngineCoreOutput(
         request_id=message.request_id,
         new_token_ids=tuple(message.new_token_ids),

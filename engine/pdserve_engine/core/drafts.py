@@ -4,7 +4,7 @@ from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request
-from pdserve_engine.spec_decode.proposer import Proposer
+from pdserve_engine.spec_decode.proposer import Draft, Proposer
 
 
 class Drafts:
@@ -34,8 +34,8 @@ class Drafts:
         if not candidates:
             return
         for request, draft in self._proposer.propose(candidates).items():
-            token_ids = tuple(draft.token_ids[: min(candidates[request], num_left)])
-            if token_ids and self._add(request, token_ids, plan):
+            token_ids = draft.token_ids[: min(candidates[request], num_left)]
+            if token_ids and self._add(request, draft._replace(token_ids=token_ids), plan):
                 num_left -= len(token_ids)
 
     def _limit(self, request: Request, plan: StepPlan) -> int:
@@ -46,17 +46,19 @@ class Drafts:
         # A processor is foreign code, which is shown no token that does not count.
         if not is_decode or is_open or request.sampling_params.logits_processors:
             return 0
+        asked = request.sampling_params.max_draft_tokens
+        most = self._max_drafts if asked is None else min(asked, self._max_drafts)
         # A step brings one token more than there are drafts.
-        return min(self._max_drafts, request.output_limit - request.num_output_tokens - 1)
+        return min(most, request.output_limit - request.num_output_tokens - 1)
 
-    def _add(self, request: Request, token_ids: tuple[int, ...], plan: StepPlan) -> bool:
-        target = request.num_tokens + len(token_ids)
+    def _add(self, request: Request, draft: Draft, plan: StepPlan) -> bool:
+        target = request.num_tokens + len(draft.token_ids)
         new_block_ids = None
         if target > request.num_slots:
             new_block_ids = self._allocate(request, target, plan)
             if new_block_ids is None:
                 return False
-        plan.add_drafts(request, token_ids, new_block_ids)
+        plan.add_draft(request, draft, new_block_ids)
         return True
 
     def _allocate(

@@ -4,7 +4,7 @@ now; and the end of a request.
 
 from collections.abc import Sequence
 
-from pdserve_common.engine_types import EngineError, LogprobsLists
+from pdserve_common.engine_types import DraftStats, EngineError, LogprobsLists
 from pdserve_common.errors import RequestFailedError
 from pdserve_engine.core.admission import Admission
 from pdserve_engine.core.places import Places
@@ -43,6 +43,16 @@ class Results:
         num_new = request.num_tokens - num_before
         if scheduled.num_sampled_tokens:
             self._settle_length(request, scheduled, num_new)
+        if scheduled.draft_source is not None:
+            # Of tokens that count the last is no draft, unless an end came before it.
+            num_accepted = max(0, min(num_new, len(token_ids) - 1))
+            request.draft_stats.append(
+                DraftStats(
+                    source=scheduled.draft_source,
+                    num_draft_tokens=scheduled.num_sampled_tokens - 1,
+                    num_accepted_tokens=num_accepted,
+                )
+            )
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)
         else:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pdserve_engine.request.request import Request, ScheduledTokens
 from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from pdserve_engine.spec_decode.proposer import Draft
 
 # What almost all have in almost all steps.
 DECODE = ScheduledTokens(num_tokens=1, num_sampled_tokens=1)
@@ -58,17 +59,17 @@ class StepPlan:
             self.num_partial_prefills -= not scheduled.num_sampled_tokens
             self.cached_reqs.pop(request, None)
 
-    def add_drafts(
-        self, request: Request, token_ids: tuple[int, ...], new_block_ids: NewBlockIds
-    ) -> None:
-        """The request, which is in the plan and samples a token, computes drafts behind its last
+    def add_draft(self, request: Request, draft: Draft, new_block_ids: NewBlockIds) -> None:
+        """The request, which is in the plan and samples a token, computes a draft behind its last
         token, in blocks of which some may be new.
         """
-        scheduled, num_drafts = self.scheduled[request], len(token_ids)
+        scheduled, num_drafts = self.scheduled[request], len(draft.token_ids)
         self.scheduled[request] = ScheduledTokens(
-            scheduled.num_tokens + num_drafts, scheduled.num_sampled_tokens + num_drafts
+            scheduled.num_tokens + num_drafts,
+            scheduled.num_sampled_tokens + num_drafts,
+            draft.source,
         )
-        self.drafts[request] = token_ids
+        self.drafts[request] = tuple(draft.token_ids)
         self.token_budget -= num_drafts
         request.is_length_open = True
         earlier = self.cached_reqs[request]

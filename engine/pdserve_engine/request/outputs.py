@@ -45,6 +45,7 @@ class Outputs:
             trace_headers=request.core_request.trace_headers if request.status.is_finished else {},
             num_nans_in_logits=num_nans,
             kv_lost=kv_lost,
+            draft_stats=request.take_draft_stats(),
             kv_transfer_params=request.kv_transfer_params if request.is_handed_off else None,
             prefill_stats=_prefill_stats(request, first) if new_token_ids else None,
             kv_transfer_stats=request.take_kv_transfer_stats() if new_token_ids else None,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from pdserve_common.engine_types import (
+    DraftSource,
+    DraftStats,
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreRequest,
@@ -61,6 +63,8 @@ class ScheduledTokens:
     # Output tokens that it samples behind them: none if it does not reach the last known token.
     # With drafts at most so many.
     num_sampled_tokens: int
+    # Of its drafts, if it has any: one less than the sampled tokens.
+    draft_source: DraftSource | None = None
 
 
 class HeldResult(NamedTuple):
@@ -100,6 +104,7 @@ class Request:
         "decode_queue_s",
         "do_remote_decode",
         "do_remote_prefill",
+        "draft_stats",
         "error",
         "events",
         "first_scheduled_time",
@@ -196,6 +201,8 @@ class Request:
         self.num_emitted_prompt_logprobs = self.num_prompt_tokens if self.do_remote_prefill else 0
         self.block_hashes: list[bytes] = []
         self.events: list[EngineCoreEvent] = []
+        # Of drafts since the last output.
+        self.draft_stats: list[DraftStats] = []
         self.clock = clock
         self.queued_time = clock() if queued_time is None else queued_time
         self.first_scheduled_time: float | None = None
@@ -325,6 +332,11 @@ class Request:
         events = tuple(self.events)
         self.events.clear()
         return events
+
+    def take_draft_stats(self) -> tuple[DraftStats, ...]:
+        stats = tuple(self.draft_stats)
+        self.draft_stats.clear()
+        return stats
 
     def take_kv_transfer_stats(self) -> KVTransferStats | None:
         """Return what the pull cost, once, with the way to D's first own token filled in."""

@@ -1,11 +1,10 @@
 """Who guesses what comes next."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from pdserve_common.engine_types import DraftSource
 from pdserve_engine.request.request import Request
-
-DraftSource = Literal["suffix"]
 
 
 class Draft(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from weakref import WeakKeyDictionary
 
+from pdserve_common.engine_types import DraftSource
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.proposer import Draft
 
@@ -24,7 +25,7 @@ NOWHERE = -1
 
 
 class SuffixProposer:
-    """Looks for drafts in prompt and answer of each request."""
+    """Looks for drafts in prompt, prediction and answer of each request."""
 
     def __init__(self) -> None:
         # They go with their requests.
@@ -32,15 +33,31 @@ class SuffixProposer:
 
     def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
         """Return what came behind the longest suffix that was there before, if one was."""
-        found = {request: self._text(request).continuation(n) for request, n in candidates.items()}
-        return {request: Draft("suffix", tokens) for request, tokens in found.items() if tokens}
+        drafts = {}
+        for request, num_tokens in candidates.items():
+            text = self._text(request)
+            if token_ids := text.continuation(num_tokens):
+                drafts[request] = Draft(_source(request, text), token_ids)
+        return drafts
 
     def _text(self, request: Request) -> "SuffixText":
+        prediction = request.core_request.prediction_token_ids
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = SuffixText()
-        text.extend(request.all_token_ids[len(text) :])
+            text.extend(request.all_token_ids[: request.num_prompt_tokens])
+            text.extend(prediction)
+            if prediction:
+                text.expect(request.num_prompt_tokens)
+        text.extend(request.all_token_ids[len(text) - len(prediction) :])
         return text
+
+
+def _source(request: Request, text: "SuffixText") -> DraftSource:
+    """Is what `text` repeats in the request's prediction?"""
+    first = request.num_prompt_tokens
+    end = first + len(request.core_request.prediction_token_ids)
+    return "prediction" if first <= text.next_place < end else "suffix"
 
 
 class SuffixText:
@@ -58,6 +75,15 @@ class SuffixText:
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def next_place(self) -> int:
+        """The place that the text is expected to repeat next, or has stopped to repeat."""
+        return self._next
+
+    def expect(self, place: int) -> None:
+        """The text's next tokens are likely to be those from about `place` on."""
+        self._next, self._is_matching = place, False
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add tokens to the end."""

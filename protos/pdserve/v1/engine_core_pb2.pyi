@@ -136,7 +136,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logits_processors", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "repetition_detection", "output_kind", "bad_words_token_ids")
+    __slots__ = ("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logits_processors", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "repetition_detection", "output_kind", "bad_words_token_ids", "max_draft_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class SamplingParams(_message.Message):
     REPETITION_DETECTION_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_KIND_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     n: int
     best_of: int
     presence_penalty: float
@@ -208,7 +209,8 @@ class SamplingParams(_message.Message):
     repetition_detection: RepetitionDetectionParams
     output_kind: RequestOutputKind
     bad_words_token_ids: _containers.RepeatedCompositeFieldContainer[TokenSequence]
-    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., detokenize: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., logits_processors: _Optional[_Iterable[str]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., structured_outputs: _Optional[_Union[StructuredOutputsParams, _Mapping]] = ..., repetition_detection: _Optional[_Union[RepetitionDetectionParams, _Mapping]] = ..., output_kind: _Optional[_Union[RequestOutputKind, str]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ...) -> None: ...
+    max_draft_tokens: int
+    def __init__(self, n: _Optional[int] = ..., best_of: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., use_beam_search: bool = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop_str_in_output: bool = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., detokenize: bool = ..., skip_special_tokens: bool = ..., spaces_between_special_tokens: bool = ..., logits_processors: _Optional[_Iterable[str]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., structured_outputs: _Optional[_Union[StructuredOutputsParams, _Mapping]] = ..., repetition_detection: _Optional[_Union[RepetitionDetectionParams, _Mapping]] = ..., output_kind: _Optional[_Union[RequestOutputKind, str]] = ..., bad_words_token_ids: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("task", "dimensions", "normalize")
@@ -307,7 +309,7 @@ class KvTransferParams(_message.Message):
     def __init__(self, do_remote_decode: bool = ..., do_remote_prefill: bool = ..., remote_engine_id: _Optional[str] = ..., remote_host: _Optional[str] = ..., remote_port: _Optional[int] = ..., prefix_source: _Optional[_Union[KvPrefixSource, _Mapping]] = ...) -> None: ...
 
 class EngineCoreRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of")
+    __slots__ = ("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "eos_token_id", "age_ns", "lora_request", "cache_salt", "data_parallel_rank", "prompt_embeds", "prompt_is_token_ids", "client_index", "current_wave", "priority", "trace_headers", "resumable", "external_req_id", "reasoning_ended", "reasoning_parser_kwargs", "kv_transfer_params", "attempt", "resume_output_token_ids", "timeout_ns", "fork_of", "prediction_token_ids")
     class ReasoningParserKwarg(_message.Message):
         __slots__ = ("name", "value")
         NAME_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +349,7 @@ class EngineCoreRequest(_message.Message):
     RESUME_OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     mm_features: _containers.RepeatedCompositeFieldContainer[MultiModalFeatureSpec]
@@ -372,7 +375,8 @@ class EngineCoreRequest(_message.Message):
     resume_output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     timeout_ns: int
     fork_of: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., fork_of: _Optional[str] = ...) -> None: ...
+    prediction_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., mm_features: _Optional[_Iterable[_Union[MultiModalFeatureSpec, _Mapping]]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[PoolingParams, _Mapping]] = ..., eos_token_id: _Optional[int] = ..., age_ns: _Optional[int] = ..., lora_request: _Optional[_Union[LoraRequest, _Mapping]] = ..., cache_salt: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ..., prompt_embeds: _Optional[_Union[TensorRef, _Mapping]] = ..., prompt_is_token_ids: _Optional[_Iterable[bool]] = ..., client_index: _Optional[int] = ..., current_wave: _Optional[int] = ..., priority: _Optional[int] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., resumable: bool = ..., external_req_id: _Optional[str] = ..., reasoning_ended: bool = ..., reasoning_parser_kwargs: _Optional[_Iterable[_Union[EngineCoreRequest.ReasoningParserKwarg, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., attempt: _Optional[int] = ..., resume_output_token_ids: _Optional[_Iterable[int]] = ..., timeout_ns: _Optional[int] = ..., fork_of: _Optional[str] = ..., prediction_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogprobsLists(_message.Message):
     __slots__ = ("positions",)
@@ -433,6 +437,16 @@ class PrefillStats(_message.Message):
     decode_queue_ns: int
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_queue_ns: _Optional[int] = ...) -> None: ...
 
+class DraftStats(_message.Message):
+    __slots__ = ("source", "num_draft_tokens", "num_accepted_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, source: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+
 class KvTransferStats(_message.Message):
     __slots__ = ("num_bytes", "num_blocks", "transport", "num_reads", "transfer_ns", "exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -466,7 +480,7 @@ class KvLost(_message.Message):
     def __init__(self, num_confirmed_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineCoreOutput(_message.Message):
-    __slots__ = ("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs", "pooling_output", "finish_reason", "stop_token_id", "stop_string", "events", "kv_transfer_params", "trace_headers", "prefill_stats", "kv_transfer_stats", "routed_experts", "num_nans_in_logits", "attempt", "first_token_index", "error", "kv_lost")
+    __slots__ = ("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs", "pooling_output", "finish_reason", "stop_token_id", "stop_string", "events", "kv_transfer_params", "trace_headers", "prefill_stats", "kv_transfer_stats", "routed_experts", "num_nans_in_logits", "attempt", "first_token_index", "error", "kv_lost", "draft_stats")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -493,6 +507,7 @@ class EngineCoreOutput(_message.Message):
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     KV_LOST_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STATS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     new_logprobs: LogprobsLists
@@ -512,7 +527,8 @@ class EngineCoreOutput(_message.Message):
     first_token_index: int
     error: EngineError
     kv_lost: KvLost
-    def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ...) -> None: ...
+    draft_stats: _containers.RepeatedCompositeFieldContainer[DraftStats]
+    def __init__(self, request_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., new_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., new_prompt_logprobs: _Optional[_Union[LogprobsLists, _Mapping]] = ..., pooling_output: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EngineCoreEvent, _Mapping]]] = ..., kv_transfer_params: _Optional[_Union[KvTransferParams, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., prefill_stats: _Optional[_Union[PrefillStats, _Mapping]] = ..., kv_transfer_stats: _Optional[_Union[KvTransferStats, _Mapping]] = ..., routed_experts: _Optional[_Iterable[int]] = ..., num_nans_in_logits: _Optional[int] = ..., attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., error: _Optional[_Union[EngineError, _Mapping]] = ..., kv_lost: _Optional[_Union[KvLost, _Mapping]] = ..., draft_stats: _Optional[_Iterable[_Union[DraftStats, _Mapping]]] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("num_running_reqs", "num_waiting_reqs", "num_waiting_tokens", "num_total_blocks", "num_free_blocks", "num_cached_blocks", "num_open_kv_sessions", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "step_num_tokens", "step_duration_ns", "num_common_prefix_blocks", "num_slots", "num_waiting_for_decode_reqs", "num_waiting_for_fsm_reqs", "num_late_masks", "num_loras", "num_lora_loads", "num_lora_evictions", "num_lora_steps")

@@ -90,7 +90,7 @@ class ResumedCompletion(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ..., origin: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "chat", "tokens", "sampling_params", "priority", "cache_salt", "lora_name", "resume")
+    __slots__ = ("request_id", "model", "text", "chat", "tokens", "sampling_params", "priority", "cache_salt", "lora_name", "resume", "prediction")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -111,7 +112,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     lora_name: str
     resume: _containers.RepeatedCompositeFieldContainer[ResumedCompletion]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_engine_core_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedCompletion, _Mapping]]] = ...) -> None: ...
+    prediction: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_engine_core_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., lora_name: _Optional[str] = ..., resume: _Optional[_Iterable[_Union[ResumedCompletion, _Mapping]]] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")
@@ -154,16 +156,24 @@ class CompletionOutput(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., cumulative_logprob: _Optional[float] = ..., logprobs: _Optional[_Union[_engine_core_pb2.LogprobsLists, _Mapping]] = ..., finish_reason: _Optional[_Union[_engine_core_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., error: _Optional[_Union[_engine_core_pb2.EngineError, _Mapping]] = ..., origin: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_reasoning_tokens")
+    __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_reasoning_tokens", "num_draft_tokens", "num_accepted_tokens", "num_prediction_draft_tokens", "num_accepted_prediction_tokens")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDICTION_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_reasoning_tokens: int
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_reasoning_tokens: _Optional[int] = ...) -> None: ...
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_prediction_draft_tokens: int
+    num_accepted_prediction_tokens: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_reasoning_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_prediction_draft_tokens: _Optional[int] = ..., num_accepted_prediction_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMetrics(_message.Message):
     __slots__ = ("router_queue_ns", "tokenize_ns", "dispatch_ns", "prefill_queue_ns", "prefill_ns", "return_ns", "ttft_ns", "kv_transfer_exposed_ns", "release_ack_ns", "decode_admit_ns", "first_decode_step_ns", "decode_return_ns", "first_itl_ns", "kv_transfer_ns", "kv_transfer_bytes", "kv_transport", "mean_itl_ns", "e2e_ns", "path", "prefill_engine_id", "decode_engine_id", "determinism", "num_redrives", "decode_queue_ns")

@@ -322,6 +322,7 @@ def _generation_request(request: pb2.GenerateRequest, call: GrpcCall) -> Generat
         tenant=call.tenant,
         session=call.session,
         resume=tuple(map(_resumed_completion, request.resume)),
+        prediction=request.prediction,
     )
 
 

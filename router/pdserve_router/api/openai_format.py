@@ -376,7 +376,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.num_accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.num_prediction_draft_tokens
+            - usage.num_accepted_prediction_tokens,
+        },
     }
 
 

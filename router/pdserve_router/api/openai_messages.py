@@ -148,10 +148,11 @@ def _content(message: ChatMessageBody, field: str) -> tuple[Content, ...]:
         return ()
     if not isinstance(content, list):
         raise InvalidRequestError(f"{field} must be a string or a list of parts", field=field)
-    return tuple(Content(_part_text(part, field)) for part in content)
+    return tuple(Content(part_text(part, field)) for part in content)
 
 
-def _part_text(part: object, field: str) -> str:
+def part_text(part: object, field: str) -> str:
+    """Return the text of a part. Raises InvalidRequestError, which names the field, for others."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or kind != "text":
         raise InvalidRequestError(

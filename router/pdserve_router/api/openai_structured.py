@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pdserve_common.errors import InvalidRequestError
 from pdserve_common.sampling_params import StructuredOutputsParams
 from pdserve_common.structured.json_text import field_name
+from pdserve_router.api.openai_messages import part_text
 from pdserve_router.api.openai_model import CONFIG, TEXT_SCHEMA, Items
+from pdserve_router.requests.request_limits import MAX_CONTENT_PARTS, check_num_entries
 
 _OBJECT = {"type": "object"}
 JsonSchema = Annotated[Any, WithJsonSchema({"anyOf": [_OBJECT, TEXT_SCHEMA]})]
@@ -98,6 +100,15 @@ class PredictionBody(BaseModel):
     """content."""
     content: str | Items[dict[str, Any]]
     """A text, or a list of parts of text."""
+
+    @property
+    def text(self) -> str:
+        """Return the text of all parts. Raises InvalidRequestError for other parts."""
+        field = "prediction.content"
+        if isinstance(self.content, str):
+            return self.content
+        check_num_entries(field, self.content, MAX_CONTENT_PARTS)
+        return "".join(part_text(part, field) for part in self.content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,8 @@ class GenerationBody(BaseModel):
     """Ends an answer that has begun to loop."""
     min_tokens: Int | None = None
     """No end before."""
+    max_draft_tokens: Int | None = None
+    """Tokens that are guessed at a time, at most, which changes none; 0: none."""
     ignore_eos: bool | None = None
     """The model's end token is a token like others."""
     stop_token_ids: Items[int] | None = None
@@ -280,6 +282,7 @@ _SAMPLING_FIELDS = (
     "use_beam_search",
     "length_penalty",
     "min_tokens",
+    "max_draft_tokens",
     "ignore_eos",
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -382,7 +385,7 @@ class ChatCompletionBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     """false: only the first call of an answer is told."""
     prediction: PredictionBody | None = None
-    """Without effect: a hint for speed."""
+    """What the answer may be like: a hint for speed, which changes no token."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -404,6 +407,7 @@ class ChatCompletionBody(GenerationBody):
             "messages": chat_messages(self.messages),
             "tools": self.tool_use(),
             "template_variables": variables,
+            "prediction": self.prediction.text if self.prediction is not None else "",
         }
         return [prompt]
 

@@ -20,6 +20,7 @@ from pdserve_common.validation import (
     MAX_PROMPT_LOGPROB_ENTRIES,
     MAX_TRACE_HEADER_CHARS,
     validate_choice,
+    validate_prediction,
     validate_priority,
     validate_prompt,
     validate_prompt_logprobs,
@@ -103,6 +104,8 @@ class GenerationRequest:
     max_logprob_entries: int = MAX_PROMPT_LOGPROB_ENTRIES
     # What a broken stream of the same request had brought.
     resume: Sequence[ResumedCompletion] = ()
+    # A text that the answer may be like; "": none.
+    prediction: str = ""
 
 
 def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
@@ -284,6 +287,7 @@ class InputProcessor:
             priority=request.priority,
             deadline=self._deadline(request.deadline, arrival_time),
             trace_headers=request.trace_headers,
+            prediction_token_ids=await self._prediction(request.prediction, limits),
         )
         return ProcessedInput(
             core_request=engine_request,
@@ -299,6 +303,21 @@ class InputProcessor:
             else (),
             session=owned(request.tenant, request.session) if request.session else "",
         )
+
+    async def _prediction(self, text: str, limits: ModelLimits) -> tuple[int, ...]:
+        """Return the tokens of what a client thinks that the answer is like."""
+        if not text:
+            return ()
+        token_ids = await self._tokenizer.encode(
+            text, add_special_tokens=False, max_tokens=limits.max_model_len, field="prediction"
+        )
+        validate_prediction(
+            token_ids,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            field="prediction",
+        )
+        return tuple(token_ids)
 
     def _parsing(
         self, request: GenerationRequest, token_ids: Sequence[int]

@@ -55,6 +55,11 @@ class Usage:
     num_output_tokens: int
     # Of those, what was thought before.
     num_reasoning_tokens: int = 0
+    # Guesses of tokens, and how many became some; the same of those from the prediction.
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_prediction_draft_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
 
     @classmethod
     def total(cls, usages: Iterable["Usage"]) -> "Usage":

@@ -170,11 +170,10 @@ class ParentRequest(LiveRequest):
         failed = (ending for ending in endings if ending.error is not None)
         return replace(
             next(failed, endings[0]),
-            usage=Usage(
+            usage=replace(
+                Usage.total(ending.usage for ending in endings),
                 num_prompt_tokens=endings[0].usage.num_prompt_tokens,
                 num_cached_tokens=endings[0].usage.num_cached_tokens,
-                num_output_tokens=sum(ending.usage.num_output_tokens for ending in endings),
-                num_reasoning_tokens=sum(ending.usage.num_reasoning_tokens for ending in endings),
             ),
             metrics=self.measure(),
         )

@@ -91,6 +91,8 @@ class SingleCompletion(LiveRequest):
         # Tokens that `recovery` knows of.
         self._num_noted = len(self.state.token_ids)
         self._prefill_stats: PrefillStats | None = None
+        # By whether they are from the prediction: tokens, and those that count.
+        self._num_drafts = {True: [0, 0], False: [0, 0]}
         self._transfer_stats: KVTransferStats | None = None
 
     @property
@@ -230,6 +232,10 @@ class SingleCompletion(LiveRequest):
         """Keep what the stages of the first and the second token took, of the attempts that brought
         them. The prompt's are those of the worker that computed it.
         """
+        for drafts in output.draft_stats:
+            counts = self._num_drafts[drafts.source == "prediction"]
+            counts[0] += drafts.num_draft_tokens
+            counts[1] += drafts.num_accepted_tokens
         num_before = self._attempt.num_tokens_before
         if num_before == 0 and worker is (self.route.prefill or self.route.decode):
             self._prefill_stats = output.prefill_stats or self._prefill_stats
@@ -331,6 +337,10 @@ class SingleCompletion(LiveRequest):
             num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
             num_output_tokens=len(self.state.token_ids),
             num_reasoning_tokens=self.state.num_reasoning_tokens,
+            num_draft_tokens=sum(count for count, _ in self._num_drafts.values()),
+            num_accepted_tokens=sum(count for _, count in self._num_drafts.values()),
+            num_prediction_draft_tokens=self._num_drafts[True][0],
+            num_accepted_prediction_tokens=self._num_drafts[True][1],
         )
 
     def measure(

@@ -76,14 +76,22 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int,
+        field: str = "prompt",
     ) -> Sequence[int]:
         """Return the tokens of a text prompt, with the model's special tokens around it. Raises
-        InvalidRequestError for text that is known to have more than `max_tokens` before all of it
-        is tokenized.
+        InvalidRequestError, which names the `field`, for text that is known to have more than
+        `max_tokens` before all of it is tokenized.
         """
         encode = functools.partial(
-            self._encode, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            self._encode,
+            add_special_tokens=add_special_tokens,
+            max_tokens=max_tokens,
+            field=field,
         )
         if len(text) <= INLINE_CHARS:
             return encode(text)
@@ -157,13 +165,20 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(list(words), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def _encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        self._check_length(text, max_tokens)
+    def _encode(
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+    ) -> list[int]:
+        self._check_length(text, max_tokens, field)
         # Of a batch, since only that releases the GIL.
         encodings = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encodings[0].ids
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, text: str, max_tokens: int, field: str = "prompt") -> None:
         """Tokens take 200 bytes each and a microsecond: text that has far too many is refused by
         its length, or else by its beginning.
         """
@@ -173,9 +188,9 @@ class Tokenizer:
             num_bytes = len(text) if not limit // 4 < len(text) <= limit else _num_bytes(text)
             if num_bytes > limit:
                 raise InvalidRequestError(
-                    f"prompt has {num_bytes} bytes of text or more, at most {limit}: "
+                    f"{field} has {num_bytes} bytes of text or more, at most {limit}: "
                     f"{max_tokens} tokens (max_model_len) have at most {self.max_token_bytes} each",
-                    field="prompt",
+                    field=field,
                 )
         for chars_per_token in CHARS_PER_TOKEN:
             head = text[: max_tokens * chars_per_token]
@@ -185,9 +200,9 @@ class Tokenizer:
             # What follows may change tokens at the end of the head, but not half of them.
             if len(encoding) > 2 * max_tokens:
                 raise InvalidRequestError(
-                    f"prompt has more than {max_tokens} tokens (max_model_len): the first "
+                    f"{field} has more than {max_tokens} tokens (max_model_len): the first "
                     f"{len(head)} of its {len(text)} characters have {len(encoding)}",
-                    field="prompt",
+                    field=field,
                 )
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ def make_legs(
     )
     to_prefill = dataclasses.replace(prefill.kv_transfer_params, do_remote_prefill=True)
     return (
-        dataclasses.replace(request, kv_transfer_params=to_decode),
+        # P guesses no tokens.
+        dataclasses.replace(request, kv_transfer_params=to_decode, prediction_token_ids=()),
         dataclasses.replace(request, kv_transfer_params=to_prefill),
     )
 

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +15,12 @@ from pdserve_engine.spec_decode.suffix import MAX_GAP, SuffixProposer, SuffixTex
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def make_request(prompt: list[int]) -> Request:
+def make_request(prompt: list[int], prediction: Sequence[int] = ()) -> Request:
     core_request = EngineCoreRequest(
-        request_id="r", prompt_token_ids=tuple(prompt), sampling_params=SamplingParams()
+        request_id="r",
+        prompt_token_ids=tuple(prompt),
+        prediction_token_ids=tuple(prediction),
+        sampling_params=SamplingParams(),
     )
     return Request(core_request, max_model_len=1000, seed=0)
 
@@ -118,3 +122,18 @@ def test_each_request_has_its_text_which_goes_with_it() -> None:
     del requests, drafts
     gc.collect()
     assert not proposer._texts
+
+
+def test_an_answer_that_begins_as_predicted_goes_on_as_predicted() -> None:
+    prediction = list(range(50, 70))
+    request = make_request([1, 2, 3], prediction)
+    proposer = SuffixProposer()
+    assert not proposer.propose({request: 3})
+    request.append_output_token_ids([50])
+    draft = proposer.propose({request: 3})[request]
+    assert (draft.source, list(draft.token_ids)) == ("prediction", [51, 52, 53])
+    request.append_output_token_ids([51, 99, 53])
+    assert list(proposer.propose({request: 2})[request].token_ids) == [54, 55]
+    request.append_output_token_ids([1, 2])
+    draft = proposer.propose({request: 1})[request]
+    assert (draft.source, list(draft.token_ids)) == ("suffix", [3])
