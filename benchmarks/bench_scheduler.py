@@ -48,7 +48,7 @@ def _run(
         start = time.perf_counter()
         scheduled = scheduler.schedule()
         planned = time.perf_counter()
-        scheduler.update_from_output(_decode(scheduler, scheduled))
+        scheduler.update_from_output(_decode(scheduler, scheduled), 0.0)
         updated = time.perf_counter()
         scheduler.take_outputs()
         while len(scheduler.requests) < num_running:

@@ -3,11 +3,35 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft
 
 # What comes next, as far as the test knows: so many tokens at most.
 Oracle = Callable[[Request, int], Sequence[int]]
+
+
+class _AllOfThem(DraftLengths):
+    """Has drafts computed, whatever has come of others."""
+
+    def __init__(self) -> None:
+        super().__init__(StepCosts(), random.Random(0))
+
+    def choose(
+        self, drafts: Mapping[Request, Draft], num_requests: int, num_rows: int, most: int
+    ) -> dict[Request, int]:
+        lengths = {}
+        for request, draft in drafts.items():
+            lengths[request] = min(len(draft.token_ids), most)
+            most -= lengths[request]
+        return {request: length for request, length in lengths.items() if length}
+
+
+def compute_all_drafts(scheduler: Scheduler) -> None:
+    """Compute as many drafts as there is room for, also those that are hardly worth it."""
+    assert scheduler._drafts is not None
+    scheduler._drafts._lengths = _AllOfThem()
 
 
 class MixedProposer:

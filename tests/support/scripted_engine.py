@@ -44,6 +44,7 @@ from pdserve_engine.kv_transfer.ports import (
 from pdserve_engine.request.request import Place, Request, RequestStatus
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.spec_decode.proposer import Proposer
+from support.drafts import compute_all_drafts
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -179,6 +180,8 @@ class Engine:
             wakeup=self._on_wakeup,
             clock=clock,
         )
+        if proposer is not None:
+            compute_all_drafts(self.scheduler)
         self.num_wakeups = 0
         self.producer, self.consumer = producer, consumer
         for port in (producer, consumer):

@@ -1,14 +1,19 @@
 """Drafts in a plan: they take what all others have left."""
 
+import random
+from collections.abc import Mapping
+
+from pdserve_common.engine_types import DraftStats
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
-from pdserve_engine.request.request import Request
+from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft, Proposer
 
 
 class Drafts:
-    """Adds a proposer's drafts to a plan that is complete otherwise.
+    """Adds a proposer's drafts to a plan that is complete otherwise, as many as are worth it.
 
     A request has fewer drafts than a block has tokens: with them it takes a block more in a step,
     as it may without. All rows of logits are no more than the batch has places, which is what the
@@ -20,23 +25,46 @@ class Drafts:
         self._proposer = proposer
         self._max_rows = config.max_batch_size
         self._max_drafts = min(config.num_speculative_tokens, kv.block_size - 1)
+        self._costs = StepCosts()
+        self._lengths = DraftLengths(self._costs, random.Random(0))
 
     def add(self, plan: StepPlan) -> None:
         """Have running requests compute drafts behind their last tokens, where there is room."""
         if plan.has_preempted or plan.needs_drain:
             return
         num_sampled = sum(each.num_sampled_tokens for each in plan.scheduled.values())
-        num_left = min(plan.token_budget, self._max_rows - num_sampled)
-        if num_left <= 0:
-            return
+        most = min(plan.token_budget, self._max_rows - num_sampled)
         limits = {request: self._limit(request, plan) for request in plan.cached_reqs}
         candidates = {request: limit for request, limit in limits.items() if limit > 0}
-        if not candidates:
+        if most <= 0 or not candidates:
             return
-        for request, draft in self._proposer.propose(candidates).items():
-            token_ids = draft.token_ids[: min(candidates[request], num_left)]
-            if token_ids and self._add(request, draft._replace(token_ids=token_ids), plan):
-                num_left -= len(token_ids)
+        drafts = self._propose(candidates)
+        if not drafts:
+            return
+        num_rows = sum(each.num_tokens for each in plan.scheduled.values())
+        lengths = self._lengths.choose(drafts, num_sampled, num_rows, most)
+        for request, length in lengths.items():
+            draft = drafts[request]
+            self._add(request, draft._replace(token_ids=draft.token_ids[:length]), plan)
+
+    def observe_draft(self, request: Request, stats: DraftStats) -> None:
+        """A draft was checked."""
+        self._lengths.observe(
+            request, stats.source, stats.num_draft_tokens, stats.num_accepted_tokens
+        )
+
+    def observe_step(self, step: Mapping[Request, ScheduledTokens], duration_s: float) -> None:
+        """A step took so long."""
+        if step and all(each.num_tokens == each.num_sampled_tokens for each in step.values()):
+            num_rows = sum(each.num_tokens for each in step.values())
+            self._costs.observe(len(step), num_rows, duration_s)
+
+    def _propose(self, candidates: Mapping[Request, int]) -> dict[Request, Draft]:
+        return {
+            request: draft._replace(token_ids=draft.token_ids[: candidates[request]])
+            for request, draft in self._proposer.propose(candidates).items()
+            if draft.token_ids
+        }
 
     def _limit(self, request: Request, plan: StepPlan) -> int:
         """Return how many drafts the request may have."""
@@ -51,15 +79,14 @@ class Drafts:
         # A step brings one token more than there are drafts.
         return min(most, request.output_limit - request.num_output_tokens - 1)
 
-    def _add(self, request: Request, draft: Draft, plan: StepPlan) -> bool:
+    def _add(self, request: Request, draft: Draft, plan: StepPlan) -> None:
         target = request.num_tokens + len(draft.token_ids)
         new_block_ids = None
         if target > request.num_slots:
             new_block_ids = self._allocate(request, target, plan)
             if new_block_ids is None:
-                return False
+                return
         plan.add_draft(request, draft, new_block_ids)
-        return True
 
     def _allocate(
         self, request: Request, target: int, plan: StepPlan

@@ -208,7 +208,7 @@ class EngineCore:
             self._isolate(scheduled, error)
             return _Taken(has_progressed=True)
         self.abort_requests(self._take_aborts())
-        self.scheduler.update_from_output(output)
+        self.scheduler.update_from_output(output, duration_s)
         # A preemption frees blocks for others, even if this step had to end with it.
         taken = _Taken(
             has_progressed=bool(scheduled.num_scheduled_tokens or scheduled.preempted_req_ids),

@@ -2,7 +2,7 @@
 now; and the end of a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve_common.engine_types import DraftStats, EngineError, LogprobsLists
 from pdserve_common.errors import RequestFailedError
@@ -19,12 +19,20 @@ class Results:
     """Applies results to requests, and tells their clients."""
 
     def __init__(
-        self, kv: KVCacheManager, places: Places, admission: Admission, outputs: Outputs
+        self,
+        kv: KVCacheManager,
+        places: Places,
+        admission: Admission,
+        outputs: Outputs,
+        *,
+        on_draft: Callable[[Request, DraftStats], None],
     ) -> None:
+        """`on_draft` is told of each draft that was checked."""
         self._kv = kv
         self._places = places
         self._admission = admission
         self._outputs = outputs
+        self._on_draft = on_draft
 
     def apply_step(
         self,
@@ -44,15 +52,14 @@ class Results:
         if scheduled.num_sampled_tokens:
             self._settle_length(request, scheduled, num_new)
         if scheduled.draft_source is not None:
-            # Of tokens that count the last is no draft, unless an end came before it.
-            num_accepted = max(0, min(num_new, len(token_ids) - 1))
-            request.draft_stats.append(
-                DraftStats(
-                    source=scheduled.draft_source,
-                    num_draft_tokens=scheduled.num_sampled_tokens - 1,
-                    num_accepted_tokens=num_accepted,
-                )
+            stats = DraftStats(
+                source=scheduled.draft_source,
+                num_draft_tokens=scheduled.num_sampled_tokens - 1,
+                # Of tokens that count the last is no draft, unless an end came before it.
+                num_accepted_tokens=max(0, min(num_new, len(token_ids) - 1)),
             )
+            request.draft_stats.append(stats)
+            self._on_draft(request, stats)
         if result.num_nans_in_logits.get(request.request_id):
             self._kv.forget_blocks(request)
         else:

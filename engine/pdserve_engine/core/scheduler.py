@@ -14,7 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from pdserve_common.capabilities import adapter_not_held
-from pdserve_common.engine_types import EngineCoreEventType, EngineError, SchedulerStats
+from pdserve_common.engine_types import (
+    DraftStats,
+    EngineCoreEventType,
+    EngineError,
+    SchedulerStats,
+)
 from pdserve_common.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -110,7 +115,9 @@ class Scheduler:
         self._planner = Planner(
             config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
         )
-        self._results = Results(self.kv, self.places, self._admission, self._outputs)
+        self._results = Results(
+            self.kv, self.places, self._admission, self._outputs, on_draft=self._on_draft
+        )
         self._kv_events = KVEvents(
             self.kv, self.places, self._results, self.in_flight, self._outputs
         )
@@ -254,14 +261,16 @@ class Scheduler:
         if not is_all and places.num_preempted:
             places.remote_decodes.ask_preempted()
 
-    def update_from_output(self, result: ModelRunnerOutput) -> None:
-        """Apply what the oldest step in flight computed."""
+    def update_from_output(self, result: ModelRunnerOutput, duration_s: float) -> None:
+        """Apply what the oldest step in flight computed, which took so long."""
         # P may have acknowledged the release while the model ran: then nothing has to be held back.
         self._kv_events.apply()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
-        computed = self.in_flight.pop()
-        self.adapters.num_steps += any(request.adapter for request in computed)
-        for request, scheduled in computed.items():
+        step = self.in_flight.pop()
+        self.adapters.num_steps += any(request.adapter for request in step)
+        if self._drafts is not None:
+            self._drafts.observe_step(step, duration_s)
+        for request, scheduled in step.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue
             token_ids = sampled.get(request.request_id, ())
@@ -332,6 +341,10 @@ class Scheduler:
             step_num_tokens=step_num_tokens,
             step_duration_s=step_duration_s,
         )
+
+    def _on_draft(self, request: Request, stats: DraftStats) -> None:
+        assert self._drafts is not None, "it has made the draft"
+        self._drafts.observe_draft(request, stats)
 
     # ---- a new request
 

@@ -71,7 +71,7 @@ def measure_largest_step(
             # Without an EngineCore, which would serve on after a step that fails.
             while scheduler.has_requests():
                 output = runner.execute_model(scheduler.schedule()).get_output()
-                scheduler.update_from_output(output)
+                scheduler.update_from_output(output, 0.0)
 
         growth = peak_growth(device, run)
         return growth + _graph_bytes(runner, device)

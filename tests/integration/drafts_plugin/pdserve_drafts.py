@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pdserve_engine.clients import loading
 from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths
 from pdserve_engine.spec_decode.proposer import Draft
 
 KINDS = ("right", "wrong", "mixed", "empty", "hostile")
@@ -23,7 +24,24 @@ EOS = 2
 
 def install() -> None:
     """Have engines with speculation propose what the file says."""
+    DraftLengths.choose = take_all  # type: ignore[method-assign]
     loading.make_proposer = lambda speculation: None if speculation == "none" else FileProposer()
+
+
+def take_all(
+    self: DraftLengths,
+    drafts: Mapping[Request, Draft],
+    num_requests: int,
+    num_rows: int,
+    most: int,
+) -> dict[Request, int]:
+    """Have all drafts computed, also those that are hardly worth it."""
+    lengths = {}
+    for request, draft in drafts.items():
+        if length := min(len(draft.token_ids), most):
+            lengths[request] = length
+            most -= length
+    return lengths
 
 
 class FileProposer:

@@ -1,0 +1,244 @@
+"""What drafts from a request's own text are worth: two engines in turns, with drafts and without.
+
+    python benchmarks/bench_speculation.py [--only copy json random] [--rounds N]
+
+One process, all cores, no service around it. Tokens a second of rows that decode, until the first
+of them ends, in turns of some steps.
+
+- copy: a Python source of the prompt is written again, with 15% of its names changed.
+- json: a list of records of JSON is written, of which the prompt says nothing.
+- random: what the model draws at temperature 1, which with random weights repeats nothing.
+
+The tokens of copy and json are those of a text, in both arms: what the model chooses, and pays for,
+is replaced.
+"""
+
+import argparse
+import itertools
+import random
+import re
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+import torch
+from json_records import records
+from machine import describe
+from make_model import DEFAULT_MODEL, make_model
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig, Speculation
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.grammar.manager import TokenMasks
+from pdserve_engine.sampling.logits_rows import LogitsRows
+from pdserve_engine.sampling.state import SampledTokens
+
+ARMS: tuple[Speculation, ...] = ("none", "suffix")
+BATCHES: Mapping[str, Sequence[int]] = {"copy": (1, 4, 8), "json": (1,), "random": (1, 8, 32)}
+SOURCES = ("textwrap", "argparse", "random", "calendar", "shlex", "csv", "heapq", "bisect")
+MAX_MODEL_LEN = 2048
+SOURCE_TOKENS = 384
+MAX_TOKENS = 384
+SHORT_PROMPT = 16
+CHANGED_NAMES = 0.15
+NEW_WORDS = ("alpha", "value", "item", "count", "node", "inner", "total", "handle")
+TURN_STEPS = 16
+# Of an arm, where it never ends.
+MAX_STEPS = 128
+# The first token of a prompt says which row's it is.
+FIRST_MARK = 2
+
+
+class Task(NamedTuple):
+    """A prompt, and what is written behind it, if that is not the model's choice."""
+
+    prompt: list[int]
+    text: list[int]
+
+
+class Rate(NamedTuple):
+    num_tokens: int
+    num_steps: int
+    seconds: float
+
+    def __add__(self, other: "Rate") -> "Rate":  # type: ignore[override]
+        return Rate(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def main() -> None:
+    args = _parse_args()
+    print(f"{describe('torch')}\n")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a worker
+    make_model(args.model)
+    tokenizer = tokenizers.Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    arms = [Arm(speculation, args.model) for speculation in ARMS]
+    print("| text | rows | tokens/s, without | with | ratio | of rounds | tokens a row and step |")
+    print("|---|---|---|---|---|---|---|")
+    for kind in args.only:
+        for batch in args.batch or BATCHES[kind]:
+            bench(arms, kind, batch, tokenizer, args.rounds)
+    for arm in arms:
+        arm.loaded.close()
+
+
+class Arm:
+    """An engine with drafts, or without."""
+
+    def __init__(self, speculation: Speculation, model: Path) -> None:
+        config = EngineConfig(
+            model=str(model),
+            kv_connector="none",
+            kv_cache_memory_mib=1536,
+            max_model_len=MAX_MODEL_LEN,
+            speculation=speculation,
+        )
+        metrics = KVTransferMetrics(CollectorRegistry())
+        self.loaded: LoadedEngine = load_engine(
+            config, role="decode", engine_id=speculation, metrics=metrics
+        )
+        self._texts: Sequence[Sequence[int]] = ()
+        self._dictate()
+        self._names = map(str, itertools.count())
+        self.is_over = False
+
+    def start(self, tasks: Sequence[Task], seed: int) -> None:
+        """Have all rows decode."""
+        self.is_over = False
+        self._texts = [task.text for task in tasks]
+        for task in tasks:
+            params = SamplingParams(
+                temperature=0.0 if task.text else 1.0,
+                seed=seed,
+                max_tokens=min(MAX_TOKENS, len(task.text) or MAX_TOKENS),
+                ignore_eos=True,
+            )
+            self.loaded.core.add_request(
+                EngineCoreRequest(
+                    request_id=next(self._names),
+                    prompt_token_ids=tuple(task.prompt),
+                    sampling_params=params,
+                )
+            )
+        num_rows = 0
+        while num_rows < len(tasks):
+            _, num_rows = self._step()
+
+    def turn(self) -> Rate:
+        """Compute some steps, or until the first row ends."""
+        num_tokens, num_steps, started = 0, 0, time.perf_counter()
+        while num_steps < TURN_STEPS and not self.is_over:
+            num_tokens += self._step()[0]
+            num_steps += 1
+        return Rate(num_tokens, num_steps, time.perf_counter() - started)
+
+    def end(self) -> None:
+        core = self.loaded.core
+        core.abort_requests(list(core.scheduler.requests))
+        while core.has_work():
+            core.step()
+
+    def _step(self) -> tuple[int, int]:
+        """Return how many tokens came, and of how many rows."""
+        result = self.loaded.core.step()
+        outputs = list(itertools.chain.from_iterable(result.outputs.values()))
+        for output in outputs:
+            assert output.error is None, output.error
+            self.is_over |= output.finished
+        return sum(len(output.new_token_ids) for output in outputs), len(outputs)
+
+    def _dictate(self) -> None:
+        executor = self.loaded.core.executor
+        assert isinstance(executor, UniprocExecutor)
+        runner = executor.rank._runner
+        choose = runner._choose
+
+        def write(
+            hidden_states: torch.Tensor, rows: LogitsRows, masks: TokenMasks | None
+        ) -> SampledTokens:
+            chosen = choose(hidden_states, rows, masks)
+            if not any(self._texts):
+                return chosen
+            marks = runner._batch.token_ids[rows.batch_rows, 0] - FIRST_MARK
+            pairs = zip(marks.tolist(), rows.positions.tolist(), strict=True)
+            token_ids = [self._texts[mark][position] for mark, position in pairs]
+            return chosen._replace(token_ids=np.array(token_ids, dtype=np.int64))
+
+        runner._choose = write  # type: ignore[method-assign]
+
+
+def bench(
+    arms: Sequence[Arm], kind: str, batch: int, tokenizer: tokenizers.Tokenizer, num_rounds: int
+) -> None:
+    rounds = []
+    for number in range(num_rounds):
+        tasks = [make_task(kind, index, number, tokenizer) for index in range(batch)]
+        for arm in arms:
+            arm.start(tasks, seed=number)
+        rates = [Rate(0, 0, 0.0) for _ in arms]
+        while not any(arm.is_over for arm in arms) and rates[0].num_steps < MAX_STEPS:
+            rates = [rate + arm.turn() for rate, arm in zip(rates, arms, strict=True)]
+        for arm in arms:
+            arm.end()
+        rounds.append(rates)
+    without, with_drafts = (sum(column[1:], column[0]) for column in zip(*rounds, strict=True))
+    ratios = [_per_s(b) / _per_s(a) for a, b in rounds]
+    print(
+        f"| {kind} | {batch} | {_per_s(without):.1f} | {_per_s(with_drafts):.1f} "
+        f"| {_per_s(with_drafts) / _per_s(without):.2f} | {min(ratios):.2f} to {max(ratios):.2f}, "
+        f"median {statistics.median(ratios):.2f} "
+        f"| {with_drafts.num_tokens / with_drafts.num_steps / batch:.2f} |",
+        flush=True,
+    )
+
+
+def make_task(kind: str, index: int, number: int, tokenizer: tokenizers.Tokenizer) -> Task:
+    rng = random.Random(100 * number + index)
+    mark = FIRST_MARK + index
+    if kind == "copy":
+        name = SOURCES[(index + number) % len(SOURCES)]
+        path = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
+        source = tokenizer.encode(path.read_text()).ids[:SOURCE_TOKENS]
+        text = tokenizer.encode(renamed(tokenizer.decode(source), rng)).ids
+        return Task([mark, *source], text[:MAX_TOKENS])
+    prompt = [mark, *(rng.randrange(100, 20_000) for _ in range(SHORT_PROMPT))]
+    if kind == "json":
+        return Task(prompt, tokenizer.encode(records(rng.randrange(1000))).ids[:MAX_TOKENS])
+    return Task(prompt, [])
+
+
+def renamed(source: str, rng: random.Random) -> str:
+    """Return the source with other names for some that it has."""
+    names = sorted(set(re.findall(r"\b[a-z_]{4,}\b", source)))
+    changed = rng.sample(names, k=round(CHANGED_NAMES * len(names)))
+    new = {name: f"{rng.choice(NEW_WORDS)}_{name[:3]}" for name in changed}
+    return re.sub(r"\b[a-z_]{4,}\b", lambda match: new.get(match[0], match[0]), source)
+
+
+def _per_s(rate: Rate) -> float:
+    return rate.num_tokens / rate.seconds
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--batch", nargs="+", type=int, help="instead of the usual numbers of rows")
+    parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="(%(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""How many tokens of each draft are worth computing."""
+
+import random
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode.proposer import Draft
+
+# Of a mean, by each new value. A value counts as at most so many times the mean.
+COST_SHARE, MAX_OUTLIER = 0.125, 1.5
+ACCEPTANCE_SHARE = 0.1
+FIRST_ACCEPTANCE = 0.6
+# Of steps in which there are drafts one tries another number than is thought best.
+PROBE_SHARE = 1 / 64
+
+
+class StepCosts:
+    """What steps cost that compute some rows of some requests, all of them decodes or drafts."""
+
+    def __init__(self) -> None:
+        # By requests, then by rows.
+        self._means: dict[int, dict[int, float]] = {}
+
+    def observe(self, num_requests: int, num_rows: int, duration_s: float) -> None:
+        """Such a step took so long."""
+        means = self._means.setdefault(num_requests, {})
+        mean = means.get(num_rows, duration_s)
+        means[num_rows] = mean + COST_SHARE * (min(duration_s, MAX_OUTLIER * mean) - mean)
+
+    def expect(self, num_requests: int, num_rows: int) -> float:
+        """Return what a step is likely to cost, in a unit that is one and the same for all steps of
+        so many requests.
+        """
+        means = self._means.get(num_requests)
+        if not means:
+            return _typical_cost(num_rows)
+        if num_rows in means:
+            return means[num_rows]
+        nearest = min(means, key=lambda known: abs(known - num_rows))
+        return means[nearest] * _typical_cost(num_rows) / _typical_cost(nearest)
+
+
+class DraftLengths:
+    """Chooses what is expected to bring most tokens a second: from how often the tokens of a
+    request's drafts were accepted, each behind those before it, and from what steps cost.
+    """
+
+    def __init__(self, costs: StepCosts, rng: random.Random) -> None:
+        self._costs = costs
+        self._rng = rng
+        # They go with their requests.
+        self._acceptance: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        # Of all requests, by source.
+        self._usual: dict[str, float] = {}
+
+    def observe(self, request: Request, source: str, num_drafts: int, num_accepted: int) -> None:
+        """Of a draft the first `num_accepted` tokens were accepted, and the next, if any, was
+        not.
+        """
+        found = self._expect(request, source)
+        usual = self._usual.get(source, FIRST_ACCEPTANCE)
+        for is_accepted in (True,) * num_accepted + (False,) * (num_accepted < num_drafts):
+            found += ACCEPTANCE_SHARE * (is_accepted - found)
+            usual += ACCEPTANCE_SHARE * (is_accepted - usual)
+        self._acceptance[request], self._usual[source] = found, usual
+
+    def choose(
+        self, drafts: Mapping[Request, Draft], num_requests: int, num_rows: int, most: int
+    ) -> dict[Request, int]:
+        """Return how many tokens of each draft to compute, `most` in all, beside `num_rows` rows of
+        `num_requests` requests that bring a token each. What is not in there: none.
+        """
+        gains = sorted(self._gains(drafts), key=lambda gain: gain[0], reverse=True)[:most]
+        best, best_rate, num_tokens = 0, 0.0, float(num_requests)
+        for count in range(len(gains) + 1):
+            num_tokens += gains[count - 1][0] if count else 0.0
+            rate = num_tokens / self._costs.expect(num_requests, num_rows + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        if self._rng.random() < PROBE_SHARE:
+            best = self._rng.randrange(min(len(gains), max(best, num_requests)) + 1)
+        lengths: dict[Request, int] = {}
+        for _, request in gains[:best]:
+            lengths[request] = lengths.get(request, 0) + 1
+        return lengths
+
+    def _gains(self, drafts: Mapping[Request, Draft]) -> list[tuple[float, Request]]:
+        """Return of each draft token how likely it is that it will count."""
+        gains = []
+        for request, draft in drafts.items():
+            acceptance = gain = self._expect(request, draft.source)
+            for _ in draft.token_ids:
+                gains.append((gain, request))
+                gain *= acceptance
+        return gains
+
+    def _expect(self, request: Request, source: str) -> float:
+        usual = self._usual.get(source, FIRST_ACCEPTANCE)
+        return self._acceptance.get(request, usual)
+
+
+def _typical_cost(num_rows: int) -> float:
+    """Return what rows cost by one row, before it is measured: a decode waits for memory, and has
+    time for some more rows.
+    """
+    return 1.0 + 0.04 * min(num_rows - 1, 5) + 0.12 * max(0, num_rows - 6)

@@ -1,0 +1,125 @@
+"""How many tokens of each draft are computed."""
+
+import random
+
+import pytest
+
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.request.request import Request
+from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
+from pdserve_engine.spec_decode.proposer import Draft
+
+NUM_DRAFTS = 5
+DRAFT = Draft("suffix", range(NUM_DRAFTS))
+
+
+class NoProbes(random.Random):
+    def random(self) -> float:
+        return 1.0
+
+
+class OnlyProbes(random.Random):
+    def random(self) -> float:
+        return 0.0
+
+
+def make_request(request_id: str = "r") -> Request:
+    core_request = EngineCoreRequest(
+        request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams()
+    )
+    return Request(core_request, max_model_len=100, seed=0)
+
+
+def make_costs(costs: dict[int, float], num_requests: int = 1) -> StepCosts:
+    found = StepCosts()
+    for num_rows, seconds in costs.items():
+        found.observe(num_requests, num_rows, seconds)
+    return found
+
+
+def choose(lengths: DraftLengths, *requests: Request, most: int = 100) -> list[int]:
+    chosen = lengths.choose(dict.fromkeys(requests, DRAFT), len(requests), len(requests), most)
+    return [chosen.get(request, 0) for request in requests]
+
+
+def teach(lengths: DraftLengths, request: Request, num_accepted: int, times: int = 40) -> None:
+    for _ in range(times):
+        lengths.observe(request, "suffix", NUM_DRAFTS, num_accepted)
+
+
+def test_all_are_computed_where_rows_are_free_and_none_where_they_cost_what_steps_do() -> None:
+    request = make_request()
+    free = DraftLengths(make_costs(dict.fromkeys(range(1, 7), 1.0)), NoProbes())
+    assert choose(free, request) == [NUM_DRAFTS]
+    dear = DraftLengths(make_costs({rows: float(rows) for rows in range(1, 7)}), NoProbes())
+    assert choose(dear, request) == [0]
+
+
+def test_a_request_whose_drafts_fail_has_none_and_one_whose_drafts_are_right_has_many() -> None:
+    failing, right = make_request("failing"), make_request("right")
+    lengths = DraftLengths(StepCosts(), NoProbes())
+    teach(lengths, failing, 0)
+    teach(lengths, right, NUM_DRAFTS)
+    assert choose(lengths, failing, right) == [0, NUM_DRAFTS]
+
+
+def test_a_new_request_is_expected_to_be_like_the_others() -> None:
+    lengths = DraftLengths(StepCosts(), NoProbes())
+    assert choose(lengths, make_request()) != [0]
+    teach(lengths, make_request(), 0)
+    assert choose(lengths, make_request()) == [0]
+    teach(lengths, make_request(), NUM_DRAFTS)
+    assert choose(lengths, make_request()) == [NUM_DRAFTS]
+
+
+def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
+    good, better = make_request("good"), make_request("better")
+    lengths = DraftLengths(make_costs(dict.fromkeys(range(1, 13), 1.0), 2), NoProbes())
+    teach(lengths, good, 1)
+    teach(lengths, better, NUM_DRAFTS)
+    assert choose(lengths, good, better, most=4) == [0, 4]
+
+
+def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
+    request = make_request()
+    lengths = DraftLengths(StepCosts(), random.Random(0))
+    teach(lengths, request, 0)
+    counts = []
+    for _ in range(5000):
+        (count,) = choose(lengths, request)
+        counts.append(count)
+        if count:
+            lengths.observe(request, "suffix", count, count)
+    first = next(index for index, count in enumerate(counts) if count)
+    assert 0 < first < 1000
+    assert counts[first] == 1, "a probe is cheap"
+    assert counts[-1] == NUM_DRAFTS
+
+
+def test_a_probe_may_also_be_a_step_without_drafts() -> None:
+    request = make_request()
+    lengths = DraftLengths(StepCosts(), OnlyProbes())
+    found = {choose(lengths, request)[0] for _ in range(100)}
+    assert 0 in found
+    assert found <= set(range(NUM_DRAFTS + 1))
+
+
+def test_what_is_not_measured_is_told_from_what_is() -> None:
+    costs = StepCosts()
+    typical = [costs.expect(1, rows) for rows in range(1, 20)]
+    assert typical == sorted(typical)
+    costs.observe(1, 4, 0.02)
+    assert costs.expect(1, 4) == 0.02
+    assert costs.expect(1, 6) / costs.expect(1, 4) == pytest.approx(typical[5] / typical[3])
+    assert costs.expect(2, 4) == typical[3], "of other numbers of requests it says nothing"
+
+
+def test_one_slow_step_says_little() -> None:
+    costs = StepCosts()
+    for duration_s in [0.02] * 20 + [5.0]:
+        costs.observe(1, 1, duration_s)
+    assert costs.expect(1, 1) < 0.0225
+    for _ in range(100):
+        costs.observe(1, 1, 0.1)
+    assert costs.expect(1, 1) == pytest.approx(0.1, rel=0.05)
