@@ -1,7 +1,7 @@
 """How many tokens of each draft are worth computing."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from pdserve_engine.request.request import Request
@@ -12,7 +12,9 @@ COST_SHARE, MAX_OUTLIER = 0.125, 1.5
 ACCEPTANCE_SHARE = 0.1
 FIRST_ACCEPTANCE = 0.6
 # Of steps in which there are drafts one tries another number than is thought best.
+# It is not much dearer: at most twice as many, or one of each request, or a few.
 PROBE_SHARE = 1 / 64
+MIN_PROBE = 4
 
 
 class StepCosts:
@@ -42,28 +44,27 @@ class StepCosts:
 
 
 class DraftLengths:
-    """Chooses what is expected to bring most tokens a second: from how often the tokens of a
-    request's drafts were accepted, each behind those before it, and from what steps cost.
+    """Chooses what is expected to bring most tokens a second: from how often so many tokens of a
+    request's drafts were accepted, and from what steps cost.
     """
 
     def __init__(self, costs: StepCosts, rng: random.Random) -> None:
         self._costs = costs
         self._rng = rng
-        # They go with their requests.
-        self._acceptance: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
+        # Of each place in a draft, how often it was accepted. They go with their requests.
+        self._acceptance: WeakKeyDictionary[Request, list[float]] = WeakKeyDictionary()
         # Of all requests, by source.
-        self._usual: dict[str, float] = {}
+        self._usual: dict[str, list[float]] = {}
 
     def observe(self, request: Request, source: str, num_drafts: int, num_accepted: int) -> None:
-        """Of a draft the first `num_accepted` tokens were accepted, and the next, if any, was
-        not.
-        """
-        found = self._expect(request, source)
-        usual = self._usual.get(source, FIRST_ACCEPTANCE)
-        for is_accepted in (True,) * num_accepted + (False,) * (num_accepted < num_drafts):
-            found += ACCEPTANCE_SHARE * (is_accepted - found)
-            usual += ACCEPTANCE_SHARE * (is_accepted - usual)
-        self._acceptance[request], self._usual[source] = found, usual
+        """Of a draft the first `num_accepted` tokens were accepted."""
+        usual = self._usual.setdefault(source, [])
+        means = self._acceptance.setdefault(request, list(usual))
+        for found in (means, usual):
+            for place in range(num_drafts):
+                if place == len(found):
+                    found.append(_expected_next(found))
+                found[place] += ACCEPTANCE_SHARE * ((place < num_accepted) - found[place])
 
     def choose(
         self, drafts: Mapping[Request, Draft], num_requests: int, num_rows: int, most: int
@@ -79,25 +80,32 @@ class DraftLengths:
             if rate > best_rate:
                 best, best_rate = count, rate
         if self._rng.random() < PROBE_SHARE:
-            best = self._rng.randrange(min(len(gains), max(best, num_requests)) + 1)
+            most = max(2 * best, num_requests, MIN_PROBE)
+            best = self._rng.randrange(min(len(gains), most) + 1)
         lengths: dict[Request, int] = {}
         for _, request in gains[:best]:
             lengths[request] = lengths.get(request, 0) + 1
         return lengths
 
     def _gains(self, drafts: Mapping[Request, Draft]) -> list[tuple[float, Request]]:
-        """Return of each draft token how likely it is that it will count."""
+        """Return of each draft token how likely it is that it will count: of a request's, one less
+        than the one before it.
+        """
         gains = []
         for request, draft in drafts.items():
-            acceptance = gain = self._expect(request, draft.source)
-            for _ in draft.token_ids:
+            found = list(self._acceptance.get(request) or self._usual.get(draft.source, ()))
+            gain = 1.0
+            for place in range(len(draft.token_ids)):
+                if place == len(found):
+                    found.append(_expected_next(found))
+                gain = min(gain, found[place])
                 gains.append((gain, request))
-                gain *= acceptance
         return gains
 
-    def _expect(self, request: Request, source: str) -> float:
-        usual = self._usual.get(source, FIRST_ACCEPTANCE)
-        return self._acceptance.get(request, usual)
+
+def _expected_next(found: Sequence[float]) -> float:
+    """Return how often the next place is accepted, of which nothing is known."""
+    return FIRST_ACCEPTANCE * found[-1] if found else FIRST_ACCEPTANCE
 
 
 def _typical_cost(num_rows: int) -> float:

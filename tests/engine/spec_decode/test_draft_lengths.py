@@ -78,7 +78,8 @@ def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
     lengths = DraftLengths(make_costs(dict.fromkeys(range(1, 13), 1.0), 2), NoProbes())
     teach(lengths, good, 1)
     teach(lengths, better, NUM_DRAFTS)
-    assert choose(lengths, good, better, most=4) == [0, 4]
+    assert choose(lengths, good, better, most=4) == [1, 3], "its second was never accepted"
+    assert choose(lengths, good, better) == [1, NUM_DRAFTS]
 
 
 def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
@@ -93,7 +94,7 @@ def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
             lengths.observe(request, "suffix", count, count)
     first = next(index for index, count in enumerate(counts) if count)
     assert 0 < first < 1000
-    assert counts[first] == 1, "a probe is cheap"
+    assert counts[first] <= 4, "a probe is cheap"
     assert counts[-1] == NUM_DRAFTS
 
 
