@@ -267,7 +267,7 @@ class PrefillStats:
 
 
 # Who guesses tokens: what a grammar allows nothing else than, a client, a text's own repetitions.
-DraftSource = Literal["grammar", "prediction", "suffix"]
+DraftSource = Literal["grammar", "prediction", "suffix", "draft_model"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
 

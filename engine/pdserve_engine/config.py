@@ -12,7 +12,7 @@ Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LoadQuantization = Literal["int8", "int4"]
-Speculation = Literal["none", "suffix"]
+Speculation = Literal["none", "suffix", "draft_model"]
 
 # What the kernels of all devices can do.
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -44,6 +44,8 @@ class SchedulerConfig:
     num_stages: int = 1
     # The most drafts that a request has in a step.
     num_speculative_tokens: int = 5
+    # Steps leave a draft model what they do not need, and say for whom it is worth it.
+    has_draft_model: bool = False
 
     @property
     def max_batch_size(self) -> int:
@@ -146,7 +148,13 @@ class EngineConfig:
         "none",
         "Who guesses tokens that are computed together with the next one, and count if they are "
         "what is sampled in any case; suffix: what came behind the last tokens before, in the same "
-        "request. On CPU, on one rank.",
+        "request; draft_model: a smaller model beside the model, on decode workers. On CPU, on one "
+        "rank.",
+    )
+    draft_model: str | None = opt(
+        None,
+        "With speculation draft_model: folder of the draft model, or OWNER/NAME on the hub, that "
+        "has the model's tokenizer. Its KV is a part of the KV pool's memory.",
     )
     num_speculative_tokens: int = opt(5, "The most tokens that are guessed at a time.")
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
@@ -232,9 +240,22 @@ class EngineConfig:
         if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
             where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
             raise ValueError(f"speculation is {self.speculation}, must be none on {where}")
+        self._check_draft_model()
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+
+    def _check_draft_model(self) -> None:
+        if (self.speculation == "draft_model") != (self.draft_model is not None):
+            raise ValueError(
+                f"speculation is {self.speculation} and draft_model is {self.draft_model}: "
+                "draft_model must be set if speculation is draft_model, and only then"
+            )
+        if self.draft_model is not None and self.has_async_scheduling:
+            raise ValueError(
+                "async_scheduling is true, must be false if speculation is draft_model: a step "
+                "that is planned before the last one is over has no drafts of it"
+            )
 
     def _check_adapters(self) -> None:
         given = "lora" if self.lora else "lora_root"
@@ -300,4 +321,5 @@ class EngineConfig:
             kv_watermark=self.kv_watermark,
             num_stages=self.pipeline_parallel_size,
             num_speculative_tokens=self.num_speculative_tokens,
+            has_draft_model=self.draft_model is not None,
         )

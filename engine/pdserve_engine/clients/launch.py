@@ -36,7 +36,8 @@ async def launch_engine(
     """
     # May download it, while the worker's probes answer.
     model = await asyncio.to_thread(find_model, config.model, revision=config.revision)
-    config = dataclasses.replace(config, model=model)
+    draft_model = config.draft_model and await asyncio.to_thread(find_model, config.draft_model)
+    config = dataclasses.replace(config, model=model, draft_model=draft_model)
     if config.cores:
         confine_process(config.cores)  # before OpenMP counts them, and for an engine process too
     if config.kv_connector == "nixl":

@@ -210,8 +210,9 @@ class EngineCore:
         self.abort_requests(self._take_aborts())
         self.scheduler.update_from_output(output, duration_s)
         # A preemption frees blocks for others, even if this step had to end with it.
+        has_computed = scheduled.num_scheduled_tokens or scheduled.draft_prefills
         taken = _Taken(
-            has_progressed=bool(scheduled.num_scheduled_tokens or scheduled.preempted_req_ids),
+            has_progressed=bool(has_computed or scheduled.preempted_req_ids),
             num_tokens=scheduled.total_num_scheduled_tokens,
             work=work,
             duration_s=duration_s,

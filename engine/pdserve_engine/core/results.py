@@ -49,6 +49,7 @@ class Results:
         if request.error is None:
             status = _append_tokens(request, token_ids)
         num_new = request.num_tokens - num_before
+        request.spec_token_ids = result.draft_token_ids.get(request.request_id, ())
         if scheduled.num_sampled_tokens:
             self._settle_length(request, scheduled, num_new)
         if scheduled.draft_source is not None:

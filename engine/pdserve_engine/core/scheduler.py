@@ -29,6 +29,7 @@ from pdserve_common.errors import (
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.admission import Admission
+from pdserve_engine.core.draft_prefills import DraftPrefills
 from pdserve_engine.core.drafts import Drafts
 from pdserve_engine.core.forks import find_source
 from pdserve_engine.core.in_flight import InFlight
@@ -112,6 +113,7 @@ class Scheduler:
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
         self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
+        self._draft_prefills = DraftPrefills(config, self.kv, self.places.remote_prefills)
         self._planner = Planner(
             config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
         )
@@ -186,7 +188,7 @@ class Scheduler:
         if self.places.kv_ready or not all(request.needs_remote_kv for request in self.running):
             return True
         if self.pause_state is PauseState.UNPAUSED:
-            return bool(len(self.waiting))
+            return len(self.waiting) > 0 or self._draft_prefills.has_any()
         return bool(self.places.num_preempted) and any(
             request.status is RequestStatus.PREEMPTED for request in self.waiting
         )
@@ -232,6 +234,7 @@ class Scheduler:
             plan = StepPlan(token_budget=0)
         else:
             plan = self._planner.plan(admits_new=self.pause_state is PauseState.UNPAUSED)
+            self._draft_prefills.add(plan)
         self.needs_drain = plan.needs_drain
         if plan.scheduled:
             self.places.seats.on_step()

@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 
 from pdserve_engine.request.request import Request, ScheduledTokens
-from pdserve_engine.request.sched_output import CachedRequestData, NewRequestData, SchedulerOutput
+from pdserve_engine.request.sched_output import (
+    CachedRequestData,
+    DraftPrefill,
+    NewRequestData,
+    SchedulerOutput,
+)
 from pdserve_engine.spec_decode.proposer import Draft
 
 # What almost all have in almost all steps.
@@ -27,6 +32,9 @@ class StepPlan:
     cached_reqs: dict[Request, NewBlockIds] = field(default_factory=dict)
     # Of some of cached_reqs.
     drafts: dict[Request, tuple[int, ...]] = field(default_factory=dict)
+    # For a draft model: how many drafts requests may have after this step, and what else it does.
+    num_draft_tokens: dict[str, int] = field(default_factory=dict)
+    draft_prefills: list[DraftPrefill] = field(default_factory=list)
     # Somebody had to give way: nobody new gets in.
     has_preempted: bool = False
     # Somebody would have to, but steps are in flight.
@@ -100,6 +108,8 @@ class StepPlan:
             preempted_req_ids=preempted_req_ids,
             num_common_prefix_blocks=num_common_prefix_blocks,
             scheduled_spec_decode_tokens={r.request_id: ids for r, ids in self.drafts.items()},
+            num_draft_tokens=self.num_draft_tokens,
+            draft_prefills=tuple(self.draft_prefills),
         )
 
     def _new_token_ids(self) -> list[tuple[int, ...]]:

@@ -134,6 +134,7 @@ class Request:
         "request_id",
         "sampling_params",
         "seed",
+        "spec_token_ids",
         "status",
         "stop_reason",
     )
@@ -164,6 +165,8 @@ class Request:
         # Its next result may have fewer tokens than planned: it has drafts, or the last one had
         # none, as its grammar had not got so far. Nothing is planned ahead of that.
         self.is_length_open = False
+        # What the draft model guesses behind the last token.
+        self.spec_token_ids: tuple[int, ...] = ()
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)

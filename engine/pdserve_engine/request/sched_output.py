@@ -45,6 +45,18 @@ class CachedRequestData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPrefill:
+    """Tokens of a request that waits for another worker: the draft model computes its KV of some
+    more of them, in the request's blocks.
+    """
+
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    # Whole blocks of them.
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
     """One step's work."""
 
@@ -62,11 +74,16 @@ class SchedulerOutput:
     # request_id -> drafts: guesses of its next tokens, which are computed behind its last known
     # one and count among num_scheduled_tokens.
     scheduled_spec_decode_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # For a draft model: request_id -> how many drafts the request may have behind this step's first
+    # token, and what else it is to compute.
+    num_draft_tokens: dict[str, int] = field(default_factory=dict)
+    draft_prefills: tuple[DraftPrefill, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Is there nothing to compute, and nothing to tell?"""
-        return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids)
+        has_work = self.num_scheduled_tokens or self.draft_prefills
+        return not (has_work or self.finished_req_ids or self.preempted_req_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +106,8 @@ class ModelRunnerOutput:
     # all tokens banned).
     errors: dict[str, EngineError] = field(default_factory=dict)
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
+    # Of a draft model: guesses of what follows the sampled tokens, in order, of some requests.
+    draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def get_output(self) -> "ModelRunnerOutput":
         """Return itself: there is nothing to wait for."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve_engine.request.sched_output import NewRequestData
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
@@ -26,6 +27,7 @@ class InputBatch:
         num_groups: int = 1,
     ) -> None:
         self.sampling = sampling
+        self.max_num_seqs = max_num_seqs
         max_blocks = -(-max_model_len // block_size)
         self._rows: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -87,6 +89,10 @@ class InputBatch:
         # will do.
         self.block_tables[:, row, start:end] = np.maximum(block_ids, 0)
         self._num_blocks[row] = end
+
+    def block_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """Return a view of the row's table in the first KV group."""
+        return self.block_tables[0, row, : self._num_blocks[row]]
 
     def next_rows(self, batch_rows: Rows) -> LogitsRows:
         """Return one row of logits for each of `batch_rows`: of the token behind all it has."""

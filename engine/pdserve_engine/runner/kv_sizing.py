@@ -21,6 +21,7 @@ from pdserve_engine.kv.memory import (
 )
 from pdserve_engine.models.base import Model
 from pdserve_engine.request.request import Request
+from pdserve_engine.runner.drafter import DraftModel
 from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_engine.runner.runner_class import runner_class
 
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 MIN_AUTO_CPU_BYTES = 256 << 20
 MAX_AUTO_CPU_BYTES = 4 << 30
 AUTO_CPU_SHARE = 0.25
+# Output tokens of the largest step's requests: of a prompt and of a decode, and with a draft model
+# of those that it guesses.
+NUM_WARM_UP_TOKENS = 2
+NUM_DRAFT_WARM_UP_TOKENS = 4
 
 
 def make_kv_cache_manager(
@@ -46,25 +51,32 @@ def make_kv_cache_manager(
 
 
 def measure_largest_step(
-    config: EngineConfig, model: Model, spec: KVCacheSpec, device: torch.device
+    config: EngineConfig,
+    model: Model,
+    spec: KVCacheSpec,
+    device: torch.device,
+    draft: DraftModel | None = None,
 ) -> int:
     """Compute the largest step there can be, in a pool of its own, and return how many bytes it
     took at its peak besides weights and pool. What it initialises stays so: it is the warm-up.
     """
-    lengths = _prompt_lengths(config, model.config.max_model_len - 2)
+    num_outputs = NUM_WARM_UP_TOKENS if draft is None else NUM_DRAFT_WARM_UP_TOKENS
+    lengths = _prompt_lengths(config, model.config.max_model_len - num_outputs)
     arithmetic = make_kv_cache_manager(config, spec, 1, max_concurrent_batches=1)
     # Admission holds blocks back for what runs already: up to two a request and group.
     num_blocks = 2 * arithmetic.num_groups * len(lengths)
-    num_blocks += sum(arithmetic.num_blocks_needed(length + 2) for length in lengths)
+    num_blocks += sum(arithmetic.num_blocks_needed(length + num_outputs) for length in lengths)
     pool = KVCache(spec, num_blocks=num_blocks, device=device)
     max_model_len = model.config.max_model_len
+    scheduler = _make_plain_scheduler(config, pool)
+    runner = runner_class(model)(
+        model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
+    )
     try:
-        scheduler = _make_plain_scheduler(config, pool)
-        runner = runner_class(model)(
-            model, pool, max_num_seqs=scheduler.config.max_num_seqs, max_model_len=max_model_len
-        )
+        if draft is not None:
+            runner.use_draft_model(draft, scheduler.config.max_num_batched_tokens)
         for index, length in enumerate(lengths):
-            request = _warm_up_request(f"warm-up-{index}", length)
+            request = _warm_up_request(f"warm-up-{index}", length, num_outputs)
             scheduler.add_request(Request(request, max_model_len=max_model_len, seed=0))
 
         def run() -> None:
@@ -77,6 +89,7 @@ def measure_largest_step(
         return growth + _graph_bytes(runner, device)
     finally:
         pool.close()
+        runner.close()
 
 
 def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
@@ -100,15 +113,20 @@ def num_blocks_that_fit(
     max_model_len: int,
     max_concurrent_batches: int,
     step: int,
+    draft_spec: KVCacheSpec | None = None,
 ) -> int:
     """Return the size of the pool: as configured, or as large as is sensible. The weights are
-    loaded; `step` is the number of bytes that steps take at their peak.
+    loaded; `step` is the number of bytes that steps take at their peak. A draft model's blocks, and
+    those that it has for itself, are in the same memory.
 
     Raises ValueError, with the numbers, if there is no room for it.
     """
-    room = max(0, _room(config, device) - step)
+    draft_bytes = 0 if draft_spec is None else draft_spec.block_bytes
+    block_bytes = spec.block_bytes + draft_bytes
+    num_spare_bytes = draft_bytes * config.scheduler.max_batch_size
+    room = max(0, _room(config, device) - step - num_spare_bytes)
     if config.num_blocks is not None:
-        wanted = config.num_blocks * spec.block_bytes
+        wanted = config.num_blocks * block_bytes
     elif config.kv_cache_memory_mib is not None:
         wanted = config.kv_cache_memory_mib << 20
     elif device.type == "cuda":
@@ -117,16 +135,16 @@ def num_blocks_that_fit(
         arithmetic = make_kv_cache_manager(
             config, spec, 1, max_concurrent_batches=max_concurrent_batches
         )
-        one_request = arithmetic.num_blocks_needed(max_model_len) * spec.block_bytes
+        one_request = arithmetic.num_blocks_needed(max_model_len) * block_bytes
         wanted = _auto_cpu_bytes(one_request, room)
-    wanted = max(wanted, spec.block_bytes)
+    wanted = max(wanted, block_bytes)
     if wanted > room:
         raise ValueError(
             f"the KV pool of {wanted / 2**20:.1f} MiB does not fit: {room / 2**20:.1f} MiB are "
             f"left of the memory after the weights and {step / 2**20:.0f} MiB for a step: lower "
             "--kv-cache-memory-mib, --num-blocks, --max-num-batched-tokens or --max-num-seqs"
         )
-    return config.num_blocks or spec.num_blocks_for_budget(wanted)
+    return config.num_blocks or spec.num_blocks_for_budget(wanted * spec.block_bytes // block_bytes)
 
 
 def fit_max_model_len(config: EngineConfig, max_model_len: int, kv: KVCacheManager) -> int:
@@ -159,11 +177,13 @@ def _prompt_lengths(config: EngineConfig, longest: int) -> list[int]:
     return lengths
 
 
-def _warm_up_request(request_id: str, num_tokens: int) -> EngineCoreRequest:
+def _warm_up_request(request_id: str, num_tokens: int, num_outputs: int) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=(0,) * num_tokens,
-        sampling_params=SamplingParams(temperature=1.0, seed=0, max_tokens=2, ignore_eos=True),
+        sampling_params=SamplingParams(
+            temperature=1.0, seed=0, max_tokens=num_outputs, ignore_eos=True
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from pdserve_engine.request.sched_output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from pdserve_engine.runner.drafter import Drafter, DraftModel
 from pdserve_engine.runner.input_batch import InputBatch
 from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.logprobs import compute_logprobs
@@ -77,6 +78,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         # By digest, as the model's `pack_adapter` made them. They outlive the model in a sleep.
         self.adapters: dict[str, Any] = {}
+        self.drafter: Drafter | None = None
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._device = model.device
@@ -88,6 +90,17 @@ class ModelRunner:
             block_size=self._block_size,
             num_groups=len(kv_cache.spec.groups),
         )
+
+    def use_draft_model(self, draft: DraftModel, max_num_batched_tokens: int) -> Drafter:
+        """Have a draft model, with a pool of its own, guess what comes behind each step, which has
+        at most so many tokens. On the CPU.
+        """
+        num_blocks = self.kv_cache.num_blocks + self._max_num_seqs
+        pool = KVCache(draft.spec, num_blocks=num_blocks, device=self._device)
+        self.drafter = Drafter(
+            draft.model, pool, self._batch, max_num_batched_tokens=max_num_batched_tokens
+        )
+        return self.drafter
 
     def _make_sampling(
         self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
@@ -106,6 +119,12 @@ class ModelRunner:
         When the output is there, the device has finished: the KV of this step may be announced.
         """
         self._update_state(scheduler_output)
+        output = self._execute(scheduler_output)
+        if self.drafter is None:
+            return output
+        return self.drafter.draft(scheduler_output, output)
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         scheduled = self._without_late(scheduler_output.num_scheduled_tokens)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -126,8 +145,10 @@ class ModelRunner:
         """Forget what was recorded: memory that it reads is about to go. All steps are over."""
 
     def close(self) -> None:
-        """End the threads that match grammars."""
+        """End the threads that match grammars, and give the draft model's pool back."""
         self._batch.sampling.grammars.close()
+        if self.drafter is not None:
+            self.drafter.kv_cache.close()
 
     def _update_state(self, scheduler_output: SchedulerOutput) -> None:
         batch = self._batch

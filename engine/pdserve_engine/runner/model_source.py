@@ -19,6 +19,7 @@ from pdserve_engine.models.llama import LlamaModel, lora_targets
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
+from pdserve_engine.runner.draft_source import DraftModelSource
 from pdserve_engine.runner.plugins import load_logits_processors
 from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
@@ -56,6 +57,9 @@ class ModelSource:
         )
         if group is not None or stage.count > 1:
             self.spec = replace(self.spec, shard=_shard_of(self.spec, group, stage))
+        self.draft = None
+        if config.draft_model is not None:
+            self.draft = DraftModelSource(config.draft_model, config, self.config, self.device)
         self._max_lora_rank = config.max_lora_rank
         self._model_dir = config.model
         self.compatibility_hash = self._hash()

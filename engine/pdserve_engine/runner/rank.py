@@ -13,6 +13,8 @@ from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.adapters import RunnerAdapters
+from pdserve_engine.runner.draft_source import DraftModelSource
+from pdserve_engine.runner.drafter import DraftModel
 from pdserve_engine.runner.kv_sizing import measure_largest_step, num_blocks_that_fit
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_engine.runner.numerics import numerics_id
@@ -37,6 +39,8 @@ class Rank:
     def load(self) -> LoadedModel:
         use_threads(self._config)
         self._model: Model = self._source.load()
+        draft = self._source.draft
+        self._draft = None if draft is None else DraftModel(draft.load(), draft.spec)
         device = self._source.device
         return LoadedModel(
             is_row_independent=self._model.is_row_independent,
@@ -46,7 +50,7 @@ class Rank:
 
     def determine_num_blocks(self, *, max_concurrent_batches: int) -> int:
         spec, device = self._source.spec, self._source.device
-        step_bytes = measure_largest_step(self._config, self._model, spec, device)
+        step_bytes = measure_largest_step(self._config, self._model, spec, device, self._draft)
         logger.info("the largest step takes %.0f MiB besides weights and KV", step_bytes / 2**20)
         release_unused(device)
         max_model_len = self._model.config.max_model_len
@@ -57,6 +61,7 @@ class Rank:
             max_model_len=max_model_len,
             max_concurrent_batches=max_concurrent_batches,
             step=step_bytes,
+            draft_spec=None if self._draft is None else self._draft.spec,
         )
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
@@ -70,13 +75,17 @@ class Rank:
             logits_processors=source.logits_processors,
         )
         del self._model  # the runner's alone: a sleep gives it back
-        self.memory = SleepingMemory(
+        memory = SleepingMemory(
             self._runner,
             self.kv_cache,
             device=source.device,
             load_model=source.reload,
             keeps_pool=_is_pool_pinned(self._config),
         )
+        self._memories = [memory]
+        if self._draft is not None and source.draft is not None:
+            self._use_draft_model(self._draft, source.draft)
+        del self._draft
         self._runner.capture_graphs()
 
     def adapter_store(
@@ -86,6 +95,18 @@ class Rank:
         if not self._config.has_adapters:
             return None
         return RunnerAdapters(self._runner, self._source.read_adapter, behind_steps)
+
+    def _use_draft_model(self, draft: DraftModel, source: DraftModelSource) -> None:
+        max_num_batched_tokens = self._config.scheduler.max_num_batched_tokens
+        drafter = self._runner.use_draft_model(draft, max_num_batched_tokens)
+        memory = SleepingMemory(
+            drafter,
+            drafter.kv_cache,
+            device=self._source.device,
+            load_model=source.load,
+            keeps_pool=False,
+        )
+        self._memories.append(memory)
 
     def open_transport(self, identity: KVIdentity) -> RankTransport:
         """Register the pool with a transport, which has to prove that it moves bytes. Raises
@@ -104,19 +125,23 @@ class Rank:
 
     def sleep(self, level: int) -> int:
         self._runner.release_graphs()
-        return self.memory.release(level)
+        if self._runner.drafter is not None:
+            self._runner.drafter.forget()
+        return sum(memory.release(level) for memory in self._memories)
 
     def restore_weights(self) -> None:
-        self.memory.restore_weights()
+        for memory in self._memories:
+            memory.restore_weights()
         self._capture_graphs()
 
     def restore_kv_cache(self) -> None:
-        self.memory.restore_kv_cache()
+        for memory in self._memories:
+            memory.restore_kv_cache()
         self._capture_graphs()
 
     def _capture_graphs(self) -> None:
         """Once all is back that they read; weights and pool may come back one by one."""
-        if self.memory.is_complete:
+        if all(memory.is_complete for memory in self._memories):
             self._runner.capture_graphs()
 
     def close(self) -> None:

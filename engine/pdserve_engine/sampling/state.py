@@ -182,6 +182,32 @@ class SamplingState:
         num_nans = self._kernels.count_nans(logits).cpu().numpy()
         asked = np.flatnonzero(self._num_logprobs[batch_rows] != NO_LOGPROBS)
         raw_logits = logits[self._to_device(asked)] if len(asked) else None
+        token_ids, errors = self._choose(logits, rows, output_token_ids, masks)
+        logprobs: dict[int, LogprobsLists] = {}
+        if raw_logits is not None:
+            logprobs = self._logprobs(raw_logits, batch_rows, asked, token_ids)
+        for index in errors:
+            logprobs.pop(index, None)
+        return SampledTokens(rows, token_ids, logprobs, errors, num_nans)
+
+    def sample_drafts(
+        self, logits: torch.Tensor, rows: LogitsRows, output_token_ids: Callable[[int], Rows]
+    ) -> Rows:
+        """Choose as `sample` does, but ask no grammar: what the tokens would be if these were the
+        model's logits. Where nothing is left to choose it is a dummy.
+        """
+        token_ids, _ = self._choose(logits, rows, output_token_ids, None)
+        return token_ids
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        rows: LogitsRows,
+        output_token_ids: Callable[[int], Rows],
+        masks: TokenMasks | None,
+    ) -> tuple[Rows, dict[int, EngineError]]:
+        """Return the tokens [n], a dummy for each row that has an error."""
+        batch_rows = rows.batch_rows
         if self._has_rules[batch_rows].any() or self._penalties.are_asked_for(batch_rows):
             logits = logits.float()
         mask = None if masks is None else self._to_device(masks.bitmask)
@@ -190,12 +216,7 @@ class SamplingState:
         token_ids = self._kernels.sample(logits, self.describe(rows), mask=mask).cpu().numpy()
         errors |= errors_of_masks(masks, token_ids)
         token_ids[list(errors)] = DUMMY_TOKEN_ID
-        logprobs: dict[int, LogprobsLists] = {}
-        if raw_logits is not None:
-            logprobs = self._logprobs(raw_logits, batch_rows, asked, token_ids)
-        for index in errors:
-            logprobs.pop(index, None)
-        return SampledTokens(rows, token_ids, logprobs, errors, num_nans)
+        return token_ids, errors
 
     def describe(self, rows: LogitsRows) -> SamplingBatch:
         """Return what the rows ask of the kernels."""
