@@ -15,9 +15,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest, KVTransferParams
+from pdserve_common.engine_types import EngineCoreRequest, KVTransferParams
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.rpc import RpcServer
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.verbs import Sleep, WakeUp
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
@@ -26,9 +25,8 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.kv.memory import release_unused, used_bytes
 from pdserve_engine.request.sched_output import SchedulerOutput
 from pdserve_kernels import select
-from pdserve_worker.kv_link_client import KVLinkPool
-from pdserve_worker.kv_link_service import SERVICE_NAME, KvTransferServicer
 from support.adapters import merged_greedy, write_adapter
+from support.engines import Client, linked
 from support.model_driver import CPU, Driver, make_prompt, record_logits
 from support.models import BACKEND_MODELS, NATIVE_MODELS, WINDOW
 from support.steps import before_steps
@@ -311,29 +309,6 @@ def test_the_pool_leaves_room_for_the_largest_step(make_model: Callable[..., Pat
 # ---- clients
 
 
-class Client:
-    """One front end, and the tokens that it gets."""
-
-    def __init__(self, engine: WorkerEngine) -> None:
-        self._engine = engine
-        self._messages: list[EngineCoreOutputs] = []
-        self._index = engine.register_client(self._messages.append)
-
-    def add(self, request: EngineCoreRequest) -> None:
-        self._engine.add_request(dataclasses.replace(request, client_index=self._index))
-
-    async def tokens(self, request_id: str) -> list[int]:
-        """Wait for the request's end."""
-        await until(lambda: any(output.finished for output in self._outputs(request_id)))
-        outputs = self._outputs(request_id)
-        assert [output.error for output in outputs if output.error] == []
-        return [token_id for output in outputs for token_id in output.new_token_ids]
-
-    def _outputs(self, request_id: str) -> list[Any]:
-        outputs = [output for message in self._messages for output in message.outputs]
-        return [output for output in outputs if output.request_id == request_id]
-
-
 @contextlib.asynccontextmanager
 async def launched(
     model: Path, *, role: Any = "decode", engine_id: str = "d0", **fields: Any
@@ -404,21 +379,3 @@ async def test_p_hands_over_to_d_from_gpu_memory_to_gpu_memory(
             assert await on_p.tokens(request_id) == expected[:1]
             assert await on_d.tokens(request_id) == expected
         await until(lambda: not p.stats().num_open_kv_sessions)
-
-
-@contextlib.asynccontextmanager
-async def linked(p: WorkerEngine, d: WorkerEngine) -> AsyncIterator[int]:
-    """Carry the KvLink between two engines as their services do; yield P's port."""
-    p_connector: Any = p.connector
-    d_connector: Any = d.connector
-    server = RpcServer("127.0.0.1", 0)
-    servicer = KvTransferServicer(p_connector)
-    servicer.add_to_server(server.server)
-    await server.start([SERVICE_NAME])
-    pool = KVLinkPool(d_connector)
-    try:
-        yield server.port
-    finally:
-        await pool.close()
-        await servicer.close()
-        await server.stop(1.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pdserve_engine.clients.loading import LoadedEngine
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.input_batch import InputBatch
@@ -39,6 +40,12 @@ def batch_of(executor: UniprocExecutor) -> InputBatch:
 def exchange_parts(engine: Any, **parts: object) -> None:
     """Give an engine of this process other parts (LoadedEngine's fields) than it has."""
     engine._loaded = dataclasses.replace(engine._loaded, **parts)
+
+
+def loaded_part(engine: Any) -> LoadedEngine:
+    """Return what an engine client of this process has loaded."""
+    loaded: LoadedEngine = engine._loaded
+    return loaded
 
 
 class HeldStep:

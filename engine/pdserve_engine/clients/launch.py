@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Union
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +17,8 @@ from pdserve_engine.kv_transfer.net_devices import keep_to_host
 
 if TYPE_CHECKING:
     from pdserve_engine.clients.inproc import InprocEngineClient
+
+logger = logging.getLogger(__name__)
 
 WorkerEngine = Union["InprocEngineClient", SubprocessEngineClient]
 
@@ -34,6 +37,9 @@ async def launch_engine(
 
     Raises ValueError, OSError or a PdserveError if it cannot be loaded.
     """
+    if role == "prefill" and config.draft_model is not None:
+        logger.info("a prefill worker brings one token of each request: it has no draft model")
+        config = dataclasses.replace(config, speculation="none", draft_model=None)
     # May download it, while the worker's probes answer.
     model = await asyncio.to_thread(find_model, config.model, revision=config.revision)
     draft_model = config.draft_model and await asyncio.to_thread(find_model, config.draft_model)

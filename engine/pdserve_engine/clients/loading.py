@@ -124,10 +124,6 @@ def load_engine(
     ModelError or ValueError for a model, a setting or a plugin that cannot be served, or for want
     of memory.
     """
-    if role == "prefill" and config.draft_model is not None:
-        raise ValueError(
-            f"speculation is {config.speculation}, must be none or suffix on a prefill worker"
-        )
     load_general_plugins()
     source = ModelSource(config)
     executor = make_executor(config, source, engine_id)

@@ -1,0 +1,546 @@
+"""A draft model in whole engines: what it guesses is accepted where it thinks as the model does,
+and changes no token and no logprob, whatever it thinks.
+"""
+
+import random
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineError,
+    FinishReason,
+    KVTransferParams,
+    LogprobsLists,
+)
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_common.verbs import Sleep, WakeUp
+from pdserve_engine.clients.launch import WorkerEngine, launch_engine
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig, Role
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.models.base import ForwardInputs
+from pdserve_engine.models.config import ModelError
+from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from pdserve_engine.runner import kv_sizing
+from pdserve_engine.runner.drafter import Drafter
+from support.engines import Client, counted_drafts, linked
+from support.grammars import EOS, MODEL, VOCAB_SIZE
+from support.steps import before_steps, loaded_part
+from support.waiting import until
+
+pytestmark = pytest.mark.slow
+
+
+NUM_REQUESTS = 200
+MIB = 1 << 20
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=0.8, top_p=0.9, top_k=40, min_p=0.01),
+    "penalized": SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias={300: 2.0, 500: -3.0},
+        min_tokens=4,
+        logprobs=2,
+    ),
+}
+WAYS: dict[str, dict[str, object]] = {
+    "in a batch": {},
+    "chunks of 24": {"max_num_batched_tokens": 24},
+    "v0": {"scheduling_mode": "v0"},
+    "without prefix cache": {"enable_prefix_caching": False},
+    "preempted": {"num_blocks": 12},
+    "preempted, without prefix cache": {"num_blocks": 12, "enable_prefix_caching": False},
+}
+CONSTRAINTS = (
+    StructuredOutputsParams(regex="(Mia|Theo) [a-z]{3,9}( and [a-z]{2,9}){0,2}[.!]"),
+    StructuredOutputsParams(choice=("a kite", "a boat", "two cats")),
+    StructuredOutputsParams(json_object=True),
+)
+
+
+@pytest.fixture(scope="module")
+def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with other weights: it is often right, and often not."""
+    return make_noisy_model(tmp_path_factory.mktemp("noisy") / "model", noise=0.15)
+
+
+def make_noisy_model(folder: Path, *, noise: float) -> Path:
+    shutil.copytree(MODEL, folder)
+    generator = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        weights = safetensors.torch.load_file(path)
+        for weight in weights.values():
+            change = torch.randn(weight.shape, generator=generator) * weight.float().std() * noise
+            weight.add_(change.nan_to_num().to(weight.dtype))
+        safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def config_of(draft_model: Path | None, **fields: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": str(MODEL),
+        "num_threads": 1,
+        "kv_connector": "none",
+        "num_blocks": 96,
+        "max_model_len": 160,
+        "max_num_seqs": 8,
+        "kv_watermark": 0.0,
+    }
+    if draft_model is not None:
+        settings |= {"speculation": "draft_model", "draft_model": str(draft_model)}
+    return EngineConfig(**settings | fields)
+
+
+@contextmanager
+def loaded(draft_model: Path | None, **fields: Any) -> Iterator[LoadedEngine]:
+    engine = load_engine(
+        config_of(draft_model, **fields),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def drafter_of(engine: LoadedEngine) -> Drafter:
+    assert isinstance(engine.core.executor, UniprocExecutor)
+    drafter = engine.core.executor.rank._runner.drafter
+    assert drafter is not None
+    return drafter
+
+
+class Answer(NamedTuple):
+    """All that a client sees of a request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: LogprobsLists
+    prompt_logprobs: LogprobsLists
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    error: EngineError | None
+
+    @classmethod
+    def of(cls, outputs: Sequence[EngineCoreOutput]) -> "Answer":
+        logprobs = (output.new_logprobs for output in outputs)
+        prompt_logprobs = (output.new_prompt_logprobs for output in outputs)
+        return cls(
+            tuple(token_id for output in outputs for token_id in output.new_token_ids),
+            LogprobsLists.join(lists for lists in logprobs if lists is not None),
+            LogprobsLists.join(lists for lists in prompt_logprobs if lists is not None),
+            outputs[-1].finish_reason,
+            outputs[-1].stop_reason,
+            outputs[-1].error,
+        )
+
+
+def answers(
+    engine: LoadedEngine, requests: Sequence[EngineCoreRequest], *, at_once: int = 1000
+) -> dict[str, Answer]:
+    """Run requests to their ends; so many come with each step."""
+    left, outputs = list(requests), {}
+    while left or engine.core.has_work():
+        for request in left[:at_once]:
+            engine.core.add_request(request)
+        del left[:at_once]
+        for some in engine.core.step().outputs.values():
+            for output in some:
+                outputs.setdefault(output.request_id, []).append(output)
+    kv = engine.core.scheduler.kv
+    kv.check_integrity()
+    assert kv.block_pool.num_free_blocks == kv.block_pool.num_blocks
+    return {name: Answer.of(some) for name, some in outputs.items()}
+
+
+def make_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(f"{length} {seed}")
+    return tuple(rng.randrange(300, VOCAB_SIZE) for _ in range(length))
+
+
+def make_request(name: str, prompt: Sequence[int], params: SamplingParams) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=name, prompt_token_ids=tuple(prompt), sampling_params=params, eos_token_id=EOS
+    )
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def one_of(*choices: Any) -> Any:
+        return rng.choice(choices)
+
+    return SamplingParams(
+        temperature=one_of(0.0, 0.0, 0.5, 1.0, 1.5),
+        top_p=one_of(1.0, 1.0, 0.9),
+        top_k=one_of(0, 0, 30),
+        min_p=one_of(0.0, 0.0, 0.05),
+        presence_penalty=one_of(0.0, 0.0, 0.5),
+        frequency_penalty=one_of(0.0, 0.0, -0.3),
+        repetition_penalty=one_of(1.0, 1.0, 1.2),
+        seed=rng.randrange(1 << 64),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), one_of(0, 0, 100))),
+        ignore_eos=one_of(True, False),
+        max_tokens=rng.randrange(1, 40),
+        min_tokens=one_of(0, 0, 5),
+        logprobs=one_of(None, 0, 3),
+        prompt_logprobs=one_of(None, None, None, 1),
+        logit_bias=one_of({}, {}, {400: 3.0, 900: -2.0}),
+        bad_words_token_ids=one_of((), ((500,), (600, 700))),
+        structured_outputs=one_of(None, None, None, *CONSTRAINTS),
+    )
+
+
+def random_requests() -> list[EngineCoreRequest]:
+    rng, requests = random.Random(21), []
+    for index in range(NUM_REQUESTS):
+        prompt = make_prompt(rng.randrange(1, 70), rng.randrange(3))
+        # Some prompts begin alike.
+        shared = make_prompt(64)[: rng.choice([0, 0, 16, 40])]
+        request = make_request(f"r{index}", shared + prompt, random_params(rng))
+        source = requests[-1] if requests and rng.random() < 0.2 else None
+        if source is not None and source.sampling_params.prompt_logprobs is None:
+            prompt = source.prompt_token_ids
+            request = replace(request, prompt_token_ids=prompt, fork_of=source.request_id)
+        requests.append(request)
+    return requests
+
+
+# ---- right drafts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_model_accepts_its_own_drafts(kind: str, dtype: str) -> None:
+    params = replace(PARAMS[kind], max_tokens=40, ignore_eos=True, seed=7)
+    with loaded(MODEL, dtype=dtype) as engine, counted_drafts() as counts:
+        for length in (1, 15, 16, 17, 70, 100):
+            answers(engine, [make_request(f"{length}", make_prompt(length), params)])
+    assert counts["drafts"] > 150
+    assert counts["accepted"] >= 0.99 * counts["drafts"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_kv_is_there_however_requests_run(way: str) -> None:
+    requests = [
+        make_request(
+            f"{length}-{kind}",
+            make_prompt(length),
+            replace(params, max_tokens=40, ignore_eos=True, seed=length),
+        )
+        for length in (1, 16, 33, 70)
+        for kind, params in PARAMS.items()
+    ]
+    with loaded(MODEL, **WAYS[way]) as engine, counted_drafts() as counts:
+        for attempt in range(2):
+            again = [replace(each, request_id=f"{each.request_id}-{attempt}") for each in requests]
+            answers(engine, again, at_once=2)
+        assert (engine.core.scheduler.num_preemptions > 0) == ("preempted" in way)
+    assert counts["drafts"] > 400
+    assert counts["accepted"] >= 0.99 * counts["drafts"]
+
+
+# ---- drafts of any kind
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    """What an engine without drafts answers."""
+    with loaded(None) as engine:
+        found = answers(engine, random_requests(), at_once=2)
+    assert len(found) == NUM_REQUESTS
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_draft_changes_what_a_client_sees(
+    way: str, noisy_model: Path, expected: dict[str, Answer]
+) -> None:
+    with loaded(noisy_model, **WAYS[way]) as engine, counted_drafts() as counts:
+        found = answers(engine, random_requests(), at_once=2)
+        assert (engine.core.scheduler.num_preemptions > 0) == ("preempted" in way)
+    for name, answer in expected.items():
+        assert found[name] == answer, name
+    # Both kinds are there.
+    assert 0.1 < counts["accepted"] / counts["drafts"] < 0.9
+
+
+@pytest.mark.parametrize("way", ["in a batch", "preempted"])
+def test_a_model_that_knows_nothing_changes_nothing_either(
+    way: str, make_model: Callable[..., Path], expected: dict[str, Answer]
+) -> None:
+    """Another family, another shape, its own dtype, and random weights."""
+    stranger = make_model("Qwen3ForCausalLM", vocab_size=VOCAB_SIZE)
+    shutil.copy(MODEL / "tokenizer.json", stranger)
+    with loaded(stranger, **WAYS[way]) as engine, counted_drafts() as counts:
+        found = answers(engine, random_requests()[:60], at_once=2)
+    assert all(expected[name] == answer for name, answer in found.items())
+    assert counts["drafts"] > 500
+    assert counts["accepted"] < 0.5 * counts["drafts"]
+
+
+# ---- what it computes
+
+
+def test_a_step_computes_no_more_than_its_budget() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with loaded(MODEL, max_num_batched_tokens=32) as engine:
+        computed = counted_tokens(engine)
+        steps: list[SchedulerOutput] = []
+        with before_steps(lambda step: (steps.append(step), computed.append(0))):
+            requests = [make_request(f"{n}", make_prompt(n), params) for n in (100, 5, 60)]
+            answers(engine, requests)
+    # The prompts' chunks leave nothing; drafts follow each other one by one, beside the budget.
+    for step, num_tokens in zip(steps, computed, strict=True):
+        num_drafting = sum(num_drafts - 1 for num_drafts in step.num_draft_tokens.values())
+        assert step.total_num_scheduled_tokens + num_tokens <= 32 + num_drafting
+    assert computed[0] == 0
+    assert sum(computed) > 165
+
+
+def test_a_prompt_that_others_had_is_not_computed_again() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with loaded(MODEL) as engine:
+        computed = counted_tokens(engine)
+        costs = []
+        for name in ("first", "second"):
+            computed.append(0)
+            answers(engine, [make_request(name, make_prompt(100), params)])
+            costs.append(computed[-1])
+    # Of the second what is behind the last full block, and what it says.
+    assert costs[0] >= 100
+    assert costs[1] <= 100 % 16 + 2
+
+
+def counted_tokens(engine: LoadedEngine) -> list[int]:
+    """Return an empty list. Its last number, once there is one, grows by each token that the draft
+    model computes.
+    """
+    model, computed = drafter_of(engine).model, list[int]()
+    forward = model.forward
+
+    def count(inputs: ForwardInputs) -> torch.Tensor:
+        computed[-1] += len(inputs.token_ids)
+        return forward(inputs)
+
+    model.forward = count
+    return computed
+
+
+# ---- P and D
+
+
+async def test_d_computes_what_it_waits_for_and_drafts_from_the_start() -> None:
+    lengths = (150, 17, 64)
+    params = {
+        f"{length}-{kind}": replace(PARAMS[kind], max_tokens=9, ignore_eos=True, seed=length)
+        for length in lengths
+        for kind in ("greedy", "sampled")
+    }
+    prompts = {name: make_prompt(int(name.split("-")[0])) for name in params}
+    requests = [make_request(name, prompts[name], params[name]) for name in params]
+    with loaded(None) as engine:
+        expected = answers(engine, requests)
+    is_computed = threading.Event()
+
+    def watch(step: SchedulerOutput) -> None:
+        """P does not begin before D has planned to compute the first prompt."""
+        if step.draft_prefills:
+            is_computed.set()
+        assert not step.num_scheduled_tokens or is_computed.wait(60.0)
+
+    fields = {"kv_connector": "nixl", "engine_process": "inproc"}
+    async with (
+        launched("prefill", "p0", **fields) as p,
+        launched("decode", "d0", **fields) as d,
+        linked(p, d) as port,
+    ):
+        costs = step_costs(loaded_part(d))
+        with before_steps(watch), counted_drafts() as counts:
+            on_p, on_d = Client(p), Client(d)
+            for request in requests:
+                on_d.add(replace(request, kv_transfer_params=replace(ON_D, remote_port=port)))
+                on_p.add(replace(request, kv_transfer_params=ON_P))
+                tokens = await on_d.tokens(request.request_id)
+                assert tuple(tokens) == expected[request.request_id].token_ids
+            await until(lambda: not p.stats().num_open_kv_sessions)
+    assert costs[0] == (costs[0][0], 144), "whole blocks of the first prompt, before P began"
+    # Then the rest of a block, P's token and D's own, and drafts.
+    later = [cost for step, cost in costs if requests[0].request_id in step.num_scheduled_tokens]
+    assert max(later) <= 150 - 144 + 2 + 4
+    # The first one is P's, D's first step brings one and has drafts of five more.
+    assert counts["drafts"] >= 5 * len(requests)
+    assert counts["accepted"] >= 0.99 * counts["drafts"]
+
+
+def step_costs(engine: LoadedEngine) -> list[tuple[SchedulerOutput, int]]:
+    """Return a list that gets each step, and how many tokens the draft model computed in it."""
+    drafter, computed, costs = drafter_of(engine), counted_tokens(engine), []
+    draft = drafter.draft
+
+    def record(step: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        computed.append(0)
+        result = draft(step, output)
+        costs.append((step, computed[-1]))
+        return result
+
+    drafter.draft = record  # type: ignore[method-assign]
+    return costs
+
+
+ON_P = KVTransferParams(do_remote_decode=True, remote_engine_id="d0")
+ON_D = KVTransferParams(
+    do_remote_prefill=True, remote_engine_id="p0", remote_host="127.0.0.1", remote_port=1
+)
+
+
+@asynccontextmanager
+async def launched(role: Role, engine_id: str, **fields: Any) -> AsyncIterator[WorkerEngine]:
+    engine = await launch_engine(
+        config_of(MODEL, max_model_len=256, **fields),
+        role=role,
+        engine_id=engine_id,
+        registry=CollectorRegistry(),
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_gives_its_memory_back(level: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    # 64 MiB of KV, and as much of the draft model.
+    fields = {"engine_process": "inproc", "num_blocks": 2048}
+    async with launched("decode", "d0", **fields) as engine:
+        client, seen = Client(engine), set()
+        for attempt in range(3):
+            with counted_drafts() as counts:
+                client.add(make_request(f"{attempt}", make_prompt(70), params))
+                seen.add(tuple(await client.tokens(f"{attempt}")))
+            assert counts["accepted"] >= 0.99 * counts["drafts"] > 0
+            assert await engine.call(Sleep(level=level)) > 120 * MIB
+            await engine.call(WakeUp(tags=("weights",)))
+            await engine.call(WakeUp())
+    assert len(seen) == 1
+
+
+def test_weights_and_kv_of_a_sleeping_draft_model_are_gone() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with loaded(MODEL, enable_prefix_caching=False) as engine:
+        drafter = drafter_of(engine)
+        answers(engine, [make_request("a", make_prompt(70), params)])
+        assert drafter.kv_cache.tensor.any()
+        engine.core.executor.sleep(2)
+        assert drafter.model is None
+        assert not drafter.kv_cache.tensor.any()
+        engine.core.executor.restore_weights()
+        engine.core.executor.restore_kv_cache()
+        assert drafter.model is not None
+        assert not drafter.kv_cache.tensor.any()
+        with counted_drafts() as counts:
+            answers(engine, [make_request("b", make_prompt(70), params)])
+        assert counts["accepted"] >= 0.99 * counts["drafts"] > 0
+
+
+def test_the_pools_size_is_that_of_both(make_model: Callable[..., Path]) -> None:
+    with loaded(None, num_blocks=None, kv_cache_memory_mib=8) as engine:
+        alone = engine.info.num_blocks
+    with loaded(MODEL, num_blocks=None, kv_cache_memory_mib=8) as engine:
+        assert engine.info.num_blocks == alone // 2
+        # And a block for each place in the batch.
+        pool = drafter_of(engine).kv_cache
+        assert pool.num_blocks == alone // 2 + engine.core.scheduler.config.max_batch_size
+
+
+def test_pools_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve_engine.runner.rank.measure_largest_step", lambda *args: 0)
+    # 40 MiB are enough for the model's pool of 32, and not for the draft model's as well.
+    monkeypatch.setattr(kv_sizing, "available_host_bytes", lambda: 40 * MIB)
+    with loaded(None, num_blocks=1024):
+        pass
+    refusal = r"KV pool of 64.0 MiB does not fit: \d+.\d MiB are left"
+    with pytest.raises(ValueError, match=refusal), loaded(MODEL, num_blocks=1024):
+        pass
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"speculation": "draft_model"}, "draft_model is None: draft_model must be set"),
+        ({"draft_model": "x"}, "speculation is none and draft_model is x"),
+        ({"tensor_parallel_size": 2}, "speculation is draft_model, must be none on 2 ranks"),
+        ({"pipeline_parallel_size": 2}, "speculation is draft_model, must be none on 2 ranks"),
+        ({"device": "cuda"}, "speculation is draft_model, must be none on cuda"),
+        ({"async_scheduling": True}, "async_scheduling is true, must be false"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(fields: dict[str, Any], refusal: str) -> None:
+    both = {"speculation": "draft_model", "draft_model": "x"}
+    with pytest.raises(ValueError, match=refusal):
+        EngineConfig(**(fields if fields.keys() & both.keys() else both | fields))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "refusal"),
+    [
+        ("LlamaForCausalLM", {"vocab_size": 1400}, "vocab_size of 1400, must be the model's 1392"),
+        (
+            "LlamaForCausalLM",
+            {"max_position_embeddings": 128},
+            r"128 positions, must have at least max_model_len \(160\): lower --max-model-len",
+        ),
+        (
+            "MistralForCausalLM",
+            {"sliding_window": 32},
+            r"draft_model has sliding windows \(32 tokens\), and must have none",
+        ),
+        ("GPTNeoXForCausalLM", {}, "architectures is .*GPTNeoX.*, native are"),
+    ],
+)
+def test_draft_models_that_do_not_fit_are_refused(
+    architecture: str, overrides: dict[str, Any], refusal: str, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model(architecture, **{"vocab_size": VOCAB_SIZE, **overrides})
+    with pytest.raises(ModelError, match=refusal), loaded(folder):
+        pass
+
+
+def test_another_tokenizer_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(MODEL, folder)
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text + "\n")
+    refusal = r"its tokenizer\.json is not that of the model"
+    with pytest.raises(ModelError, match=refusal), loaded(folder):
+        pass
+
+
+def test_a_model_with_windows_has_no_draft_model(make_model: Callable[..., Path]) -> None:
+    target = make_model("MistralForCausalLM", sliding_window=32)
+    refusal = r"speculation is draft_model: model has sliding windows \(32 tokens\)"
+    with pytest.raises(ModelError, match=refusal), loaded(make_model(), model=str(target)):
+        pass

@@ -1,0 +1,151 @@
+"""What plans leave a draft model: the KV of requests that wait for P, and drafts of use."""
+
+import pytest
+
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.core.scheduler import PauseState
+from pdserve_engine.request.request import RequestStatus
+from pdserve_engine.request.sched_output import DraftPrefill
+from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
+
+BUDGET = 16
+# 29 tokens: seven blocks and one token.
+PROMPT = [7] * 29
+
+
+@pytest.fixture
+def consumer() -> ScriptedConsumer:
+    return ScriptedConsumer()
+
+
+@pytest.fixture
+def engine(consumer: ScriptedConsumer) -> Engine:
+    return Engine(
+        consumer=consumer, max_num_batched_tokens=BUDGET, num_blocks=64, has_draft_model=True
+    )
+
+
+def claim(engine: Engine, consumer: ScriptedConsumer, name: str = "a", **fields: object) -> None:
+    """P asks for the blocks of a request; D gives them to it in the next step."""
+    engine.add(name, PROMPT, kv_transfer_params=ON_D, **fields)
+    consumer.claim(name)
+
+
+def prefills(engine: Engine) -> list[list[DraftPrefill]]:
+    """Those of each step that had any."""
+    return [list(step.draft_prefills) for step in engine.rank.steps if step.draft_prefills]
+
+
+def test_a_request_that_waits_is_computed_in_steps_of_its_own(
+    engine: Engine, consumer: ScriptedConsumer
+) -> None:
+    claim(engine, consumer)
+    engine.run()
+    first, second = prefills(engine)
+    assert [prefill.num_tokens for prefill in (*first, *second)] == [16, 12]
+    block_ids = engine.kv.get_block_ids("a")[0]
+    assert all(prefill.block_ids == tuple(block_ids) for prefill in (*first, *second))
+    assert all(prefill.token_ids == tuple(PROMPT) for prefill in (*first, *second))
+    assert not any(step.num_scheduled_tokens for step in engine.rank.steps)
+    assert not engine.core.has_work(), "there is nothing left to do"
+    consumer.finish_load("a")
+    engine.run()
+    assert engine.tokens("a") == expected(PROMPT, 4)
+    assert len(prefills(engine)) == 2
+    engine.assert_idle()
+
+
+def test_steps_that_compute_something_leave_the_rest_of_their_budget(
+    engine: Engine, consumer: ScriptedConsumer
+) -> None:
+    engine.add("local", [1] * 10, max_tokens=9)
+    claim(engine, consumer, "a")
+    claim(engine, consumer, "b")
+    while "local" in engine.scheduler.requests:
+        engine.step()
+    for step in engine.rank.steps:
+        num_tokens = sum(prefill.num_tokens for prefill in step.draft_prefills)
+        assert num_tokens % BLOCK_SIZE == 0
+        assert step.total_num_scheduled_tokens + num_tokens <= BUDGET
+    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 2 * 28
+    assert engine.tokens("local") == expected([1] * 10, 9)
+
+
+def test_nothing_is_computed_of_those_that_have_no_blocks(
+    engine: Engine, consumer: ScriptedConsumer
+) -> None:
+    engine.add("a", PROMPT, kv_transfer_params=ON_D)
+    engine.run()
+    assert not engine.core.has_work()
+    claim(engine, consumer, "b")
+    engine.step()
+    engine.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) <= 16
+
+
+def test_nothing_is_computed_while_paused(engine: Engine, consumer: ScriptedConsumer) -> None:
+    claim(engine, consumer)
+    engine.step()
+    num_steps = len(engine.rank.steps)
+    engine.scheduler.pause_state = PauseState.PAUSED_ALL
+    assert not engine.core.has_work()
+    engine.step()
+    assert len(engine.rank.steps) == num_steps
+    engine.scheduler.pause_state = PauseState.UNPAUSED
+    engine.run()
+    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 28
+
+
+def test_a_budget_smaller_than_a_block_is_no_work(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, max_num_batched_tokens=BLOCK_SIZE - 1, has_draft_model=True)
+    claim(engine, consumer)
+    engine.run()
+    assert not prefills(engine)
+    assert not engine.core.has_work()
+
+
+def test_blocks_that_others_needed_are_computed_again(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer, num_blocks=12, has_draft_model=True)
+    claim(engine, consumer)
+    engine.run()
+    engine.add("local", [1] * 4, max_tokens=20)
+    engine.step()
+    while "a" in consumer.loading:
+        engine.step()
+    engine.run()
+    assert engine.tokens("local") == expected([1] * 4, 20)
+    assert "a" in consumer.loading, "it has blocks again"
+    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 2 * 28
+
+
+def test_without_a_draft_model_there_is_nothing(consumer: ScriptedConsumer) -> None:
+    engine = Engine(consumer=consumer)
+    claim(engine, consumer)
+    engine.run()
+    assert not engine.core.has_work()
+    consumer.finish_load("a")
+    engine.run()
+    assert not prefills(engine)
+    assert not any(step.num_draft_tokens for step in engine.rank.steps)
+
+
+def test_drafts_are_asked_for_where_a_next_step_may_have_them(engine: Engine) -> None:
+    engine.add("a", [1] * 20, max_tokens=6)
+    engine.add("b", [2], sampling_params=SamplingParams(max_tokens=9, logits_processors=("x",)))
+    engine.run()
+    # A block has 4 tokens, so that there are 3 drafts at most. The first chunk brings no token, and
+    # behind the last but one no step has more than one.
+    steps = [step for step in engine.rank.steps if "a" in step.num_scheduled_tokens]
+    assert [step.num_draft_tokens.get("a", 0) for step in steps] == [0, 3, 3, 2, 1, 0, 0]
+    assert not any("b" in step.num_draft_tokens for step in engine.rank.steps)
+
+
+def test_what_the_runner_guesses_is_handed_out_once_and_at_its_place(engine: Engine) -> None:
+    engine.add("a", [1] * 3, max_tokens=8)
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    assert request.spec_token_ids == ()
+    request.spec_token_ids = (5, 6)
+    engine.step()
+    assert request.spec_token_ids == (), "a step without new ones takes the old ones away"
