@@ -43,7 +43,7 @@ class StackConfig(TlsConfig):
         None, "Round weights to integers while they are loaded."
     )
     lora: tuple[str, ...] = opt(
-        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
+        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,..."
     )
     lora_root: str | None = opt(
         None, "Folder below which adapters lie that are loaded while serving; unset: none are."

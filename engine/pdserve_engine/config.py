@@ -101,7 +101,7 @@ class EngineConfig:
         0, "Compute threads on CPU; 0: one for each core, within the container's CPU limit."
     )
     lora: tuple[str, ...] = opt(
-        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; on CPU."
+        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,..."
     )
     max_lora_rank: int = opt(64, "The highest rank that an adapter may have.")
     max_loras: int = opt(
@@ -259,10 +259,6 @@ class EngineConfig:
 
     def _check_adapters(self) -> None:
         given = "lora" if self.lora else "lora_root"
-        if self.device != "cpu":
-            raise ValueError(
-                f"{given} is set: adapters are not served on {self.device}, only on cpu"
-            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ValueError(

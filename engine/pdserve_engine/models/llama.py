@@ -149,6 +149,21 @@ def lora_targets(config: LlamaConfig) -> Targets:
     }
 
 
+def max_adapter_bytes(config: LlamaConfig, max_rank: int) -> int:
+    """Return the most that an adapter takes: the linears of a product lie side by side, with the
+    ranks of all.
+    """
+    return (
+        config.num_layers
+        * sum(
+            len(projection.parts) * max_rank * (projection.in_features + num_outputs)
+            for projection in _LayerSpec.of(config).projections
+            for num_outputs in (sum(rows for _, rows, _ in projection.parts),)
+        )
+        * config.dtype.itemsize
+    )
+
+
 def _layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 

@@ -113,18 +113,20 @@ def num_blocks_that_fit(
     max_model_len: int,
     max_concurrent_batches: int,
     step: int,
+    adapters: int = 0,
     draft_spec: KVCacheSpec | None = None,
 ) -> int:
     """Return the size of the pool: as configured, or as large as is sensible. The weights are
-    loaded; `step` is the number of bytes that steps take at their peak. A draft model's blocks, and
-    those that it has for itself, are in the same memory.
+    loaded; `step` is the number of bytes that steps take at their peak, `adapters` that of as many
+    as there may be. A draft model's blocks, and those that it has for itself, are in the same
+    memory.
 
     Raises ValueError, with the numbers, if there is no room for it.
     """
     draft_bytes = 0 if draft_spec is None else draft_spec.block_bytes
     block_bytes = spec.block_bytes + draft_bytes
     num_spare_bytes = draft_bytes * config.scheduler.max_batch_size
-    room = max(0, _room(config, device) - step - num_spare_bytes)
+    room = max(0, _room(config, device) - step - adapters - num_spare_bytes)
     if config.num_blocks is not None:
         wanted = config.num_blocks * block_bytes
     elif config.kv_cache_memory_mib is not None:
@@ -141,8 +143,9 @@ def num_blocks_that_fit(
     if wanted > room:
         raise ValueError(
             f"the KV pool of {wanted / 2**20:.1f} MiB does not fit: {room / 2**20:.1f} MiB are "
-            f"left of the memory after the weights and {step / 2**20:.0f} MiB for a step: lower "
-            "--kv-cache-memory-mib, --num-blocks, --max-num-batched-tokens or --max-num-seqs"
+            f"left of the memory after the weights, {step / 2**20:.0f} MiB for a step and "
+            f"{adapters / 2**20:.0f} MiB for adapters: lower --kv-cache-memory-mib, --num-blocks, "
+            "--max-num-batched-tokens, --max-num-seqs or --max-loras"
         )
     return config.num_blocks or spec.num_blocks_for_budget(wanted * spec.block_bytes // block_bytes)
 

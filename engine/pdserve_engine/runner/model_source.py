@@ -15,7 +15,7 @@ from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_d
 from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
-from pdserve_engine.models.llama import LlamaModel, lora_targets
+from pdserve_engine.models.llama import LlamaModel, lora_targets, max_adapter_bytes
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
@@ -61,6 +61,7 @@ class ModelSource:
         if config.draft_model is not None:
             self.draft = DraftModelSource(config.draft_model, config, self.config, self.device)
         self._max_lora_rank = config.max_lora_rank
+        self._num_adapters = config.max_loras if config.has_adapters else 0
         self._model_dir = config.model
         self.compatibility_hash = self._hash()
 
@@ -96,6 +97,13 @@ class ModelSource:
             assert isinstance(model, LlamaModel)
             return ShardedModel(model, group)
         return model
+
+    def adapter_bytes(self) -> int:
+        """Return what as many adapters take as there may be."""
+        if not self._num_adapters:
+            return 0
+        assert isinstance(self.config, LlamaConfig), "others have no adapters"
+        return self._num_adapters * max_adapter_bytes(self.config, self._max_lora_rank)
 
     def read_adapter(self, folder: Path) -> LoraAdapter:
         """Return the adapter in a folder, which may hold anything. Raises LoraError."""

@@ -61,6 +61,7 @@ class Rank:
             max_model_len=max_model_len,
             max_concurrent_batches=max_concurrent_batches,
             step=step_bytes,
+            adapters=self._source.adapter_bytes(),
             draft_spec=None if self._draft is None else self._draft.spec,
         )
 
