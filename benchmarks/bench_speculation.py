@@ -49,13 +49,11 @@ BATCHES: Mapping[str, Sequence[int]] = {"copy": (1, 4, 8), "json": (1,), "random
 SOURCES = ("textwrap", "argparse", "random", "calendar", "shlex", "csv", "heapq", "bisect")
 MAX_MODEL_LEN = 2048
 SOURCE_TOKENS = 384
-MAX_TOKENS = 384
+MAX_TOKENS = {"copy": 384, "json": 1024, "random": 128}
 SHORT_PROMPT = 16
 CHANGED_NAMES = 0.15
 NEW_WORDS = ("alpha", "value", "item", "count", "node", "inner", "total", "handle")
 TURN_STEPS = 16
-# Of an arm, where it never ends.
-MAX_STEPS = 128
 # The first token of a prompt says which row's it is.
 FIRST_MARK = 2
 
@@ -65,6 +63,7 @@ class Task(NamedTuple):
 
     prompt: list[int]
     text: list[int]
+    num_tokens: int
 
 
 class Rate(NamedTuple):
@@ -120,7 +119,7 @@ class Arm:
             params = SamplingParams(
                 temperature=0.0 if task.text else 1.0,
                 seed=seed,
-                max_tokens=min(MAX_TOKENS, len(task.text) or MAX_TOKENS),
+                max_tokens=task.num_tokens,
                 ignore_eos=True,
             )
             self.loaded.core.add_request(
@@ -186,7 +185,7 @@ def bench(
         for arm in arms:
             arm.start(tasks, seed=number)
         rates = [Rate(0, 0, 0.0) for _ in arms]
-        while not any(arm.is_over for arm in arms) and rates[0].num_steps < MAX_STEPS:
+        while not any(arm.is_over for arm in arms):
             rates = [rate + arm.turn() for rate, arm in zip(rates, arms, strict=True)]
         for arm in arms:
             arm.end()
@@ -210,11 +209,12 @@ def make_task(kind: str, index: int, number: int, tokenizer: tokenizers.Tokenize
         path = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
         source = tokenizer.encode(path.read_text()).ids[:SOURCE_TOKENS]
         text = tokenizer.encode(renamed(tokenizer.decode(source), rng)).ids
-        return Task([mark, *source], text[:MAX_TOKENS])
+        return Task([mark, *source], text, min(len(text), MAX_TOKENS[kind]))
     prompt = [mark, *(rng.randrange(100, 20_000) for _ in range(SHORT_PROMPT))]
     if kind == "json":
-        return Task(prompt, tokenizer.encode(records(rng.randrange(1000))).ids[:MAX_TOKENS])
-    return Task(prompt, [])
+        text = tokenizer.encode(records(rng.randrange(1000))).ids
+        return Task(prompt, text, MAX_TOKENS[kind])
+    return Task(prompt, [], MAX_TOKENS[kind])
 
 
 def renamed(source: str, rng: random.Random) -> str:

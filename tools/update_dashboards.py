@@ -785,11 +785,74 @@ def pool() -> Dashboard:
             ),
         ],
     )
+    drafts = Row(
+        title="Speculation",
+        panels=[
+            Panel(
+                title="Drafts",
+                unit="ops",
+                width=6,
+                queries={
+                    "{{source}}": sum_rate(
+                        "pdserve_spec_decode_num_drafts_total", labels, by="source"
+                    )
+                },
+                description=(
+                    "Requests and steps with guessed tokens, by who has guessed. Near the rate of "
+                    "generated tokens: most steps have some. Nothing to do."
+                ),
+            ),
+            Panel(
+                title="Draft tokens",
+                unit="ops",
+                width=6,
+                queries={
+                    "{{source}}": sum_rate(
+                        "pdserve_spec_decode_num_draft_tokens_total", labels, by="source"
+                    )
+                },
+                description=(
+                    "Guessed by who has guessed. None: the workers have no --speculation, or it is "
+                    "not worth it, as many requests run or their texts do not repeat."
+                ),
+            ),
+            Panel(
+                title="Accepted draft tokens",
+                unit="ops",
+                width=6,
+                queries={
+                    "{{source}}": sum_rate(
+                        "pdserve_spec_decode_num_accepted_tokens_total", labels, by="source"
+                    )
+                },
+                description=(
+                    "Of those, the ones that became tokens of answers: each has saved a step. Few "
+                    "for hours: --speculation is of no use here."
+                ),
+            ),
+            Panel(
+                title="Accepted by place in the draft",
+                unit="ops",
+                width=6,
+                queries={
+                    "{{position}}": sum_rate(
+                        "pdserve_spec_decode_num_accepted_tokens_per_pos_total",
+                        labels,
+                        by="position",
+                    )
+                },
+                description=(
+                    "The last places as high as the first: more are worth trying "
+                    "(num_speculative_tokens)."
+                ),
+            ),
+        ],
+    )
     return Dashboard(
         name="pool",
         title="pdserve / Pool",
         description="The prefill or the decode workers, by Pod.",
-        rows=[work, kv, grammars, adapters, ends],
+        rows=[work, kv, grammars, adapters, drafts, ends],
         choices={"pool": ("prefill", "decode")},
     )
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pdserve_common import metrics
-from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
+from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
 from pdserve_common.limits import LIMITS
 from pdserve_common.metrics_server import MetricsServer
 from pdserve_engine.clients.stats import EngineStatsRecorder
@@ -126,6 +126,27 @@ def test_slots_are_used_or_free() -> None:
     states = [registry.get_sample_value("pdserve_slots", {"state": s}) for s in ("used", "free")]
     assert states == [8, 0], "a probe runs beside a full batch"
     assert registry.get_sample_value("pdserve_slot_usage_ratio") == 1
+
+
+def test_drafts_are_counted_by_source_and_place() -> None:
+    registry = CollectorRegistry()
+    record = EngineStatsRecorder(metrics.EngineMetrics(registry))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"pdserve_spec_decode_num_{name}_total", labels)
+
+    assert value("drafts", source="suffix") == 0
+    assert value("accepted_tokens_per_pos", position="0") == 0
+    for source, num_accepted in (("suffix", 2), ("suffix", 0), ("prediction", 1)):
+        stats = DraftStats(source=source, num_draft_tokens=3, num_accepted_tokens=num_accepted)
+        output = EngineCoreOutput(request_id="r", draft_stats=(stats,))
+        record(SchedulerStats(), (output,), has_computed=False)
+    assert value("drafts", source="suffix") == 2
+    assert value("draft_tokens", source="suffix") == 6
+    assert value("accepted_tokens", source="suffix") == 2
+    assert value("accepted_tokens", source="prediction") == 1
+    places = [value("accepted_tokens_per_pos", position=str(place)) for place in range(3)]
+    assert places == [2, 1, 0]
 
 
 async def test_a_worker_logs_its_load(

@@ -79,7 +79,6 @@ def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
     teach(lengths, good, 1)
     teach(lengths, better, NUM_DRAFTS)
     assert choose(lengths, good, better, most=4) == [1, 3], "its second was never accepted"
-    assert choose(lengths, good, better) == [1, NUM_DRAFTS]
 
 
 def test_a_probe_now_and_then_learns_that_drafts_have_become_right() -> None:
