@@ -50,12 +50,14 @@ from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.links import KVLink
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+from support.drafts import MixedProposer, compute_all_drafts
 from support.scripted_engine import (
     BLOCK_SIZE,
     EOS,
     MAX_MODEL_LEN,
     check_places,
     expected,
+    next_drafts,
     next_token,
 )
 
@@ -102,21 +104,29 @@ class Rank:
             known = Known(list(new.all_token_ids), new.num_computed_tokens, tables)
             self._known[new.request_id] = known
         cached = step.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.request_ids, cached.new_block_ids, strict=True):
+        for request_id, block_ids, num_computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            assert self._known[request_id].num_computed == num_computed
             for table, ids in zip(self._known[request_id].tables, block_ids or (), strict=False):
                 table.extend(ids)
         self._check_seats()
         self._worker.world.other_threads()
-        sampled = [self._compute(r, n) for r, n in step.num_scheduled_tokens.items()]
+        drafts = step.scheduled_spec_decode_tokens
+        sampled = [
+            self._compute(r, n, drafts.get(r, ())) for r, n in step.num_scheduled_tokens.items()
+        ]
         self._worker.world.other_threads()
         return ModelRunnerOutput(
             request_ids=tuple(step.num_scheduled_tokens), sampled_token_ids=tuple(sampled)
         )
 
-    def _compute(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+    def _compute(
+        self, request_id: str, num_tokens: int, drafts: tuple[int, ...]
+    ) -> tuple[int, ...]:
         known = self._known[request_id]
         start, end = known.num_computed, known.num_computed + num_tokens
-        kv, memory = kv_of(known.token_ids), self._worker.memory
+        kv, memory = kv_of([*known.token_ids, *drafts]), self._worker.memory
         is_right = True
         for table, window in zip(known.tables, self._worker.windows, strict=True):
             seen = range(0 if window is None else max(0, start - window + 1), start)
@@ -125,11 +135,18 @@ class Rank:
             for i in range(start, end):
                 memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] = kv[i] if is_right else DEAD
         self._watch(request_id, is_right)
-        known.num_computed = end
-        if end < len(known.token_ids):
+        known.num_computed = end - len(drafts)
+        if known.num_computed < len(known.token_ids):
             return ()
-        known.token_ids.append(next_token(known.token_ids) if is_right else DEAD)
-        return (known.token_ids[-1],)
+        self._worker.world.num_drafts += len(drafts)
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            sampled.append(next_token([*known.token_ids, *sampled]) if is_right else DEAD)
+            if sampled[-1] != draft:
+                break
+        known.token_ids += sampled
+        known.num_computed += len(sampled) - 1
+        return tuple(sampled)
 
     def _check_seats(self) -> None:
         scheduler = self._worker.scheduler
@@ -316,7 +333,14 @@ class Worker:
             max_num_batched_tokens=budget,
             scheduling_policy=world.random.choice(["fcfs", "priority"]),
         )
-        self.scheduler = Scheduler(config, kv, **{self.role: self.connector}, clock=self._clock)
+        self.scheduler = Scheduler(
+            config,
+            kv,
+            **{self.role: self.connector},
+            proposer=MixedProposer(world.random, next_drafts),
+            clock=self._clock,
+        )
+        compute_all_drafts(self.scheduler)
         self.rank = Rank(self)
         self.core = EngineCore(
             scheduler=self.scheduler,
@@ -463,6 +487,8 @@ class World:
         self.ended: collections.Counter[str] = collections.Counter()
         # Speculative first steps, by whether they read what is right.
         self.num_first_steps: collections.Counter[bool] = collections.Counter()
+        # Tokens that steps of D have computed and nobody had sampled.
+        self.num_drafts = 0
         self._ids = itertools.count()
         self._is_other_thread = False
 

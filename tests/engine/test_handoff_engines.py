@@ -21,3 +21,4 @@ def test_no_wrong_token_and_no_leak(
         world.run(300)
         world.settle()
         assert world.ended["finished"] > 10
+        assert world.num_drafts > 10

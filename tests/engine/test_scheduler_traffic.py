@@ -28,6 +28,7 @@ from support.scripted_engine import (
     cached_in,
     check_places,
     expected,
+    next_drafts,
 )
 
 NUM_EXAMPLES = 50
@@ -337,10 +338,6 @@ class Traffic:
         if self._fault is not None and len(step.num_scheduled_tokens) > 1:
             fault, self._fault = self._fault, None
             raise fault
-
-
-def next_drafts(request: Request, num: int) -> list[int]:
-    return expected(list(request.all_token_ids), num)
 
 
 def _sampling_params(num_tokens: int, grammar: str | None) -> SamplingParams:

@@ -294,6 +294,11 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def next_drafts(request: Request, num: int) -> list[int]:
+    """What scripted ranks sample next."""
+    return expected(list(request.all_token_ids), num)
+
+
 def check_places(scheduler: Scheduler) -> None:
     """Each request that has not ended is in one container, which its place and status say; those
     that wait for a turn, a source, a D or a grammar hold no blocks.
