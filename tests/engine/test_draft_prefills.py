@@ -5,7 +5,7 @@ import pytest
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.request.request import RequestStatus
-from pdserve_engine.request.sched_output import DraftPrefill
+from pdserve_engine.request.sched_output import DraftPrefill, SchedulerOutput
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 BUDGET = 16
@@ -117,6 +117,31 @@ def test_blocks_that_others_needed_are_computed_again(consumer: ScriptedConsumer
     assert engine.tokens("local") == expected([1] * 4, 20)
     assert "a" in consumer.loading, "it has blocks again"
     assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 2 * 28
+
+
+def test_a_step_that_finds_out_whose_fault_it_is_computes_nothing_else(
+    engine: Engine, consumer: ScriptedConsumer
+) -> None:
+    for name in ("one", "other"):
+        engine.add(name, [1] * 4, max_tokens=3)
+    claim(engine, consumer)
+    num_failures = 0
+
+    def fail(step: SchedulerOutput) -> None:
+        nonlocal num_failures
+        if len(step.num_scheduled_tokens) == 2 and not num_failures:
+            num_failures += 1
+            raise RuntimeError("a passing fault")
+
+    engine.rank.on_step = fail
+    engine.run()
+    failed, *trials = engine.rank.steps
+    assert len(failed.num_scheduled_tokens) == 2
+    alone = [step for step in trials if len(step.num_scheduled_tokens) == 1][:2]
+    assert not any(step.draft_prefills for step in alone)
+    assert sum(prefill.num_tokens for step in prefills(engine) for prefill in step) == 28
+    for name in ("one", "other"):
+        assert engine.tokens(name) == expected([1] * 4, 3)
 
 
 def test_without_a_draft_model_there_is_nothing(consumer: ScriptedConsumer) -> None:

@@ -378,6 +378,7 @@ def test_random_traffic_loses_no_block_and_no_request_and_keeps_its_order(
         consumer=consumer,
         compile_grammar=compiler,
         proposer=MixedProposer(random.Random(seed), next_drafts) if has_drafts else None,
+        has_draft_model=has_drafts and windows == (None,),
         max_num_seqs=4,
         max_num_batched_tokens=MAX_MODEL_LEN if mode == "v0" else 16,
         enable_caching=enable_caching,

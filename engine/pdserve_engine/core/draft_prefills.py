@@ -5,7 +5,7 @@ wait for another worker.
 from collections.abc import Iterator
 
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.remote_prefill import RemotePrefills
+from pdserve_engine.core.places import Places
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request
@@ -21,12 +21,10 @@ class DraftPrefills:
     catches up when the request runs. Does nothing without a draft model.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, remote_prefills: RemotePrefills
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, places: Places) -> None:
         self._config = config
         self._kv = kv
-        self._remote_prefills = remote_prefills
+        self._places = places
         # Of requests that wait and have blocks: tokens that were planned.
         self._num_planned: dict[Request, int] = {}
 
@@ -58,9 +56,10 @@ class DraftPrefills:
 
     def _next(self, budget: int) -> Iterator[tuple[Request, int]]:
         """Yield requests, and how many tokens of each, in whole blocks, a budget is enough for."""
-        if not self._config.has_draft_model:
+        # A request that is tried alone must not be blamed for others.
+        if not self._config.has_draft_model or self._places.suspects.next() is not None:
             return
-        waiting = list(self._remote_prefills.with_blocks())
+        waiting = list(self._places.remote_prefills.with_blocks())
         self._num_planned = {r: self._num_planned.get(r, 0) for r in waiting}
         for request in waiting:
             num_left = request.num_tokens - self._num_planned[request]

@@ -113,7 +113,7 @@ class Scheduler:
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
         self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
-        self._draft_prefills = DraftPrefills(config, self.kv, self.places.remote_prefills)
+        self._draft_prefills = DraftPrefills(config, self.kv, self.places)
         self._planner = Planner(
             config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
         )
