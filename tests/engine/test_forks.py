@@ -1,9 +1,13 @@
 """Requests that share the prompt of another one (n > 1): one prefill, blocks by reference."""
 
+from unittest import mock
+
 import pytest
 
 from pdserve_common.engine_types import FinishReason, MultiModalFeatureSpec
 from pdserve_common.lora_types import LoRARequest
+from pdserve_engine.core.adapters import AdapterPool
+from pdserve_engine.core.executor import AdapterStore, PackedAdapter
 from support.scripted_engine import BLOCK_SIZE, ON_D, Engine, ScriptedConsumer, expected
 
 PROMPT = list(range(10))  # two full blocks and a half
@@ -144,7 +148,9 @@ ADAPTER = LoRARequest(lora_name="a", digest="a")
 def test_nothing_is_shared_with_a_request_that_only_names_a_source(
     other: dict[str, object],
 ) -> None:
-    engine = Engine(enable_caching=False)
+    adapters = AdapterPool(mock.create_autospec(AdapterStore), max_loras=1)
+    adapters.add(ADAPTER.lora_name, PackedAdapter(ADAPTER.digest, 8, None))
+    engine = Engine(enable_caching=False, adapters=adapters)
     engine.add("0_r", PROMPT, max_tokens=8)
     engine.step()
     prompt = other.pop("prompt", PROMPT)

@@ -20,6 +20,7 @@ from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.core.adapters import AdapterPool
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.core.waiting_for_fsm import CompileGrammar
 from pdserve_engine.executor.uniproc import UniprocExecutor
@@ -157,6 +158,7 @@ class Engine:
         windows: tuple[int | None, ...] = (None,),
         clock: Callable[[], float] = time.monotonic,
         compile_grammar: CompileGrammar | None = None,
+        adapters: AdapterPool | None = None,
         proposer: Proposer | None = None,
         **config: object,
     ) -> None:
@@ -176,6 +178,7 @@ class Engine:
             prefix_producer=prefix_producer,
             prefix_consumer=prefix_consumer,
             compile_grammar=compile_grammar,
+            adapters=adapters,
             proposer=proposer,
             wakeup=self._on_wakeup,
             clock=clock,
