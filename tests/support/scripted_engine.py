@@ -19,8 +19,8 @@ from pdserve_common.engine_types import (
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.config import SchedulerConfig
-from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.adapters import AdapterPool
+from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.core.waiting_for_fsm import CompileGrammar
 from pdserve_engine.executor.uniproc import UniprocExecutor
