@@ -271,11 +271,12 @@ async def come_and_go(served: Served, num_adapters: int) -> None:
     served.stack.assert_idle()
 
 
-async def test_adapters_come_and_go_and_nothing_is_left(served: Served) -> None:
+@pytest.mark.parametrize("num_adapters", [12, pytest.param(100, marks=pytest.mark.soak)])
+async def test_adapters_come_and_go_and_nothing_is_left(served: Served, num_adapters: int) -> None:
     await come_and_go(served, 6)
     resources = served.stack.resources()
     before = {name: served.stack.rss_mib(name) for name in served.stack.worker_names()}
-    await come_and_go(served, 12)
+    await come_and_go(served, num_adapters)
     assert served.stack.resources() == resources
     for name, mib in before.items():
         # One of these adapters takes less than 1 MiB, a model 1 MiB more.

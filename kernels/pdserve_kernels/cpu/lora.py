@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.linear import AnyLinearWeight, LinearWeight, kernel_arguments, rows_for
 from pdserve_kernels.cpu.linear_int import PANEL
+from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
 
 PAIRS = 32  # inputs that are multiplied at a time, two a lane
@@ -75,6 +76,41 @@ class LoraWeight:
     scales: torch.Tensor
     native: Any
 
+    @classmethod
+    def of(
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scales: torch.Tensor,
+        first_ranks: Sequence[int],
+        sizes: Sequence[int],
+    ) -> "LoraWeight":
+        """`first_ranks` and `sizes` are of each panel: the first of its ranks, and how many."""
+        starts = accumulate([0, *sizes[:-1]])
+        addresses = [b.data_ptr() + b.element_size() * PANEL * start for start in starts]
+        panels = map(_Panel, addresses, first_ranks, sizes)
+        return cls(a=a, b=b, scales=scales, native=(_Panel * len(sizes))(*panels))
+
+    def moved(self, memory: torch.Tensor) -> "LoraWeight":
+        """Return the same in the first elements of `memory`."""
+        a, b = (
+            part.view(like.shape)
+            for part, like in zip(
+                memory[: self.num_elements].split([self.a.numel(), self.b.numel()]),
+                (self.a, self.b),
+                strict=True,
+            )
+        )
+        a.copy_(self.a)
+        b.copy_(self.b)
+        first_ranks = [panel.first_rank for panel in self.native]
+        sizes = [panel.num_ranks for panel in self.native]
+        return LoraWeight.of(a, b, self.scales, first_ranks, sizes)
+
+    @property
+    def num_elements(self) -> int:
+        return self.a.numel() + self.b.numel()
+
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
@@ -102,25 +138,34 @@ def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> Any:
     scales = torch.tensor([part.scale for part in parts]).repeat_interleave(torch.tensor(ranks))
     firsts, pieces = zip(*_panels(parts, packed), strict=True)
     # One behind the other, as they are read.
-    b = torch.cat(pieces)
-    sizes = [len(piece) for piece in pieces]
-    addresses = [b.data_ptr() + 2 * PANEL * start for start in accumulate([0, *sizes[:-1]])]
-    native = (_Panel * len(sizes))(*map(_Panel, addresses, firsts, sizes))
-    return LoraWeight(a=a, b=b, scales=scales, native=native)
+    return LoraWeight.of(a, torch.cat(pieces), scales, firsts, [len(piece) for piece in pieces])
 
 
 def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
     """See the reference's contract."""
-    weights = [
-        weight
-        for layer in layers
-        for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-        if weight is not None
-    ]
+    weights = [weight for layer in layers for weight in _weights_of(layer)]
     if not all(isinstance(weight, LoraWeight) for weight in weights):
         return PackedAdapter(tuple(layers), None, 0)
+    # In one piece, in the order in which steps read it: each alone is too small for huge pages.
+    memory = empty_on_huge_pages(sum(weight.num_elements for weight in weights), torch.bfloat16)
+    starts = accumulate((weight.num_elements for weight in weights), initial=0)
+    moved = iter(
+        [weight.moved(memory[start:]) for weight, start in zip(weights, starts, strict=False)]
+    )
+    layers = [
+        LoraLayer(**{name: weight and next(moved) for name, weight in _named(layer)})
+        for layer in layers
+    ]
     native = (_Layer * len(layers))(*map(_Layer.of, layers))
     return PackedAdapter(tuple(layers), native, max((len(w.a) for w in weights), default=0))
+
+
+def _named(layer: LoraLayer) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(layer, field.name)) for field in fields(layer)]
+
+
+def _weights_of(layer: LoraLayer) -> Iterator[Any]:
+    return (weight for _, weight in _named(layer) if weight is not None)
 
 
 def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
