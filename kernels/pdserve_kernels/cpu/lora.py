@@ -93,14 +93,8 @@ class LoraWeight:
 
     def moved(self, memory: torch.Tensor) -> "LoraWeight":
         """Return the same in the first elements of `memory`."""
-        a, b = (
-            part.view(like.shape)
-            for part, like in zip(
-                memory[: self.num_elements].split([self.a.numel(), self.b.numel()]),
-                (self.a, self.b),
-                strict=True,
-            )
-        )
+        a = memory[: self.a.numel()].view(self.a.shape)
+        b = memory[self.a.numel() : self.num_elements].view(self.b.shape)
         a.copy_(self.a)
         b.copy_(self.b)
         first_ranks = [panel.first_rank for panel in self.native]
