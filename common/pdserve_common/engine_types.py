@@ -266,8 +266,8 @@ class PrefillStats:
     decode_queue_s: float = 0.0
 
 
-# Who guesses tokens: what a grammar allows nothing else than, a client, a text's own repetitions.
-DraftSource = Literal["grammar", "prediction", "suffix", "draft_model"]
+# Who guesses tokens: a client, a text that repeats itself, a draft model.
+DraftSource = Literal["prediction", "suffix", "draft_model"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ WAYS: dict[str, dict[str, object]] = {
         "async_scheduling": True,
         "enable_prefix_caching": False,
     },
+    "with drafts": {"speculation": "suffix"},
+    "with drafts, async, preempted": {
+        "speculation": "suffix",
+        "block_size": SMALL_BLOCK_SIZE,
+        "num_blocks": 48,
+        "async_scheduling": True,
+    },
     "blocks of 32": {"block_size": 32, "num_blocks": NUM_BLOCKS // 2},
 }
 
@@ -92,9 +100,11 @@ class Runner:
             metrics=KVTransferMetrics(CollectorRegistry()),
         )
         self.core = self.engine.core
+        # Of drafts.
+        self.num_accepted_tokens = 0
 
     def add(
-        self, name: str, prompt: tuple[int, ...], params: SamplingParams, **fields: str
+        self, name: str, prompt: tuple[int, ...], params: SamplingParams, **fields: Any
     ) -> None:
         self.core.add_request(
             EngineCoreRequest(
@@ -108,6 +118,8 @@ class Runner:
             for outputs in self.core.step().outputs.values():
                 for output in outputs:
                     assert output.error is None, output.error
+                    for drafts in output.draft_stats:
+                        self.num_accepted_tokens += drafts.num_accepted_tokens
                     tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
         return tokens
 
@@ -187,8 +199,11 @@ def test_tokens_are_bit_identical(
     expected = alone(SMALL_BLOCK_SIZE if is_tight else BLOCK_SIZE)
     runner = start(**WAYS[way])
     for name, prompt, params in requests():
-        runner.add(name, prompt, params)
+        # Of use with drafts alone.
+        prediction = [*expected[name][:4], 7, *expected[name][5:]]
+        runner.add(name, prompt, params, prediction_token_ids=tuple(prediction))
     assert runner.run() == expected
+    assert (runner.num_accepted_tokens > 0) == ("drafts" in way)
     # Again, in other company; prompts are cached now, where there is a cache.
     for name, prompt, params in reversed(list(requests())):
         runner.add(name, prompt, params)

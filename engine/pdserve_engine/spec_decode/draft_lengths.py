@@ -93,7 +93,8 @@ class DraftLengths:
         """
         gains = []
         for request, draft in drafts.items():
-            found = list(self._acceptance.get(request) or self._usual.get(draft.source, ()))
+            usual = self._usual.get(draft.source, [])
+            found = list(self._acceptance.get(request, usual))
             gain = 1.0
             for place in range(len(draft.token_ids)):
                 if place == len(found):
