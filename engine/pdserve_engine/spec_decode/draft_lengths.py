@@ -9,6 +9,7 @@ from pdserve_engine.spec_decode.proposer import Draft
 
 # Of a mean, by each new value. A value counts as at most so many times the mean.
 COST_SHARE, MAX_OUTLIER = 0.125, 1.5
+GROUP_ROWS = 4
 ACCEPTANCE_SHARE = 0.1
 FIRST_ACCEPTANCE = 0.6
 # Of steps in which there are drafts one tries another number than is thought best.
@@ -18,29 +19,34 @@ MIN_PROBE = 4
 
 
 class StepCosts:
-    """What steps cost that compute some rows of some requests, all of them decodes or drafts."""
+    """What steps cost that compute some rows of some requests, all of them decodes or drafts.
+
+    What a step takes varies from one to the next, so steps of similar numbers of rows are measured
+    together: how they compare with what is typical.
+    """
 
     def __init__(self) -> None:
-        # By requests, then by rows.
+        # By requests, then by drafts in groups.
         self._means: dict[int, dict[int, float]] = {}
 
     def observe(self, num_requests: int, num_rows: int, duration_s: float) -> None:
         """Such a step took so long."""
-        means = self._means.setdefault(num_requests, {})
-        mean = means.get(num_rows, duration_s)
-        means[num_rows] = mean + COST_SHARE * (min(duration_s, MAX_OUTLIER * mean) - mean)
+        means, group = self._means.setdefault(num_requests, {}), _group(num_requests, num_rows)
+        found = duration_s / _typical_cost(num_rows)
+        mean = means.get(group, found)
+        means[group] = mean + COST_SHARE * (min(found, MAX_OUTLIER * mean) - mean)
 
     def expect(self, num_requests: int, num_rows: int) -> float:
         """Return what a step is likely to cost, in a unit that is one and the same for all steps of
         so many requests.
         """
-        means = self._means.get(num_requests)
+        typical, means = _typical_cost(num_rows), self._means.get(num_requests)
         if not means:
-            return _typical_cost(num_rows)
-        if num_rows in means:
-            return means[num_rows]
-        nearest = min(means, key=lambda known: abs(known - num_rows))
-        return means[nearest] * _typical_cost(num_rows) / _typical_cost(nearest)
+            return typical
+        group = _group(num_requests, num_rows)
+        if group not in means:
+            group = min(means, key=lambda known: abs(known - group))
+        return means[group] * typical
 
 
 class DraftLengths:
@@ -107,6 +113,11 @@ class DraftLengths:
 def _expected_next(found: Sequence[float]) -> float:
     """Return how often the next place is accepted, of which nothing is known."""
     return FIRST_ACCEPTANCE * found[-1] if found else FIRST_ACCEPTANCE
+
+
+def _group(num_requests: int, num_rows: int) -> int:
+    """Return which steps such a step is like: those without drafts have a group of their own."""
+    return -((num_requests - num_rows) // GROUP_ROWS)
 
 
 def _typical_cost(num_rows: int) -> float:
