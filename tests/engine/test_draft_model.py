@@ -2,6 +2,7 @@
 and changes no token and no logprob, whatever it thinks.
 """
 
+import asyncio
 import random
 import shutil
 import threading
@@ -346,17 +347,19 @@ def counted_tokens(engine: LoadedEngine) -> list[int]:
 # ---- P and D
 
 
+PAIR = {"kv_connector": "nixl", "engine_process": "inproc"}
+
+
 async def test_d_computes_what_it_waits_for_and_drafts_from_the_start() -> None:
-    lengths = (150, 17, 64)
-    params = {
-        f"{length}-{kind}": replace(PARAMS[kind], max_tokens=9, ignore_eos=True, seed=length)
-        for length in lengths
+    requests = [
+        make_request(
+            f"{length}-{kind}",
+            make_prompt(length),
+            replace(PARAMS[kind], max_tokens=9, ignore_eos=True, seed=length),
+        )
+        for length in (150, 17, 64)
         for kind in ("greedy", "sampled")
-    }
-    prompts = {name: make_prompt(int(name.split("-")[0])) for name in params}
-    requests = [make_request(name, prompts[name], params[name]) for name in params]
-    with loaded(None) as engine:
-        expected = answers(engine, requests)
+    ]
     is_computed = threading.Event()
 
     def watch(step: SchedulerOutput) -> None:
@@ -365,20 +368,15 @@ async def test_d_computes_what_it_waits_for_and_drafts_from_the_start() -> None:
             is_computed.set()
         assert not step.num_scheduled_tokens or is_computed.wait(60.0)
 
-    fields = {"kv_connector": "nixl", "engine_process": "inproc"}
     async with (
-        launched("prefill", "p0", **fields) as p,
-        launched("decode", "d0", **fields) as d,
+        launched("prefill", "p0", MODEL, **PAIR) as p,
+        launched("decode", "d0", MODEL, **PAIR) as d,
         linked(p, d) as port,
     ):
         costs = step_costs(loaded_part(d))
         with before_steps(watch), counted_drafts() as counts:
-            on_p, on_d = Client(p), Client(d)
             for request in requests:
-                on_d.add(replace(request, kv_transfer_params=replace(ON_D, remote_port=port)))
-                on_p.add(replace(request, kv_transfer_params=ON_P))
-                tokens = await on_d.tokens(request.request_id)
-                assert tuple(tokens) == expected[request.request_id].token_ids
+                await hand_over(request, Client(p), Client(d), port)
             await until(lambda: not p.stats().num_open_kv_sessions)
     assert costs[0] == (costs[0][0], 144), "whole blocks of the first prompt, before P began"
     # Then the rest of a block, P's token and D's own, and drafts.
@@ -387,6 +385,54 @@ async def test_d_computes_what_it_waits_for_and_drafts_from_the_start() -> None:
     # The first one is P's, D's first step brings one and has drafts of five more.
     assert counts["drafts"] >= 5 * len(requests)
     assert counts["accepted"] >= 0.99 * counts["drafts"]
+
+
+async def test_no_draft_of_a_d_changes_what_its_clients_see(
+    noisy_model: Path, expected: dict[str, Answer]
+) -> None:
+    # D's leg has no log-probabilities of prompts, and no part in answers of one token.
+    requests = [
+        request
+        for request in random_requests()
+        if request.sampling_params.prompt_logprobs is None
+        and len(expected[request.request_id].token_ids) > 1
+        and request.fork_of is None
+    ][:60]
+    async with (
+        launched("prefill", "p0", noisy_model, **PAIR) as p,
+        launched("decode", "d0", noisy_model, num_blocks=40, **PAIR) as d,
+        linked(p, d) as port,
+    ):
+        on_p, on_d = Client(p), Client(d)
+        with counted_drafts() as counts:
+            for some in batches(requests, 6):
+                found = await asyncio.gather(*(hand_over(r, on_p, on_d, port) for r in some))
+                for request, answer in zip(some, found, strict=True):
+                    check_d(answer, expected[request.request_id], request.request_id)
+            await until(lambda: not p.stats().num_open_kv_sessions)
+    assert 0.1 < counts["accepted"] / counts["drafts"] < 0.9
+
+
+async def hand_over(
+    request: EngineCoreRequest, on_p: Client, on_d: Client, port: int
+) -> list[EngineCoreOutput]:
+    """Return what D brings of a request."""
+    on_d.add(replace(request, kv_transfer_params=replace(ON_D, remote_port=port)))
+    on_p.add(replace(request, kv_transfer_params=ON_P))
+    return await on_d.outputs(request.request_id)
+
+
+def batches(
+    requests: Sequence[EngineCoreRequest], size: int
+) -> Iterator[Sequence[EngineCoreRequest]]:
+    return (requests[start : start + size] for start in range(0, len(requests), size))
+
+
+def check_d(outputs: Sequence[EngineCoreOutput], expected: Answer, name: str) -> None:
+    """D repeats P's token, of whose logprob it does not know."""
+    found = Answer.of(outputs)
+    assert found.logprobs[1:] == expected.logprobs[1:], name
+    assert found._replace(logprobs=expected.logprobs) == expected, name
 
 
 def step_costs(engine: LoadedEngine) -> list[tuple[SchedulerOutput, int]]:
@@ -411,9 +457,11 @@ ON_D = KVTransferParams(
 
 
 @asynccontextmanager
-async def launched(role: Role, engine_id: str, **fields: Any) -> AsyncIterator[WorkerEngine]:
+async def launched(
+    role: Role, engine_id: str, draft_model: Path, **fields: Any
+) -> AsyncIterator[WorkerEngine]:
     engine = await launch_engine(
-        config_of(MODEL, max_model_len=256, **fields),
+        config_of(draft_model, **{"max_model_len": 256, **fields}),
         role=role,
         engine_id=engine_id,
         registry=CollectorRegistry(),
@@ -432,7 +480,7 @@ async def test_a_sleep_gives_its_memory_back(level: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     # 64 MiB of KV, and as much of the draft model.
     fields = {"engine_process": "inproc", "num_blocks": 2048}
-    async with launched("decode", "d0", **fields) as engine:
+    async with launched("decode", "d0", MODEL, **fields) as engine:
         client, seen = Client(engine), set()
         for attempt in range(3):
             with counted_drafts() as counts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve_common.engine_types import EngineCoreOutputs, EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from pdserve_common.rpc import RpcServer
 from pdserve_engine.clients.launch import WorkerEngine
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
@@ -31,12 +31,16 @@ class Client:
 
     async def tokens(self, request_id: str) -> list[int]:
         """Wait for the request's end."""
-        await until(lambda: any(output.finished for output in self._outputs(request_id)))
-        outputs = self._outputs(request_id)
+        outputs = await self.outputs(request_id)
         assert [output.error for output in outputs if output.error] == []
         return [token_id for output in outputs for token_id in output.new_token_ids]
 
-    def _outputs(self, request_id: str) -> list[Any]:
+    async def outputs(self, request_id: str) -> list[EngineCoreOutput]:
+        """Wait for the request's end, and return all that came."""
+        await until(lambda: any(output.finished for output in self._outputs(request_id)))
+        return self._outputs(request_id)
+
+    def _outputs(self, request_id: str) -> list[EngineCoreOutput]:
         outputs = [output for message in self._messages for output in message.outputs]
         return [output for output in outputs if output.request_id == request_id]
 
