@@ -39,6 +39,6 @@ STAGES: Mapping[str, Point] = {
     "last_chunk": Point("prefill", *_PRODUCER, "request_finished", "before"),
     # All blocks are here, D has computed no token. P may not have acknowledged their release.
     "first_decode": Point("decode", *_KV_EVENTS, "_queue_first_step", "after"),
-    # A step has brought a token. P passes it once.
-    "mid_stream": Point("decode", *_RESULTS, "_apply_tokens", "after"),
+    # A step has brought a token.
+    "mid_stream": Point("decode", *_RESULTS, "apply_step", "after"),
 }
