@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pdserve_common.engine_types import DRAFT_SOURCES, FinishReason
+from pdserve_common.draft_metrics import DraftMetrics
+from pdserve_common.engine_types import FinishReason
 from pdserve_common.limits import LIMITS
 from pdserve_common.lora_metrics import EngineLoraMetrics, lora_requests
 from pdserve_common.metric_buckets import (
@@ -23,18 +24,13 @@ from pdserve_common.metric_buckets import (
 from pdserve_common.prefix_index_metrics import PrefixIndexMetrics
 
 FINISH_REASONS = tuple(map(str, FinishReason))
-# Of drafts, whose series are there from the start: as many as workers guess if not told otherwise.
-NUM_FIRST_POSITIONS = 5
 
-# A worker keeps the series of this many peers that it has no link to: the last ones, whose ends are
-# still to be scraped and which may come back. Pods get new names for ever.
+# Peers without a link whose series a worker keeps: the last ones, whose ends are to be scraped.
 MAX_PEERS_AWAY = 64
 
 
 def begin(counter: Counter, **values: Iterable[str]) -> None:
-    """Make the series of every combination of labels' values, at 0. To `rate` and `increase` the
-    first sample of a series is no increase: panels and alerts would miss what has made it.
-    """
+    """Make all combinations' series, at 0: to `rate` the first sample of one is no increase."""
     for combination in itertools.product(*values.values()):
         counter.labels(**dict(zip(values, combination, strict=True)))
 
@@ -345,33 +341,7 @@ class EngineMetrics:
             registry=registry,
         )
         self.lora = EngineLoraMetrics(registry)
-        self.drafts = Counter(
-            "pdserve_spec_decode_num_drafts_total",
-            "Drafts that were checked, by who proposed them",
-            ["source"],
-            registry=registry,
-        )
-        self.draft_tokens = Counter(
-            "pdserve_spec_decode_num_draft_tokens_total",
-            "Tokens of drafts, by who proposed them",
-            ["source"],
-            registry=registry,
-        )
-        self.accepted_tokens = Counter(
-            "pdserve_spec_decode_num_accepted_tokens_total",
-            "Tokens of drafts that became tokens of answers, by who proposed them",
-            ["source"],
-            registry=registry,
-        )
-        for counter in (self.drafts, self.draft_tokens, self.accepted_tokens):
-            begin(counter, source=DRAFT_SOURCES)
-        self.accepted_tokens_per_pos = Counter(
-            "pdserve_spec_decode_num_accepted_tokens_per_pos_total",
-            "The same by place in the draft",
-            ["position"],
-            registry=registry,
-        )
-        begin(self.accepted_tokens_per_pos, position=map(str, range(NUM_FIRST_POSITIONS)))
+        self.drafts = DraftMetrics(registry)
         self.engine_requests = Counter(
             "pdserve_engine_requests_total",
             "Requests this engine ended, by finish reason",

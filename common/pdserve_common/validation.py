@@ -109,7 +109,7 @@ def validate_sampling_params(
 
 
 def validate_prediction(
-    token_ids: Sequence[int], *, max_model_len: int, vocab_size: int, field: str
+    field: str, token_ids: Sequence[int], max_model_len: int, vocab_size: int
 ) -> None:
     """Raise InvalidRequestError for one that is longer than any answer, or of unknown tokens."""
     _check_count(field, len(token_ids), "tokens", max_model_len)
@@ -336,12 +336,8 @@ def validate_engine_core_request(request: EngineCoreRequest, info: EngineInfo) -
         vocab_size=info.vocab_size,
         capabilities=capabilities,
     )
-    validate_prediction(
-        request.prediction_token_ids,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        field="prediction_token_ids",
-    )
+    prediction = request.prediction_token_ids
+    validate_prediction("prediction_token_ids", prediction, info.max_model_len, info.vocab_size)
     reasoning_of(request)
     _validate_one_sequence(request.sampling_params)
     validate_prompt_logprobs(request.sampling_params, len(request.prompt_token_ids))

@@ -166,6 +166,14 @@ def test_drafts_are_asked_for_where_a_next_step_may_have_them(engine: Engine) ->
     assert not any("b" in step.num_draft_tokens for step in engine.rank.steps)
 
 
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_no_more_drafts_are_asked_for_than_a_request_allows(engine: Engine, most: int) -> None:
+    engine.add("a", [1], sampling_params=SamplingParams(max_tokens=9, max_draft_tokens=most))
+    engine.run()
+    asked = [step.num_draft_tokens.get("a", 0) for step in engine.rank.steps]
+    assert max(asked) == min(most, BLOCK_SIZE - 1)
+
+
 def test_what_the_runner_guesses_is_handed_out_once_and_at_its_place(engine: Engine) -> None:
     engine.add("a", [1] * 3, max_tokens=8)
     engine.step()

@@ -13,7 +13,8 @@ from pdserve_common.sampling_params import RequestOutputKind, SamplingParams
 from pdserve_common.structured import to_structural_tag
 from pdserve_common.validation import PROBE_PRIORITY
 from pdserve_router.requests import input_processor
-from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
+from pdserve_router.requests.generation_request import GenerationRequest
+from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.tool_use import ToolMode, ToolUse, as_tool
 from pdserve_router.text.messages import ChatMessage
 from pdserve_router.text.parts import Content

@@ -14,7 +14,8 @@ from pdserve_common.engine_types import EngineError, ErrorCode, FinishReason
 from pdserve_router.api.edge_processes import EdgeSettings
 from pdserve_router.config import RouterConfig
 from pdserve_router.requests import input_processor
-from pdserve_router.requests.input_processor import GenerationRequest, InputProcessor
+from pdserve_router.requests.generation_request import GenerationRequest
+from pdserve_router.requests.input_processor import InputProcessor
 from pdserve_router.requests.tenant import owned
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.prefix_index import prefix_hashes

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 
-from pdserve_common.engine_types import DraftStats, EngineCoreOutput, SchedulerStats
+from pdserve_common.engine_types import EngineCoreOutput, SchedulerStats
 from pdserve_common.load_log import LoadLog
 from pdserve_common.metrics import EngineMetrics, total
 
@@ -67,17 +67,9 @@ class EngineStatsRecorder:
         if output.prefill_stats is not None:
             self._metrics.queue_duration.observe(output.prefill_stats.queue_s)
         for drafts in output.draft_stats:
-            self._record_draft(drafts)
+            self._metrics.drafts.record(drafts)
         if output.num_nans_in_logits:
             self._metrics.nan_logits.inc(output.num_nans_in_logits)
-
-    def _record_draft(self, drafts: DraftStats) -> None:
-        metrics = self._metrics
-        metrics.drafts.labels(source=drafts.source).inc()
-        metrics.draft_tokens.labels(source=drafts.source).inc(drafts.num_draft_tokens)
-        metrics.accepted_tokens.labels(source=drafts.source).inc(drafts.num_accepted_tokens)
-        for position in range(drafts.num_accepted_tokens):
-            metrics.accepted_tokens_per_pos.labels(position=str(position)).inc()
 
     def _totals(self) -> Mapping[str, float]:
         return {

@@ -52,7 +52,9 @@ class DraftPrefills:
         num_tokens = request.num_output_tokens + request.num_output_placeholders
         # The next step brings one token more than there are drafts.
         room = request.output_limit - num_tokens - 2
-        return min(room, self._config.num_speculative_tokens, self._kv.block_size - 1)
+        asked = request.sampling_params.max_draft_tokens
+        most = self._config.num_speculative_tokens if asked is None else asked
+        return min(room, most, self._config.num_speculative_tokens, self._kv.block_size - 1)
 
     def _next(self, budget: int) -> Iterator[tuple[Request, int]]:
         """Yield requests, and how many tokens of each, in whole blocks, a budget is enough for."""

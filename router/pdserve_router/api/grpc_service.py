@@ -23,12 +23,8 @@ from pdserve_router.api.grpc_chat import add_parts, chat_messages, chat_tools, c
 from pdserve_router.api.offload import write_off_loop
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.api.write_queue import WriteQueue
-from pdserve_router.requests.input_processor import (
-    GenerationRequest,
-    InputProcessor,
-    ProcessedInput,
-    trace_context,
-)
+from pdserve_router.requests.generation_request import GenerationRequest, trace_context
+from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.outputs import CompletionOutput, RequestOutput
 from pdserve_router.requests.request_limits import (

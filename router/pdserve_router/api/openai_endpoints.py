@@ -25,7 +25,8 @@ from pdserve_router.api.openai_types import ChatCompletionBody
 from pdserve_router.api.stall_guard import StallGuard
 from pdserve_router.api.text_writer import TextWriter
 from pdserve_router.api.write_queue import WriteQueue
-from pdserve_router.requests.input_processor import ProcessedInput, trace_context
+from pdserve_router.requests.generation_request import trace_context
+from pdserve_router.requests.input_processor import ProcessedInput
 from pdserve_router.requests.live_request import LiveRequest
 from pdserve_router.requests.request_limits import is_small
 from pdserve_router.requests.tenant import session_id, tenant_var

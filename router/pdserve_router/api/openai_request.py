@@ -11,11 +11,8 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_common.validation import DRAWN_SEED_BITS, validate_request_id
 from pdserve_router.api.openai_parse import parse_body
 from pdserve_router.api.openai_types import ChatCompletionBody, CompletionBody, StreamOptions
-from pdserve_router.requests.input_processor import (
-    GenerationRequest,
-    InputProcessor,
-    ProcessedInput,
-)
+from pdserve_router.requests.generation_request import GenerationRequest
+from pdserve_router.requests.input_processor import InputProcessor, ProcessedInput
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import INLINE_BYTES, check_json_counts
 from pdserve_router.workers.model_limits import ModelLimits

@@ -1,11 +1,10 @@
 """From what a client sends to what an engine takes: checks, tokens, defaults."""
 
 import dataclasses
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +16,6 @@ from pdserve_common.structured.accepted import AcceptedConstraints
 from pdserve_common.validation import (
     DRAWN_SEED_BITS,
     MAX_BAD_WORD_TOKENS,
-    MAX_PROMPT_LOGPROB_ENTRIES,
-    MAX_TRACE_HEADER_CHARS,
     validate_choice,
     validate_prediction,
     validate_priority,
@@ -35,6 +32,7 @@ from pdserve_router.requests.constraint import (
     check_constraint,
     constrained_params,
 )
+from pdserve_router.requests.generation_request import GenerationRequest
 from pdserve_router.requests.parent_request import is_ranked
 from pdserve_router.requests.request_limits import MAX_RESUMED_TOKENS
 from pdserve_router.requests.resume import (
@@ -45,7 +43,6 @@ from pdserve_router.requests.resume import (
 )
 from pdserve_router.requests.tenant import owned
 from pdserve_router.requests.tool_use import (
-    ToolUse,
     check_tool_use,
     parser_options,
 )
@@ -54,7 +51,6 @@ from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.prefix_index import prefix_hashes
 
-TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_CACHE_SALT_CHARS = 256
 # Hashing so many takes 0.3 ms; shorter prompts are hashed when a route is chosen.
 MAX_UNHASHED_TOKENS = 8192
@@ -63,60 +59,6 @@ MAX_TRUNCATED = 8
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 # The internal id is the client's, cut to this, and a random suffix.
 _ID_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """What a client asks for, over whichever API. Exactly one of the three prompts is set."""
-
-    request_id: str
-    # That of the workers, an adapter of theirs, or "", which is the first.
-    model: str = ""
-    # An adapter beside `model`, which is no adapter's name then.
-    lora_name: str = ""
-    text: str | None = None
-    messages: Sequence[ChatMessage] | None = None
-    token_ids: Sequence[int] | None = None
-    # What an answer to messages may call.
-    tools: ToolUse | None = None
-    # Of the chat template, besides those that it gets anyway.
-    template_variables: Mapping[str, object] = field(default_factory=dict)
-    # The model's own around a text.
-    add_special_tokens: bool = True
-    # Only the last tokens of the prompt count, this many; -1: as many as fit beside max_tokens.
-    truncate_prompt_tokens: int | None = None
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    # Where the client has said what the answer has to be; None: in the sampling parameters.
-    constraint_field: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    # The name of its API key; "" if keys are not asked for.
-    tenant: str = ""
-    # What it belongs to, as its client says; "": it says nothing.
-    session: str = ""
-    arrival_ns: int = field(default_factory=time.monotonic_ns)
-    # time.monotonic() after which the answer is worthless.
-    deadline: float | None = None
-    # W3C trace context, as trace_context() reads it.
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    # Log-probabilities that one message of the answer may hold: a max_tokens that is left unset
-    # stays below it, and requests for more are refused.
-    max_logprob_entries: int = MAX_PROMPT_LOGPROB_ENTRIES
-    # What a broken stream of the same request had brought.
-    resume: Sequence[ResumedCompletion] = ()
-    # A text that the answer may be like; "": none.
-    prediction: str = ""
-
-
-def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the W3C trace context among a call's headers. A malformed one counts as none."""
-    parent = headers.get("traceparent", "")
-    if TRACEPARENT.fullmatch(parent) is None:
-        return {}
-    state = headers.get("tracestate", "")
-    if not 0 < len(state) <= MAX_TRACE_HEADER_CHARS:
-        return {"traceparent": parent}
-    return {"traceparent": parent, "tracestate": state}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,12 +253,7 @@ class InputProcessor:
         token_ids = await self._tokenizer.encode(
             text, add_special_tokens=False, max_tokens=limits.max_model_len, field="prediction"
         )
-        validate_prediction(
-            token_ids,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            field="prediction",
-        )
+        validate_prediction("prediction", token_ids, limits.max_model_len, limits.vocab_size)
         return tuple(token_ids)
 
     def _parsing(
