@@ -25,6 +25,14 @@ class MostUsed:
         self._shown: dict[str, int] = {}
         counter.labels(OTHER)
 
+    def begin(self, value: str) -> None:
+        """Make a series for a value that may be counted, at 0, while there is room: to `rate` the
+        first sample of one is no increase.
+        """
+        if value not in self._shown and len(self._shown) < self._max_shown:
+            self._shown[value] = 0
+            self._counter.labels(value)
+
     def inc(self, value: str) -> None:
         self._counts[value] += 1
         if value not in self._shown and not self._may_show(value):

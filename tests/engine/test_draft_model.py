@@ -37,6 +37,7 @@ from pdserve_engine.models.config import ModelError
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.drafter import Drafter
+from support.drafts import compute_all_drafts
 from support.engines import Client, counted_drafts, linked
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.steps import before_steps, loaded_part
@@ -117,6 +118,8 @@ def loaded(draft_model: Path | None, **fields: Any) -> Iterator[LoadedEngine]:
         engine_id="d",
         metrics=KVTransferMetrics(CollectorRegistry()),
     )
+    if draft_model is not None:
+        compute_all_drafts(engine.core.scheduler)
     try:
         yield engine
     finally:

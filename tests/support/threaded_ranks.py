@@ -37,6 +37,10 @@ class ThreadedRanks:
             # They wait for each other.
             self._ranks = list(self._pool.map(self._join, places))
 
+    @property
+    def adapters(self) -> None:
+        """See Executor: with ranks there are none."""
+
     def load(self) -> LoadedModel:
         return self._all(lambda rank: rank.load())[0]
 

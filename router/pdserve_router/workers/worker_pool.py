@@ -490,3 +490,5 @@ class WorkerPool:
                 self._metrics.workers.labels(role=name, state=state).set(number)
             num_failing = sum(worker.role is role for worker in self._failing)
             self._metrics.workers_failing.labels(role=name).set(num_failing)
+        for adapter in self.limits.adapters if self.limits is not None else ():
+            self._metrics.lora_requests.begin(adapter.name)
