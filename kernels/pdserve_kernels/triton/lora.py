@@ -160,15 +160,10 @@ def _add(out: torch.Tensor, x: torch.Tensor, step: StepLora, table: torch.Tensor
     num_segments = len(step.rows)
     shape = (num_splits, len(x), rank_blocks * BLOCK_RANKS)
     shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
+    common = (step.rows, table, shrunk, table.stride(0), row_blocks, len(x), shape[2])
     _shrink_kernel[(num_segments * row_blocks, rank_blocks, num_splits)](
         x,
-        step.rows,
-        table,
-        shrunk,
-        table.stride(0),
-        row_blocks,
-        len(x),
-        shape[2],
+        *common,
         NUM_INPUTS=num_inputs,
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_RANKS=BLOCK_RANKS,
@@ -177,13 +172,7 @@ def _add(out: torch.Tensor, x: torch.Tensor, step: StepLora, table: torch.Tensor
     )
     _expand_kernel[(num_segments * row_blocks, triton.cdiv(num_outputs, BLOCK_OUT))](
         out,
-        step.rows,
-        table,
-        shrunk,
-        table.stride(0),
-        row_blocks,
-        len(x),
-        shape[2],
+        *common,
         NUM_OUTPUTS=num_outputs,
         NUM_SPLITS=num_splits,
         BLOCK_ROWS=BLOCK_ROWS,
