@@ -291,6 +291,9 @@ def test_draws_among_ties_are_those_of_the_reference(kernels, wanted):
 
 
 def test_rows_with_nothing_to_choose_get_valid_ids(kernels):
+    from pdserve_kernels.triton.device_batch import DeviceSamplingBatch
+    from pdserve_kernels.triton.sampling import sample_staged
+
     logits = make_logits(8, 1100)
     logits[0, ::3], logits[1, 9], logits[2:4], logits[4:6] = np.nan, -np.nan, np.nan, -np.inf
     logits[6:, 70:90] = np.inf
@@ -300,8 +303,11 @@ def test_rows_with_nothing_to_choose_get_valid_ids(kernels):
     best = kernels.argmax(logits.to(DEVICE))
     assert all(0 <= token_id < 1100 for token_id in best.token_ids.tolist())
     assert best.token_ids[6:].tolist() == [70, 70]
-    assert best.num_nans.tolist() == reference.count_nans(logits).tolist()
-    assert kernels.count_nans(logits.to(DEVICE)).tolist() == best.num_nans.tolist()
+    num_nans = reference.count_nans(logits).tolist()
+    assert best.num_nans.tolist() == num_nans
+    assert kernels.count_nans(logits.to(DEVICE)).tolist() == num_nans
+    staged = DeviceSamplingBatch.stage(make_sampling_batch(8, top_p=0.9), torch.device(DEVICE))
+    assert sample_staged(logits.to(DEVICE), staged)[1].tolist() == num_nans
 
 
 def test_argmax_takes_the_lowest_of_equals_wherever_rows_lie(kernels):
@@ -327,7 +333,7 @@ def test_a_staged_batch_draws_for_what_was_copied_last(kernels):
         for field in fields(new):
             getattr(staged, field.name).copy_(getattr(new, field.name))
         expected = reference.sample(logits, batch).tolist()
-        assert sample_staged(logits.to(device), staged).tolist() == expected
+        assert sample_staged(logits.to(device), staged)[0].tolist() == expected
 
 
 def test_a_mask_that_does_not_fit_is_refused(kernels):

@@ -28,7 +28,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 INT64_POINTERS = {
     *("slot_mapping_ptr", "positions_ptr", "seeds_ptr"),
     *("highest_ptr", "counts_ptr", "weights_ptr", "num_values_ptr"),
-    *("best_ptr", "nans_ptr", "token_ids_ptr", "num_nans_ptr", "addresses_ptr"),
+    *("best_ptr", "nans_ptr", "chosen_ptr", "addresses_ptr"),
 }
 INT32_POINTERS = {
     *("block_table_ptr", "seq_lens_ptr", "query_start_loc_ptr", "mask_ptr", "top_k_ptr"),
@@ -216,7 +216,7 @@ def sampling_cases() -> list[Case]:
     exact = {"enable_fp_fusion": False}
     cases = [
         Case("search", filters._search_kernel, {"BLOCK": 2048}, 16, options=exact),
-        Case("choose", sampling._choose_kernel, {"BLOCK": 256, "HAS_NANS": True}, options=exact),
+        Case("choose", sampling._choose_kernel, {"BLOCK": 256, "HAS_VALUES": True}, options=exact),
     ]
     for has_mask in (False, True):
         masked = ", mask" if has_mask else ""

@@ -39,7 +39,7 @@ from pdserve_kernels.triton.device_batch import (
     sampling_fields,
 )
 from pdserve_kernels.triton.inputs import spread_block_tables
-from pdserve_kernels.triton.sampling import count_nans, sample_staged
+from pdserve_kernels.triton.sampling import sample_staged
 from pdserve_kernels.triton.staging import Field, Layout, pinned
 
 logger = logging.getLogger(__name__)
@@ -306,9 +306,9 @@ class CudaModelRunner(ModelRunner):
         if not is_decode:
             hidden_states = hidden_states[views["hidden_rows"]]
         logits = self.model.compute_logits(hidden_states)
-        token_ids = sample_staged(logits, DeviceSamplingBatch.of(views))
-        self._last_token_ids[views["batch_rows"]] = token_ids
-        return torch.stack((token_ids, count_nans(logits)))
+        results = sample_staged(logits, DeviceSamplingBatch.of(views))
+        self._last_token_ids[views["batch_rows"]] = results[0]
+        return results
 
     def _arrays(self, plan: StepPlan) -> dict[str, npt.NDArray[np.generic]]:
         """Return a step's inputs by their names in `_Sizes.layout`."""

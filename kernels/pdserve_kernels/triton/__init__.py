@@ -1,7 +1,8 @@
 """The kernels in Triton, for CUDA. Contracts are those of `pdserve_kernels.reference`.
 
-Every kernel is enqueued on the current stream and none synchronises. Nothing is tuned at run time:
-two replicas must compute the same.
+Every kernel is enqueued on the current stream and none synchronises. Two replicas must compute the
+same: nothing is tuned at run time, and launches say whether a multiplication and an addition are
+fused, as versions of Triton differ in that.
 """
 
 from pdserve_kernels.reference.sampling import sample_part

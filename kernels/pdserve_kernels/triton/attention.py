@@ -128,6 +128,7 @@ class _Launch:
                 BLOCK_N=tile.block_n,
                 WINDOW=self.constants["WINDOW"],
                 num_warps=2,
+                enable_fp_fusion=True,
             )
 
     def chunks(self) -> None:
@@ -175,6 +176,7 @@ class _Launch:
             BLOCK_N=tile.block_n,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            enable_fp_fusion=True,
             **self.constants,
         )
 

@@ -41,7 +41,7 @@ def reshape_and_cache(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _reshape_and_cache_kernel(
     key_ptr,
     value_ptr,

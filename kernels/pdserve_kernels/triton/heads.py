@@ -54,6 +54,7 @@ def prepare_heads(
         BLOCK_HEADS=BLOCK_HEADS,
         HAS_NORM=has_norm,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
 

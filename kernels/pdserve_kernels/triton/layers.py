@@ -48,6 +48,7 @@ def _launch_rms_norm(
         HIDDEN=hidden,
         BLOCK=triton.next_power_of_2(hidden),
         ADD_RESIDUAL=residual is not None,
+        enable_fp_fusion=True,
     )
 
 
@@ -114,6 +115,7 @@ def rotary_embedding(
         NUM_HEADS=num_heads,
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
+        enable_fp_fusion=True,
     )
 
 
@@ -159,7 +161,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if x.stride(1) != 1:
         raise ValueError("x must be contiguous in its last dimension")
     grid = (num_tokens, triton.cdiv(width, SILU_BLOCK))
-    _silu_and_mul_kernel[grid](x, output, x.stride(0), width, BLOCK=SILU_BLOCK)
+    _silu_and_mul_kernel[grid](
+        x, output, x.stride(0), width, BLOCK=SILU_BLOCK, enable_fp_fusion=True
+    )
     return output
 
 

@@ -87,7 +87,12 @@ def dequantize(packed: IntLinearWeight) -> torch.Tensor:
     dense = torch.empty(shape, dtype=packed.dtype, device=packed.device)
     grid = (triton.cdiv(packed.out_features, BLOCK_DENSE), triton.cdiv(packed.in_features, BLOCK_K))
     _dequantize_kernel[grid](
-        *_tensors(packed), dense, packed.out_features, **_constants(packed), BLOCK_OUT=BLOCK_DENSE
+        *_tensors(packed),
+        dense,
+        packed.out_features,
+        **_constants(packed),
+        BLOCK_OUT=BLOCK_DENSE,
+        enable_fp_fusion=True,
     )
     return dense
 
@@ -114,6 +119,7 @@ def _multiply(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
         SPLIT_K=split,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_OUT,
+        enable_fp_fusion=True,
     )
     grid = (num_rows, triton.cdiv(num_outputs, 1024))
     has_bias = packed.bias is not None
@@ -126,6 +132,7 @@ def _multiply(x: torch.Tensor, packed: IntLinearWeight) -> torch.Tensor:
         NUM_SPLITS=num_splits,
         HAS_BIAS=has_bias,
         BLOCK=1024,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -198,7 +205,7 @@ def _dense_half(
     return values.to(tl.float32) * tl.load(scales_ptr + place, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_int_kernel(
     x_ptr,
     integers_ptr,
@@ -248,7 +255,7 @@ def _linear_int_kernel(
     tl.store(sums_ptr + place, sums, mask=(rows < num_rows)[:, None] & is_output[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(
     sums_ptr,
     bias_ptr,

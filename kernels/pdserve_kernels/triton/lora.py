@@ -30,6 +30,8 @@ BLOCK_OUT = 128
 # the scales, and the number of ranks.
 LINEARS = ("qkv", "attention_output", "gate_up", "down")
 NUM_FIELDS = 4
+# Kernels are not compiled anew for these.
+OF_A_STEP = ("row_blocks", "num_rows", "max_ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,7 @@ def _add(out: torch.Tensor, x: torch.Tensor, step: StepLora, table: torch.Tensor
         BLOCK_RANKS=BLOCK_RANKS,
         BLOCK_K=BLOCK_K,
         SPLIT_K=SPLIT_K,
+        enable_fp_fusion=True,
     )
     _expand_kernel[(num_segments * row_blocks, triton.cdiv(num_outputs, BLOCK_OUT))](
         out,
@@ -178,10 +181,11 @@ def _add(out: torch.Tensor, x: torch.Tensor, step: StepLora, table: torch.Tensor
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_RANKS=BLOCK_RANKS,
         BLOCK_OUT=BLOCK_OUT,
+        enable_fp_fusion=True,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_STEP)
 def _shrink_kernel(
     x_ptr,
     segments_ptr,
@@ -229,7 +233,7 @@ def _shrink_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_STEP)
 def _expand_kernel(
     output_ptr,
     segments_ptr,

@@ -40,9 +40,15 @@ def load_logits(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, HAS_MA
 def load_scaled(
     logits_ptr, mask_ptr, stride_row, vocab_size, row, token, divisor, HAS_MASK: tl.constexpr
 ):
-    """The same, divided; -inf for NaN: it may give any id, but everything else needs an order."""
+    """The same, scaled."""
     x = load_logits(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, HAS_MASK)
-    x = tl.div_rn(x, divisor)
+    return scaled(x, divisor)
+
+
+@triton.jit
+def scaled(logits, divisor):
+    """Logits divided; -inf for NaN: it may give any id, but everything else needs an order."""
+    x = tl.div_rn(logits, divisor)
     return tl.where(x == x, x, float("-inf"))
 
 

@@ -5,6 +5,8 @@ A row is looked at by many programs, of which each leaves its best token. A toke
 one integer: of the highest values the lowest id is the highest integer.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
 from pdserve_kernels.triton.filters import find_thresholds
 from pdserve_kernels.triton.gumbel import gumbel_noise
 from pdserve_kernels.triton.linear import AnyLinearWeight, linear
-from pdserve_kernels.triton.masks import from_key, load_logits, load_scaled, readable, to_key
+from pdserve_kernels.triton.masks import from_key, load_logits, readable, scaled, to_key
 
 __all__ = ["argmax", "count_nans", "linear_argmax", "sample", "sample_staged"]
 
@@ -29,13 +31,8 @@ def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
     logits, mask = readable(logits, mask)
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, BLOCK)
-    # Apart, so that all are aligned as kernels are compiled for.
-    best, nans, token_ids, num_nans = (
-        torch.empty(shape, dtype=torch.int64, device=logits.device)
-        for shape in 2 * [(num_rows, num_parts)] + 2 * [(num_rows,)]
-    )
+    best, nans, chosen = _parts_and_results(num_rows, num_parts, logits.device)
     values = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    result = Argmax(token_ids, num_nans, values)
     if num_rows:
         _argmax_kernel[(num_rows, num_parts)](
             logits,
@@ -46,9 +43,10 @@ def argmax(logits: torch.Tensor, *, mask: torch.Tensor | None = None) -> Argmax:
             nans,
             HAS_MASK=mask is not None,
             BLOCK=BLOCK,
+            enable_fp_fusion=False,
         )
-        _choose(best, nans, result)
-    return result
+        _choose(best, nans, chosen, values)
+    return Argmax(chosen[0], chosen[1], values)
 
 
 def count_nans(logits: torch.Tensor) -> torch.Tensor:
@@ -69,7 +67,7 @@ def sample(
     """See the reference."""
     staged = DeviceSamplingBatch.stage(batch, logits.device)
     is_filtered = has_filter(batch, logits.shape[1])
-    return sample_staged(logits, staged, mask=mask, is_filtered=is_filtered)
+    return sample_staged(logits, staged, mask=mask, is_filtered=is_filtered)[0]
 
 
 def sample_staged(
@@ -79,15 +77,15 @@ def sample_staged(
     mask: torch.Tensor | None = None,
     is_filtered: bool = True,
 ) -> torch.Tensor:
-    """Return what `sample` does; nothing that the host does depends on what the batch holds.
+    """Return int64 [2, n]: what `sample` does, and how many NaNs each row has among the logits that
+    the mask allows. Nothing that the host does depends on what the batch holds.
 
     Unless `is_filtered`, no row of the batch may have a filter.
     """
     logits, mask = readable(logits, mask)
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, BLOCK)
-    best = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    best, nans, chosen = _parts_and_results(num_rows, num_parts, logits.device)
     if num_rows:
         _draw_kernel[(num_rows, num_parts)](
             logits,
@@ -99,26 +97,39 @@ def sample_staged(
             batch.positions,
             find_thresholds(logits, mask, batch) if is_filtered else batch.divisors,
             best,
+            nans,
             HAS_MASK=mask is not None,
             IS_FILTERED=is_filtered,
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
-        _choose(best, None, Argmax(token_ids, token_ids, token_ids))
-    return token_ids
+        _choose(best, nans, chosen, None)
+    return chosen
 
 
-def _choose(best: torch.Tensor, nans: torch.Tensor | None, result: Argmax) -> None:
+def _parts_and_results(
+    num_rows: int, num_parts: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield room for each part's best token, for its NaNs and for the rows' results [2, n]: apart,
+    so that all are aligned as kernels are compiled for.
+    """
+    for shape in ((num_rows, num_parts), (num_rows, num_parts), (2, num_rows)):
+        yield torch.empty(shape, dtype=torch.int64, device=device)
+
+
+def _choose(
+    best: torch.Tensor, nans: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor | None
+) -> None:
     num_rows, num_parts = best.shape
     _choose_kernel[(num_rows,)](
         best,
-        best if nans is None else nans,
-        result.token_ids,
-        result.num_nans,
-        result.values,
+        nans,
+        chosen,
+        best if values is None else values,
         num_parts,
-        HAS_NANS=nans is not None,
+        HAS_VALUES=values is not None,
         BLOCK=triton.next_power_of_2(num_parts),
+        enable_fp_fusion=False,
     )
 
 
@@ -127,6 +138,11 @@ def _find_best(x, token, vocab_size):
     """The best token, as one int64: the key of its value, and what is left up to MAX_ID."""
     packed = (to_key(x).to(tl.int64) << 32) | (token ^ MAX_ID).to(tl.int64)
     return tl.max(tl.where(token < vocab_size, packed, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def _count_nans(x):
+    return tl.sum((x != x).to(tl.int32), axis=0).to(tl.int64)
 
 
 @triton.jit
@@ -145,7 +161,7 @@ def _argmax_kernel(
     x = load_logits(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, HAS_MASK)
     part = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + part, _find_best(x, token, vocab_size))
-    tl.store(nans_ptr + part, tl.sum((x != x).to(tl.int32), axis=0).to(tl.int64))
+    tl.store(nans_ptr + part, _count_nans(x))
 
 
 @triton.jit
@@ -159,6 +175,7 @@ def _draw_kernel(
     positions_ptr,
     thresholds_ptr,
     best_ptr,
+    nans_ptr,
     HAS_MASK: tl.constexpr,
     IS_FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -169,7 +186,9 @@ def _draw_kernel(
     divisor = tl.load(divisors_ptr + row)
     is_random = divisor > 0.0
     divisor = tl.where(is_random, divisor, 1.0)
-    x = load_scaled(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, divisor, HAS_MASK)
+    x = load_logits(logits_ptr, mask_ptr, stride_row, vocab_size, row, token, HAS_MASK)
+    num_nans = _count_nans(x)
+    x = scaled(x, divisor)
     if IS_FILTERED:
         x = tl.where(x < tl.load(thresholds_ptr + row), float("-inf"), x)
     # Filters and grammars leave nothing of most blocks.
@@ -178,17 +197,17 @@ def _draw_kernel(
         x += gumbel_noise(seed, position, first, BLOCK)
     part = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + part, _find_best(x, token, vocab_size))
+    tl.store(nans_ptr + part, num_nans)
 
 
 @triton.jit
 def _choose_kernel(
     best_ptr,
     nans_ptr,
-    token_ids_ptr,
-    num_nans_ptr,
+    chosen_ptr,
     values_ptr,
     num_parts,
-    HAS_NANS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -196,8 +215,8 @@ def _choose_kernel(
     inside = part < num_parts
     best = tl.load(best_ptr + row * num_parts + part, mask=inside, other=NO_TOKEN)
     best = tl.max(best, axis=0)
-    tl.store(token_ids_ptr + row, (best & MAX_ID) ^ MAX_ID)
-    if HAS_NANS:
-        nans = tl.load(nans_ptr + row * num_parts + part, mask=inside, other=0)
-        tl.store(num_nans_ptr + row, tl.sum(nans, axis=0))
+    tl.store(chosen_ptr + row, (best & MAX_ID) ^ MAX_ID)
+    nans = tl.load(nans_ptr + row * num_parts + part, mask=inside, other=0)
+    tl.store(chosen_ptr + tl.num_programs(0) + row, tl.sum(nans, axis=0))
+    if HAS_VALUES:
         tl.store(values_ptr + row, from_key((best >> 32).to(tl.int32)))

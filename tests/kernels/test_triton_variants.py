@@ -1,0 +1,124 @@
+"""How often Triton would compile a kernel anew: requests wait for it, so steps of other sizes and
+other layers must not.
+"""
+
+import importlib
+import os
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from adapters import make_adapter
+from decoder_models import Chunk, Model, Shape
+from sampling_batches import make_logits, make_sampling_batch
+
+from pdserve_kernels.lora import LoraSegment
+
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+    ),
+]
+
+pytest.importorskip("triton")
+
+SHAPE = Shape(hidden=128, head_dim=64, intermediate=256, windows=(None,) * 3)
+# Kernel and what it is compiled for.
+Variants = dict[str, set[str]]
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], object]], Variants]]:
+    """Have the variants counted that a function's launches need on an H100; nothing is computed."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    import pdserve_kernels.triton
+
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+    launched: Variants = defaultdict(set)
+
+    def record(name: str, kernel: Any) -> Callable[..., None]:
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def run(*args: object, grid: object, warmup: bool, **options: object) -> None:
+            _, specialization, rest = binder(*args, **options)
+            launched[name].add(str((specialization, rest)))
+
+        return run
+
+    for module in pkgutil.iter_modules(pdserve_kernels.triton.__path__):
+        members = vars(importlib.import_module(f"pdserve_kernels.triton.{module.name}"))
+        for name, kernel in members.items():
+            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+                monkeypatch.setattr(kernel, "run", record(name, kernel))
+
+    def run(work: Callable[[], object]) -> Variants:
+        launched.clear()
+        work()
+        return {name: set(variants) for name, variants in launched.items()}
+
+    return run
+
+
+def test_layers_of_a_cache_share_a_kernel(count) -> None:
+    from pdserve_kernels import triton
+
+    key, value = torch.zeros(2, 5, 2, 64).unbind()
+    cache, slots = torch.zeros(4, 2, 33, 2, 16, 64), torch.arange(5)
+    variants = count(
+        lambda: [triton.reshape_and_cache(key, value, cache, i, slots) for i in range(33)]
+    )
+    assert sizes_of(variants) == {"_reshape_and_cache_kernel": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+def test_decodes_of_all_sizes_share_kernels(count, kind: str) -> None:
+    """With adapters of some, whose ranks and segments differ."""
+    from pdserve_kernels import triton
+
+    model = Model(SHAPE, triton, kind=kind)
+    adapters = [make_adapter(triton, model, rank, torch.bfloat16) for rank in (8, 40)]
+    batch_sizes = (1, 2, 3, 8, 16, 17, 31, 32, 33, 48, 63, 64)
+
+    def run(sizes: Sequence[int]) -> Variants:
+        return count(lambda: [decode(triton, model, size, adapters) for size in sizes])
+
+    # Products of integers have as many rows as the next power of two.
+    some, every = run([16, 32, 64]), run(batch_sizes)
+    assert len(every.pop("_merge_kernel")) == 2  # of 2 parts and of 4
+    assert len(every.pop("_attention_kernel")) == 2  # split or not
+    for name, variants in every.items():
+        assert variants == some[name], name
+
+
+def test_draws_of_all_sizes_share_kernels(count) -> None:
+    from pdserve_kernels import triton
+
+    logits = make_logits(40, 3000)
+    batches = [make_sampling_batch(n, top_p=0.9) for n in range(1, 40)]
+    variants = count(
+        lambda: [triton.sample(logits[: len(batch.seeds)], batch) for batch in batches]
+    )
+    assert set(sizes_of(variants).values()) == {1}
+
+
+def decode(triton: Any, model: Model, size: int, adapters: Sequence[Any]) -> None:
+    chunks = [Chunk(i % 4, i, i + 1) for i in range(size)]
+    states, positions, metadata = model.step(chunks)
+    segments = [
+        LoraSegment(i, min(i + 1 + i % 20, size), adapters[i % 2]) for i in range(0, size, 21)
+    ]
+    packed = triton.pack_decoder(model.decoder)
+    cache = torch.zeros(model.new_cache().shape, dtype=torch.bfloat16)
+    for lora in ([], segments):
+        triton.run_decoder(states, packed, positions, cache, metadata, lora)
+
+
+def sizes_of(variants: Variants) -> dict[str, int]:
+    return {name: len(found) for name, found in variants.items()}
