@@ -24,7 +24,6 @@ from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.request.request import Request
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.model_runner import ModelRunner
-from pdserve_engine.runner.rank import _is_pool_pinned
 from support.steps import batch_of
 
 pytestmark = pytest.mark.slow
@@ -238,20 +237,3 @@ def make_ticket() -> Request:
         kv_transfer_params=params,
     )
     return Request(core, max_model_len=64, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("has_rdma", "fields", "is_pinned"),
-    [
-        (True, {}, True),
-        (False, {}, False),
-        (True, {"require_transport": "tcp"}, False),
-        (True, {"kv_connector": "none"}, False),
-        (False, {"device": "cuda"}, True),
-    ],
-)
-def test_a_pool_is_pinned_where_a_device_may_be_used_that_reads_it(
-    monkeypatch: pytest.MonkeyPatch, has_rdma: bool, fields: dict[str, Any], is_pinned: bool
-) -> None:
-    monkeypatch.setattr("pdserve_engine.runner.rank.has_rdma_device", lambda: has_rdma)
-    assert _is_pool_pinned(EngineConfig(**fields)) is is_pinned

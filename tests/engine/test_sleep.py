@@ -60,13 +60,13 @@ def test_a_pool_gives_its_memory_back_and_keeps_its_address(
     pool.close()
 
 
-def test_a_pinned_pool_stays(make_model: Callable[..., Path]) -> None:
+def test_a_pool_that_peers_have_open_stays(make_model: Callable[..., Path]) -> None:
     folder = make_model()
     pool = make_pool(folder, CPU, MIB)
     pool.tensor.fill_(1.0)
     owner = Owner(object())
-    memory = SleepingMemory(owner, pool, device=CPU, load_model=lambda: "again", keeps_pool=True)
-    memory.release(2)
+    memory = SleepingMemory(owner, pool, device=CPU, load_model=lambda: "again")
+    memory.release(2, keeps_pool=True)
     assert owner.model is None
     memory.restore_weights()
     memory.restore_kv_cache()
@@ -83,7 +83,7 @@ def test_a_gpus_weights_go_to_the_host_and_come_back(make_model: Callable[..., P
     pool = make_pool(folder, device, 64 * MIB)
     owner = Owner(load(folder, device))
     before = [tensor.cpu().clone() for tensor in tensors_of(owner.model)]
-    memory = SleepingMemory(owner, pool, device=device, load_model=lambda: None, keeps_pool=False)
+    memory = SleepingMemory(owner, pool, device=device, load_model=lambda: None)
     assert memory.release(1) > 60 * MIB
     memory.restore_weights()
     memory.restore_kv_cache()

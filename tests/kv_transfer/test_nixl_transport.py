@@ -587,18 +587,39 @@ def test_connections_that_cannot_be_closed_fail_the_worker_in_the_end(rig: Rig) 
     assert rig.transport.failure == "more than 64 broken connections cannot be closed"
 
 
-@pytest.mark.slow
-def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
-    p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
-    peer = KVPeer(
+def peer_of(agent: NixlAgent) -> KVPeer:
+    return KVPeer(
         engine_id="p0",
         epoch="x",
         agent_name="p0.x",
-        endpoint=p.endpoint,
-        num_blocks=p.endpoint.regions[0].num_blocks,
+        endpoint=agent.endpoint,
+        num_blocks=agent.endpoint.regions[0].num_blocks,
         block_bytes=SPEC.block_bytes,
         slices=(KVSlice(0, 0, SPEC.block_bytes),),
     )
+
+
+@pytest.mark.slow
+def test_a_peer_that_has_slept_is_loaded_anew_when_no_read_goes_on() -> None:
+    p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
+    blocks = d.add_peer(peer_of(p))
+    d.mark_connected("p0.x")
+    p.close()
+    p = NixlAgent("p0.x", make_pool(1))
+    with pytest.raises(ValueError, match=r"p0\.x has registered its pool anew"):
+        d.add_peer(peer_of(p))
+    d.remove_peer("p0.x", blocks, is_broken=False)
+    blocks = d.add_peer(peer_of(p))
+    assert d.num_left_open == 0, "they went with the agent"
+    d.remove_peer("p0.x", blocks, is_broken=False)
+    d.close()
+    p.close()
+
+
+@pytest.mark.slow
+def test_a_peer_that_comes_back_after_it_was_removed_has_left_a_connection_open() -> None:
+    p, d = (NixlAgent(name, make_pool(1)) for name in ("p0.x", "d0.x"))
+    peer = peer_of(p)
 
     def come_and_go(*, is_broken: bool, has_answered: bool = True) -> None:
         blocks = d.add_peer(peer)

@@ -74,6 +74,14 @@ def make_transport(
     kind: str, identity: KVIdentity, registry: LocalRegistry, *pools: KVCache, **options: Any
 ) -> KVTransport:
     """Return the transport of a worker whose ranks have these pools; options are NIXL's."""
+    ranks = open_ranks(kind, identity, registry, *pools, **options)
+    return ShardedTransport(ranks, layout=identity.layout)
+
+
+def open_ranks(
+    kind: str, identity: KVIdentity, registry: LocalRegistry, *pools: KVCache, **options: Any
+) -> list[PoolTransport]:
+    """Register the pools of a worker's ranks."""
     ranks: list[PoolTransport] = []
     for rank, pool in enumerate(pools):
         if kind == "local":
@@ -81,7 +89,7 @@ def make_transport(
         else:
             ranks.append(factory.make_transport(identity, rank=rank, **options))
         ranks[-1].register(pool)
-    return ShardedTransport(ranks, layout=identity.layout)
+    return ranks
 
 
 def welcome_of(identity: KVIdentity, transport: KVTransport, link: int = 1) -> KVLinkWelcome:

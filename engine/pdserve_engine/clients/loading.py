@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.compiler import GrammarCompiler
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.kv.memory import out_of_memory_reason, release_unused
-from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
+from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
+from pdserve_engine.kv_transfer.connector import Connector
 from pdserve_engine.kv_transfer.consumer import ConsumerConnector
 from pdserve_engine.kv_transfer.ports import KVConnector
 from pdserve_engine.kv_transfer.prefix_consumer import PrefixConsumer
@@ -33,6 +34,7 @@ from pdserve_engine.kv_transfer.prefix_producer import PrefixProducer
 from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
+from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
@@ -205,7 +207,15 @@ def _load(
         info=info,
         connector=connector,
         prefix_connector=prefix_connector,
-        control=EngineControl(core, lora_root=config.lora_root, wakeup=wakeup),
+        control=EngineControl(
+            core,
+            lora_root=config.lora_root,
+            transfer=build.sleeping_transfer(
+                [each for each in (connector, prefix_connector) if each is not None],
+                open_ranks=lambda: executor.open_transports(identity),
+            ),
+            wakeup=wakeup,
+        ),
         step_watch=_make_watch(config),
         logs_iterations=config.log_iterations,
         compiler=compiler,
@@ -261,7 +271,7 @@ def _make_compiler(
 
 def _make_transport(
     config: EngineConfig, identity: KVIdentity, executor: Executor
-) -> KVTransport | None:
+) -> ShardedTransport | None:
     if config.kv_connector == "none":
         return None
     return ShardedTransport(
@@ -283,7 +293,7 @@ class _ConnectorBuilder:
     """What a worker's connectors have in common."""
 
     config: EngineConfig
-    transport: KVTransport | None
+    transport: ShardedTransport | None
     identity: KVIdentity
     metrics: KVTransferMetrics
     wakeup: Callable[[], None]
@@ -325,6 +335,23 @@ class _ConnectorBuilder:
             timeout_s=config.prefix_pull_timeout_s,
             read_timeout_s=config.kv_transfer_timeout_s,
             **common,
+        )
+
+    def sleeping_transfer(
+        self,
+        connectors: Sequence[Connector[Any]],
+        *,
+        open_ranks: Callable[[], Sequence[RankTransport]],
+    ) -> SleepingTransfer | None:
+        if self.transport is None:
+            return None
+        config = self.config
+        return SleepingTransfer(
+            self.transport,
+            connectors,
+            open_ranks=open_ranks,
+            # By CUDA IPC.
+            shares_memory=config.device == "cuda" and config.require_transport in ("any", "shm"),
         )
 
     def _common(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Executor(Protocol):
 
     def open_transports(self, identity: KVIdentity) -> Sequence[RankTransport]:
         """Register each rank's pool with a transport of its own, which has to prove that it moves
-        bytes. Raises KVTransferError.
+        bytes. Again after a sleep, when those of before are closed. Raises KVTransferError.
         """
         ...
 
@@ -118,8 +118,10 @@ class Executor(Protocol):
 
     # ---- an operator's calls
 
-    def sleep(self, level: int) -> int:
-        """Give back what a sleep level says; return how many bytes there are more of."""
+    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
+        """Give back what a sleep level says, but not the KV pool's memory with `keeps_pool`; return
+        how many bytes there are more of.
+        """
         ...
 
     def restore_weights(self) -> None:

@@ -77,6 +77,7 @@ class SleepRank(Call[int]):
     """As Executor.sleep."""
 
     level: int
+    keeps_pool: bool = False
 
 
 @dataclass(frozen=True, slots=True)

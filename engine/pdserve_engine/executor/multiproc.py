@@ -131,8 +131,8 @@ class MultiprocExecutor:
 
     # ---- an operator's calls
 
-    def sleep(self, level: int) -> int:
-        return sum(self._call(messages.SleepRank(level)))
+    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
+        return sum(self._call(messages.SleepRank(level, keeps_pool)))
 
     def restore_weights(self) -> None:
         self._call(messages.RestoreWeights())

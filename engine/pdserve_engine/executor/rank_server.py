@@ -74,7 +74,9 @@ class _RankServer:
             messages.MakePool: lambda call: self._executor.make_pool(
                 call.num_blocks, max_model_len=call.max_model_len
             ),
-            messages.SleepRank: lambda call: self._executor.sleep(call.level),
+            messages.SleepRank: lambda call: self._executor.sleep(
+                call.level, keeps_pool=call.keeps_pool
+            ),
             messages.RestoreWeights: lambda call: self._executor.restore_weights(),
             messages.RestoreKVCache: lambda call: self._executor.restore_kv_cache(),
             messages.StartProfile: lambda call: self._executor.start_profile().result(),

@@ -71,8 +71,8 @@ class UniprocExecutor:
     def failure(self) -> str | None:
         return None  # what ends this process ends the engine as well
 
-    def sleep(self, level: int) -> int:
-        return self.rank.sleep(level)
+    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
+        return self.rank.sleep(level, keeps_pool=keeps_pool)
 
     def restore_weights(self) -> None:
         self.rank.restore_weights()

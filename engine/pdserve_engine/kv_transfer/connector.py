@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pdserve_common.errors import KVTransferError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_engine.kv_transfer.base import KVIdentity, KVTransport
 from pdserve_engine.kv_transfer.links import KVLink, LinkTable
@@ -36,6 +37,7 @@ class Connector(ABC, Generic[MessageT]):
         self._clock = clock
         self._lock = threading.Lock()
         self._links = LinkTable(clock)
+        self._is_suspended = False
         # What has gone wrong in here, and why the worker must not go on.
         self._defect: str | None = None
 
@@ -50,6 +52,17 @@ class Connector(ABC, Generic[MessageT]):
     def fence_all(self, reason: str) -> None:
         """End every session before blocks change hands."""
 
+    def suspend(self, reason: str) -> None:
+        """End every link, and have none before `resume`. All sessions are over."""
+        with self._lock:
+            self._is_suspended = True
+            self._drop_links(reason)
+
+    def resume(self) -> None:
+        """Have links again."""
+        with self._lock:
+            self._is_suspended = False
+
     def failure(self) -> str | None:
         return self._defect or self._transport.failure
 
@@ -57,8 +70,7 @@ class Connector(ABC, Generic[MessageT]):
         """End every session and every link, and leave the transport to another connector."""
         self.fence_all("shutdown")
         with self._lock:
-            for link in self._links.all():
-                self._drop_link(link, "shutdown")
+            self._drop_links("shutdown")
 
     def shutdown(self) -> None:
         self.disconnect()
@@ -112,6 +124,14 @@ class Connector(ABC, Generic[MessageT]):
     @abstractmethod
     def _expire(self, now: float, overslept_s: float) -> None:
         """End what is overdue, `overslept_s` of which is our own delay and nobody else's."""
+
+    def _check_not_suspended(self) -> None:
+        if self._is_suspended:
+            raise KVTransferError(f"{self._identity.engine_id} is asleep")
+
+    def _drop_links(self, reason: str) -> None:
+        for link in self._links.all():
+            self._drop_link(link, reason)
 
     def _replace_link(self, engine_id: str) -> None:
         """A peer has dialed again: the link that was open is over."""

@@ -98,12 +98,13 @@ class ExportingConnector(Connector[KVLinkRequestMessage]):
         self, hello: KVLinkHello, handle: KVLinkHandle[KVLinkResponseMessage]
     ) -> KVLink:
         """Admit a D: sends it the welcome and what waits for it. Raises KVTransferError that names
-        what differs.
+        what differs, or if this worker is asleep.
         """
         mismatch = find_mismatch(self._identity, self._transport.name, hello)
         if mismatch is not None:
             raise KVTransferError(mismatch)
         with self._lock:
+            self._check_not_suspended()
             self._replace_link(hello.engine_id)
             version = common_version(hello)
             link = KVLink(self._next_link, hello.engine_id, hello.epoch, handle, version)

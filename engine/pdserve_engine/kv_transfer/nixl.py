@@ -116,6 +116,8 @@ class NixlAgent:
         self._num_uses: dict[str, int] = {}
         # Of each peer in there, its worker and that one's start.
         self._starts: dict[str, tuple[str, str]] = {}
+        # What it has told of itself.
+        self._metadata: dict[str, bytes] = {}
         # Peers that have answered; those that were removed after it and have not come back.
         self._connected: set[str] = set()
         self._removed = RecentKeys()
@@ -130,9 +132,12 @@ class NixlAgent:
     def add_peer(self, peer: KVPeer) -> BlockDescriptors:
         """Return the descriptors for what is read of a peer, to be given to `remove_peer` later.
 
-        Raises ValueError if the metadata is another agent's.
+        Raises ValueError if the metadata is another agent's, or if it has changed while READs by
+        what it was have not landed.
         """
         name = peer.agent_name
+        if self._metadata.get(name, peer.endpoint.nixl_metadata) != peer.endpoint.nixl_metadata:
+            self._forget_registration(name)
         if name not in self._num_uses:
             loaded = self._agent.add_remote_agent(peer.endpoint.nixl_metadata)
             loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
@@ -143,6 +148,7 @@ class NixlAgent:
             self._forget_predecessors(peer)
             self._num_uses[name] = 0
             self._starts[name] = (peer.engine_id, peer.epoch)
+            self._metadata[name] = peer.endpoint.nixl_metadata
             # It was removed, and lives: its name is that of one start of a process (K1).
             self.num_left_open += name in self._removed
             self._removed.discard(name)
@@ -172,6 +178,13 @@ class NixlAgent:
             self._remove(name)
         self._forget_unused(max_kept=MAX_UNUSED_PEERS)
 
+    def _forget_registration(self, name: str) -> None:
+        """The peer has slept: its agent of before is gone, and so are its connections."""
+        if self._num_uses[name] > 0:
+            raise ValueError(f"{name} has registered its pool anew, and READs of before go on")
+        self._remove(name)
+        self._removed.discard(name)
+
     def _forget_predecessors(self, peer: KVPeer) -> None:
         """Forget earlier starts of the same worker."""
         for name, (engine_id, epoch) in list(self._starts.items()):
@@ -185,7 +198,7 @@ class NixlAgent:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        del self._num_uses[name], self._starts[name]
+        del self._num_uses[name], self._starts[name], self._metadata[name]
         if name in self._connected:
             self._connected.remove(name)
             self._removed.add(name)

@@ -89,6 +89,8 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         self._checksum = checksum
         self._request_link: RequestLink | None = None
         self._dialing: set[str] = set()
+        # Wanted while suspended: (host, port) by engine id.
+        self._dials_later: dict[str, tuple[str, int]] = {}
         self._num_grants = 0
         self._machine = PullMachine(
             layout=identity.layout,
@@ -140,9 +142,12 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
 
     def dial(self, engine_id: str, host: str, port: int) -> None:
         """Get a link to a P unless there is one, or one on its way. Any thread may call it, also
-        before a request needs the link.
+        before a request needs the link. While suspended it waits for `resume`.
         """
         with self._lock:
+            if self._is_suspended:
+                self._dials_later[engine_id] = (host, port)
+                return
             if engine_id in self._dialing or self._links.get(engine_id) is not None:
                 return
             if self._request_link is None or not host:
@@ -150,6 +155,13 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
                 return
             self._dialing.add(engine_id)
             self._request_link(engine_id, host, port)
+
+    def resume(self) -> None:
+        super().resume()
+        with self._lock:
+            dials, self._dials_later = self._dials_later, {}
+        for engine_id, (host, port) in dials.items():
+            self.dial(engine_id, host, port)
 
     # ---- the KvLink: the event loop's thread
 
@@ -165,6 +177,7 @@ class PullingConnector(Connector[KVLinkResponseMessage]):
         """
         check_welcome(self._identity, engine_id, welcome)
         with self._lock:
+            self._check_not_suspended()
             self._replace_link(engine_id)
             version = welcome.protocol_version
             link = KVLink(welcome.link, engine_id, welcome.epoch, handle, version)

@@ -69,23 +69,34 @@ class ShardedTransport(KVTransport):
         make one of the whole model.
         """
         self.name = ranks[0].name
-        self._ranks = tuple(ranks)
         self._layout = layout
-        endpoints = [
-            dataclasses.replace(rank.endpoint(), rank=number) for number, rank in enumerate(ranks)
-        ]
-        self._endpoint = KVEndpoint(ranks=tuple(endpoints), transport=transport)
-        self._shards = [endpoint.shard or whole_shard(layout) for endpoint in endpoints]
-        check_cover(self._shards, layout, "this worker")
+        self._required = transport
+        self._failure: str | None = None
+        # Since the pools were registered first.
+        self.has_had_peers = False
+        self._use(ranks)
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count(1)
+
+    def _use(self, ranks: Sequence[RankTransport]) -> None:
+        self._ranks = tuple(ranks)
+        endpoints = [
+            dataclasses.replace(rank.endpoint(), rank=number) for number, rank in enumerate(ranks)
+        ]
+        self._endpoint = KVEndpoint(ranks=tuple(endpoints), transport=self._required)
+        self._shards = [endpoint.shard or whole_shard(self._layout) for endpoint in endpoints]
+        check_cover(self._shards, self._layout, "this worker")
 
     @property
     def failure(self) -> str | None:
         # All of them, since each has to be looked at so often.
         failures = [rank.failure for rank in self._ranks]
-        return next((failure for failure in failures if failure is not None), None)
+        return self._failure or next(filter(None, failures), None)
+
+    def fail(self, reason: str) -> None:
+        """The worker cannot go on."""
+        self._failure = reason
 
     def endpoint(self) -> KVEndpoint:
         return self._endpoint
@@ -95,6 +106,7 @@ class ShardedTransport(KVTransport):
             rank.self_check()
 
     def expect_peer(self) -> None:
+        self.has_had_peers = True
         for rank in self._ranks:
             rank.expect_peer()
 
@@ -158,6 +170,18 @@ class ShardedTransport(KVTransport):
                 rank.read(key, *ids, timeout_s, read.on_done, read.on_stall)
             except KVTransferError as error:  # it has been lost since, and the first is under way
                 read.refuse(error.message)
+
+    def suspend(self) -> None:
+        """Deregister the pools. Peers are gone, and none comes before `resume`; no READ is under
+        way. Waits for it.
+        """
+        with self._lock:
+            self._peers.clear()
+        self.close()
+
+    def resume(self, ranks: Sequence[RankTransport]) -> None:
+        """Go on with transports that have registered the same pools anew."""
+        self._use(ranks)
 
     def close(self) -> None:
         if len(self._ranks) == 1:

@@ -29,6 +29,7 @@ from pdserve_common.verbs import (
 from pdserve_engine.core.engine_core import EngineCore
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
+from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.adapter import folder_below
 from pdserve_engine.lora.adapter_config import LoraError
 
@@ -66,10 +67,14 @@ class EngineControl:
         core: EngineCore,
         *,
         lora_root: str | None = None,
+        transfer: SleepingTransfer | None = None,
         wakeup: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wakeup` is called, on any thread, when what a verb waits for may have come."""
+        """`transfer` is None if no peer reads this worker's blocks, nor it theirs. `wakeup` is
+        called, on any thread, when what a verb waits for may have come.
+        """
         self._core = core
+        self._transfer = transfer
         self._adapters = core.scheduler.adapters
         self._lora_root = lora_root
         self._wakeup = wakeup
@@ -122,7 +127,8 @@ class EngineControl:
 
     async def wake_up(self, verb: WakeUp) -> None:
         """Raises FailedPreconditionError if awake, if "scheduling" would come before memory, or,
-        for a later try, if the weights cannot be read or memory has been taken meanwhile.
+        for a later try, if the weights cannot be read or memory has been taken meanwhile;
+        KVTransferError, the end of this worker, if the pool cannot be registered again.
         """
         wanted = set(verb.tags or SLEEP_TAGS)
         if self._sleep_level is None:
@@ -284,7 +290,8 @@ class EngineControl:
         self._core.scheduler.pause_state = PauseState.PAUSED_ALL
         self._asleep = set(SLEEP_TAGS)
         self._sleep_level = level
-        return self._core.executor.sleep(level)
+        keeps_pool = self._transfer is not None and not self._transfer.suspend()
+        return self._core.executor.sleep(level, keeps_pool=keeps_pool)
 
     def _reset_prefix_cache(self) -> int:
         self._core.finish_steps()
@@ -301,6 +308,8 @@ class EngineControl:
                     self._core.executor.restore_weights()
                 elif tag == "kv_cache":
                     self._core.executor.restore_kv_cache()
+                    if self._transfer is not None:
+                        self._transfer.resume()
                 else:
                     self._sleep_level = None
                     self._core.scheduler.pause_state = PauseState.UNPAUSED

@@ -9,7 +9,6 @@ from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.kv_transfer.factory import make_transport
-from pdserve_engine.kv_transfer.rdma import has_rdma_device
 from pdserve_engine.models.base import Model
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner.adapters import RunnerAdapters
@@ -81,7 +80,6 @@ class Rank:
             self.kv_cache,
             device=source.device,
             load_model=source.reload,
-            keeps_pool=_is_pool_pinned(self._config),
         )
         self._memories = [memory]
         if self._draft is not None and source.draft is not None:
@@ -105,7 +103,6 @@ class Rank:
             drafter.kv_cache,
             device=self._source.device,
             load_model=source.load,
-            keeps_pool=False,
         )
         self._memories.append(memory)
 
@@ -124,11 +121,13 @@ class Rank:
         transport.self_check()
         return transport
 
-    def sleep(self, level: int) -> int:
+    def sleep(self, level: int, *, keeps_pool: bool = False) -> int:
         self._runner.release_graphs()
         if self._runner.drafter is not None:
             self._runner.drafter.forget()
-        return sum(memory.release(level) for memory in self._memories)
+        memory, *others = self._memories
+        num_bytes = memory.release(level, keeps_pool=keeps_pool)
+        return num_bytes + sum(other.release(level) for other in others)
 
     def restore_weights(self) -> None:
         for memory in self._memories:
@@ -153,13 +152,3 @@ class Rank:
     def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
         """Begin a step, behind those that were begun before."""
         return self._runner.execute_model(scheduler_output)
-
-
-def _is_pool_pinned(config: EngineConfig) -> bool:
-    """Does a transport hold on to the pool's memory, so that it cannot be given back? What peers
-    have opened by CUDA IPC must not be freed before they have closed it.
-    """
-    if config.kv_connector == "none":
-        return False
-    may_use_rdma = config.require_transport in ("any", "rdma") and has_rdma_device()
-    return config.device == "cuda" or may_use_rdma

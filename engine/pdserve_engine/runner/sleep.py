@@ -1,6 +1,5 @@
 """What an engine gives back while it sleeps: its KV pool's memory and its weights."""
 
-import logging
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -9,8 +8,6 @@ import torch
 
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.kv.memory import release_unused, used_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class ModelOwner(Protocol):
@@ -29,16 +26,12 @@ class SleepingMemory:
         *,
         device: torch.device,
         load_model: Callable[[], object],
-        keeps_pool: bool,
     ) -> None:
-        """`load_model` reads the weights again and raises ValueError or OSError. With `keeps_pool`
-        the pool stays: a transport has pinned its memory.
-        """
+        """`load_model` reads the weights again and raises ValueError or OSError."""
         self._owner = owner
         self._kv_cache = kv_cache
         self._device = device
         self._load_model = load_model
-        self._keeps_pool = keeps_pool
         self._is_pool_released = False
         # Weights that lie in host memory, by the storage they came from.
         self._on_host: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -49,12 +42,12 @@ class SleepingMemory:
         has_weights = self._owner.model is not None and not self._on_host
         return has_weights and not self._is_pool_released
 
-    def release(self, level: int) -> int:
-        """Give back what `level` says and return how many bytes the device got back."""
+    def release(self, level: int, *, keeps_pool: bool = False) -> int:
+        """Give back what `level` says and return how many bytes the device got back. No transport
+        may have registered the pool, unless it stays.
+        """
         before = used_bytes(self._device)
-        if self._keeps_pool:
-            logger.warning("the KV pool keeps its memory: it is pinned for the KV transport")
-        else:
+        if not keeps_pool:
             self._kv_cache.release()
             self._is_pool_released = True
         if level == 1 and self._device.type != "cpu":
