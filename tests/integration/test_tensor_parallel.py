@@ -4,6 +4,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +101,14 @@ def expected(start: Callable[..., Any]) -> dict[tuple[str, int], list[int]]:
         return asyncio.run(ask_all(stack))
 
 
+def sleep_and_wake_up(stack: RunningStack, worker: Any) -> None:
+    role = worker.name.split("-")[0]
+    command = [sys.executable, "-m", "pdserve_client", "ctl", f"127.0.0.1:{worker.port}"]
+    for verb, state in ((["sleep", "--level", "2"], "paused"), (["wake"], "ready")):
+        subprocess.run([*command, *verb], check=True, capture_output=True, timeout=120)
+        stack.wait_for("router", f'pdserve_workers{{role="{role}",state="{state}"}}', 1)
+
+
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "prefill_stages"), [(2, 1, 1), (4, 2, 1), (1, 2, 2)]
 )
@@ -113,6 +123,12 @@ async def test_ranks_bring_the_tokens_of_one(
         assert await ask_all(stack) == expected
         router = stack.metrics("router")
         assert router['pdserve_handoffs_total{outcome="completed"}'] == len(expected)
+        stack.assert_idle()
+        for worker in stack.workers:
+            sleep_and_wake_up(stack, worker)
+        assert await ask_all(stack) == expected
+        handed_over = stack.metrics("router")['pdserve_handoffs_total{outcome="completed"}']
+        assert handed_over == 2 * len(expected)
         stack.assert_idle()
         ranks = [process for name in stack.worker_names() for process in ranks_of(stack, name)]
     assert not any(process.is_running() for process in ranks)
