@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -37,7 +36,7 @@ from pdserve_engine.models.config import ModelError
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
 from pdserve_engine.runner import kv_sizing
 from pdserve_engine.runner.drafter import Drafter
-from support.drafts import compute_all_drafts
+from support.drafts import compute_all_drafts, make_noisy_model
 from support.engines import Client, counted_drafts, linked
 from support.grammars import EOS, MODEL, VOCAB_SIZE
 from support.steps import before_steps, loaded_part
@@ -80,19 +79,7 @@ CONSTRAINTS = (
 @pytest.fixture(scope="module")
 def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with other weights: it is often right, and often not."""
-    return make_noisy_model(tmp_path_factory.mktemp("noisy") / "model", noise=0.15)
-
-
-def make_noisy_model(folder: Path, *, noise: float) -> Path:
-    shutil.copytree(MODEL, folder)
-    generator = torch.Generator().manual_seed(0)
-    for path in folder.glob("*.safetensors"):
-        weights = safetensors.torch.load_file(path)
-        for weight in weights.values():
-            change = torch.randn(weight.shape, generator=generator) * weight.float().std() * noise
-            weight.add_(change.nan_to_num().to(weight.dtype))
-        safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
-    return folder
+    return make_noisy_model(MODEL, tmp_path_factory.mktemp("noisy") / "model", noise=0.15)
 
 
 def config_of(draft_model: Path | None, **fields: Any) -> EngineConfig:

@@ -1,7 +1,12 @@
-"""Proposers whose drafts a test decides on."""
+"""Drafts that a test decides on, and draft models."""
 
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
 
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.request.request import Request
@@ -32,6 +37,19 @@ def compute_all_drafts(scheduler: Scheduler) -> None:
     """Compute as many drafts as there is room for, also those that are hardly worth it."""
     assert scheduler._drafts is not None
     scheduler._drafts._lengths = _AllOfThem()
+
+
+def make_noisy_model(model: Path, folder: Path, *, noise: float) -> Path:
+    """Write a model with other weights, for drafts that are often right, and often not."""
+    shutil.copytree(model, folder)
+    generator = torch.Generator().manual_seed(0)
+    for path in folder.glob("*.safetensors"):
+        weights = safetensors.torch.load_file(path)
+        for weight in weights.values():
+            change = torch.randn(weight.shape, generator=generator) * weight.float().std() * noise
+            weight.add_(change.nan_to_num().to(weight.dtype))
+        safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    return folder
 
 
 class MixedProposer:

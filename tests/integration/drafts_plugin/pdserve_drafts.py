@@ -1,8 +1,8 @@
-"""A plugin of workers under test: it knows the answers, and proposes them, or anything else.
+"""A plugin of workers under test: all drafts are computed, also those that are hardly worth it.
+Those that `suffix` proposes are what it knows of the answers, or anything else.
 
 $DRAFTS_FILE names a JSON file, {"answers": {prompt: [answer, ...]}, "delay_s": ...}, which may
-change. A prompt is its token ids, joined by commas. While the file has no answers there are no
-drafts.
+change. A prompt is its token ids, joined by commas. Steps with drafts take `delay_s` longer.
 """
 
 import json
@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdserve_engine.clients import loading
+from pdserve_engine.config import Speculation
 from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths
-from pdserve_engine.spec_decode.proposer import Draft
+from pdserve_engine.spec_decode.proposer import Draft, Proposer
 
 KINDS = ("right", "wrong", "mixed", "empty", "hostile")
 VOCAB_SIZE = 1392
@@ -23,9 +24,14 @@ EOS = 2
 
 
 def install() -> None:
-    """Have engines with speculation propose what the file says."""
+    """Have engines with speculation `suffix` propose what the file says."""
+    make_proposer = loading.make_proposer
+
+    def make(speculation: Speculation) -> Proposer | None:
+        return FileProposer() if speculation == "suffix" else make_proposer(speculation)
+
+    loading.make_proposer = make
     DraftLengths.choose = take_all  # type: ignore[method-assign]
-    loading.make_proposer = lambda speculation: None if speculation == "none" else FileProposer()
 
 
 def take_all(
@@ -35,7 +41,8 @@ def take_all(
     num_rows: int,
     most: int,
 ) -> dict[Request, int]:
-    """Have all drafts computed, also those that are hardly worth it."""
+    """Have all drafts computed."""
+    time.sleep(FILE.delay_s)
     lengths = {}
     for request, draft in drafts.items():
         if length := min(len(draft.token_ids), most):
@@ -44,20 +51,22 @@ def take_all(
     return lengths
 
 
-class FileProposer:
+class DraftsFile:
     def __init__(self) -> None:
         self._path = Path(os.environ["DRAFTS_FILE"])
         self._read_at = 0
         self._answers: Mapping[str, list[list[int]]] = {}
         self._delay_s = 0.0
-        self._rng = random.Random(0)
 
-    def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
+    @property
+    def answers(self) -> Mapping[str, list[list[int]]]:
         self._read()
-        if not self._answers:
-            return {}
-        time.sleep(self._delay_s)
-        return {r: Draft("suffix", self._draft(r, limit)) for r, limit in candidates.items()}
+        return self._answers
+
+    @property
+    def delay_s(self) -> float:
+        self._read()
+        return self._delay_s
 
     def _read(self) -> None:
         changed_at = self._path.stat().st_mtime_ns
@@ -65,6 +74,17 @@ class FileProposer:
             content = json.loads(self._path.read_text())
             self._answers, self._delay_s = content["answers"], content["delay_s"]
             self._read_at = changed_at
+
+
+FILE = DraftsFile()
+
+
+class FileProposer:
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+
+    def propose(self, candidates: Mapping[Request, int]) -> Mapping[Request, Draft]:
+        return {r: Draft("suffix", self._draft(r, limit)) for r, limit in candidates.items()}
 
     def _draft(self, request: Request, limit: int) -> Sequence[int]:
         kind = random.Random(request.request_id).choice(KINDS)
@@ -83,7 +103,7 @@ class FileProposer:
         num_prompt = request.num_prompt_tokens
         known = [*request.all_token_ids[num_prompt:]]
         prompt = ",".join(map(str, request.all_token_ids[:num_prompt]))
-        for answer in self._answers.get(prompt, ()):
+        for answer in FILE.answers.get(prompt, ()):
             if answer[: len(known)] == known:
                 return answer[len(known) : len(known) + limit]
         return ()
