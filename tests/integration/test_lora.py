@@ -141,3 +141,34 @@ async def test_answers_go_on_when_a_decode_worker_dies(served: Served) -> None:
             assert await answer == served.expected[name], name
     redrives = served.stack.metrics("router")
     assert sum(v for k, v in redrives.items() if k.startswith("pdserve_redrives_total")) > 0
+
+
+async def test_adapters_of_fused_linears_on_the_transformers_backend(
+    make_served_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    start_stack: Any,
+    tmp_path: Path,
+) -> None:
+    model = make_served_model("Phi3ForCausalLM", max_position_embeddings=1024, pad_token_id=0)
+    linears = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    path = write_adapter(model, tmp_path / "one", target_modules=linears)
+    expected = {
+        "": hf_greedy(model, PROMPT, NUM_TOKENS),
+        "one": merged_greedy(model, path, PROMPT, NUM_TOKENS),
+    }
+    assert expected[""] != expected["one"]
+    names = ["", "one"] * 2
+    with start_stack(
+        model=model,
+        dtype="float32",
+        num_threads=1,
+        max_num_batched_tokens=32,
+        lora=(f"one={path}",),
+    ) as stack:
+        async with grpc.aio.insecure_channel(stack.grpc_address) as channel:
+            stub = pb2_grpc.InferenceServiceStub(channel)
+            answers = await asyncio.gather(*(generate(stub, name) for name in names))
+        assert stack.metrics("router")['pdserve_handoffs_total{outcome="completed"}'] == len(names)
+        stack.assert_idle()
+    for name, tokens in zip(names, answers, strict=True):
+        assert tokens == expected[name], name

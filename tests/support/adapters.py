@@ -27,9 +27,15 @@ def write_adapter(model_dir: Path, folder: Path, *, seed: int = 0, **config: Any
 def merged_model(model_dir: Path, folder: Path) -> Any:
     """Return transformers' model with the adapter in its weights, which never stops early."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    has_softcap = getattr(AutoConfig.from_pretrained(model_dir), "attn_logit_softcapping", None)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir,
+        dtype=torch.float32,
+        # Not all versions refuse SDPA, which knows of no softcap.
+        attn_implementation="eager" if has_softcap else None,
+    )
     merged: Any = PeftModel.from_pretrained(model, folder).merge_and_unload()
     merged.generation_config.eos_token_id = None
     return merged.eval()

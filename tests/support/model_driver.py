@@ -13,8 +13,7 @@ from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.lora.adapter import read_adapter
-from pdserve_engine.models.config import LlamaConfig
-from pdserve_engine.models.llama import LlamaModel, lora_targets
+from pdserve_engine.models.base import SupportsLora
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
@@ -98,10 +97,8 @@ class Driver:
         return sequence
 
     def _load_adapter(self, model: Any, folder: Path) -> str:
-        assert isinstance(model, LlamaModel)
-        assert isinstance(self.config, LlamaConfig)
-        targets = lora_targets(self.config)
-        adapter = read_adapter(folder, targets, dtype=self.config.dtype, max_rank=64)
+        assert isinstance(model, SupportsLora)
+        adapter = read_adapter(folder, model.lora_targets, dtype=self.config.dtype, max_rank=64)
         self.runner.adapters[adapter.digest] = model.pack_adapter(adapter)
         return adapter.digest
 

@@ -76,6 +76,8 @@ class AdapterConfig:
 
     def scaled(self, targets: Targets) -> dict[str, Scaled]:
         """Return the linears that the adapter changes. Raises LoraError for names that none has."""
+        if not targets:
+            raise LoraError("the model has no linears that adapters may change")
         self._check_names(targets)
         names = [name for name in targets if self._changes(name)]
         if not names:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from pdserve_engine.lora.adapter import LoraAdapter
+from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.config import ModelConfig
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
@@ -66,4 +68,22 @@ class Model(Protocol):
 
         A mask is int32 [n, ceil(vocab_size / 32)] on the model's device: a set bit allows a token.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsLora(Protocol):
+    """A model whose steps may have adapters (`ForwardInputs.lora`)."""
+
+    @property
+    def lora_targets(self) -> Targets:
+        """The linears that adapters may change, by the names that peft knows them by."""
+        ...
+
+    def max_adapter_bytes(self, max_rank: int) -> int:
+        """Return the most that an adapter takes of this rank's memory."""
+        ...
+
+    def pack_adapter(self, adapter: LoraAdapter) -> Any:
+        """Return an adapter as `forward` takes it. It goes with any start of the same model."""
         ...

@@ -257,8 +257,17 @@ class LlamaModel:
         chosen: Sampled = self._kernels.sample_part(logits, batch, first_id=first_id, mask=mask)
         return Argmax(chosen.token_ids, self._kernels.count_nans(logits), chosen.values)
 
+    @property
+    def lora_targets(self) -> Targets:
+        """See `models.base.SupportsLora`."""
+        return lora_targets(self.config)
+
+    def max_adapter_bytes(self, max_rank: int) -> int:
+        """See `models.base.SupportsLora`."""
+        return max_adapter_bytes(self.config, max_rank)
+
     def pack_adapter(self, adapter: LoraAdapter) -> Any:
-        """Return an adapter as `forward` takes it. It goes with any start of the same model."""
+        """See `models.base.SupportsLora`."""
         spec = _LayerSpec.of(self.config)
         return self._kernels.pack_adapter(
             [

@@ -16,9 +16,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging as transformers_logging
 
 from pdserve_engine.kv.kv_groups import group_layers, slots_of
+from pdserve_engine.lora.adapter import LoraAdapter
+from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig, ModelError, cut_windows
 from pdserve_engine.models.loader import Checkpoint, name_some
+from pdserve_engine.models.packed_linears import PackedLinears
 from pdserve_engine.models.transformers_config import causal_lm_class, load_hf_config
 from pdserve_kernels import KernelSet, select
 from pdserve_kernels.metadata import AttentionMetadata
@@ -90,7 +93,7 @@ class TransformersModel:
             logger.warning("%s is not among the architectures we test", config.architecture)
         _register()
         model = _load(config, checkpoint).to(device)  # type: ignore[arg-type]
-        _pack_linears(model, self._kernels)
+        self._linears = PackedLinears(model, self._kernels)
         self._decoder, self._head = _split(model)
         self._probe()
         self._decoder.set_attn_implementation(PAGED_ATTENTION)
@@ -101,7 +104,8 @@ class TransformersModel:
         attention = _PagedAttention(
             self._kernels, self._windows, self._slots, inputs.kv_cache, inputs.metadata
         )
-        return _decode(self._decoder, inputs.token_ids, inputs.positions, attention)
+        with self._linears.adapted(inputs.lora):
+            return _decode(self._decoder, inputs.token_ids, inputs.positions, attention)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -118,12 +122,26 @@ class TransformersModel:
         best: Argmax = self._kernels.argmax(self.compute_logits(hidden_rows), mask=mask)
         return best
 
+    @property
+    def lora_targets(self) -> Targets:
+        """See `models.base.SupportsLora`."""
+        return self._linears.lora_targets
+
+    def max_adapter_bytes(self, max_rank: int) -> int:
+        """See `models.base.SupportsLora`."""
+        num_features = sum(map(sum, self.lora_targets.values()))
+        return max_rank * num_features * self.config.dtype.itemsize
+
+    def pack_adapter(self, adapter: LoraAdapter) -> Any:
+        """See `models.base.SupportsLora`."""
+        return self._linears.pack_adapter(adapter)
+
     def _probe(self) -> None:
         """Run two tokens; raise ModelError unless each layer attends once, as the config says."""
         probe = _Probe(self.config)
         token_ids = torch.arange(NUM_PROBE_TOKENS, device=self.device)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._linears.watched(NUM_PROBE_TOKENS):
                 hidden_states = _decode(self._decoder, token_ids, token_ids, probe)
             self.compute_logits(hidden_states)
         except (AttributeError, TypeError) as error:
@@ -239,19 +257,6 @@ class _HiddenRows(nn.Module):
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-class _PackedLinear(nn.Module):
-    """An nn.Linear whose weight is packed for the kernel set."""
-
-    def __init__(self, linear: nn.Linear, kernels: KernelSet) -> None:
-        super().__init__()
-        self._kernels = kernels
-        self._packed = kernels.pack_linear(linear.weight, linear.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._kernels.linear(x, self._packed)
-        return result
-
-
 class _WeightReader:
     """A weight that has yet to be read; `[...]` reads it, as in a slice of a safetensors file."""
 
@@ -350,22 +355,3 @@ def _decode(
     )
     hidden_states: torch.Tensor = output.last_hidden_state[0]
     return hidden_states
-
-
-def _pack_linears(root: nn.Module, kernels: KernelSet) -> None:
-    """Replace linears one by one: each frees its weight before the next is packed."""
-    # A weight that is also the embedding's would be held twice.
-    shared = {id(module.weight) for module in root.modules() if isinstance(module, nn.Embedding)}
-    for parent, name in _linears(root):
-        if id(getattr(parent, name).weight) not in shared:
-            setattr(parent, name, _PackedLinear(getattr(parent, name), kernels))
-
-
-def _linears(root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return parent and name of plain linears; subclasses do more than a matrix product."""
-    return [
-        (parent, name)
-        for parent in root.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
-    ]

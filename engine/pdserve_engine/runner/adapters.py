@@ -11,7 +11,8 @@ import torch
 from pdserve_common.call_thread import CallThread
 from pdserve_engine.core.executor import PackedAdapter
 from pdserve_engine.lora.adapter import LoraAdapter
-from pdserve_engine.models.llama import LlamaModel
+from pdserve_engine.lora.adapter_config import Targets
+from pdserve_engine.models.base import SupportsLora
 
 # Added to the process's: steps come first where cores are few.
 NICENESS = 10
@@ -31,7 +32,7 @@ class RunnerAdapters:
     def __init__(
         self,
         runner: AdapterOwner,
-        read_adapter: Callable[[Path], LoraAdapter],
+        read_adapter: Callable[[Path, Targets], LoraAdapter],
         behind_steps: Callable[[Callable[[], None]], object],
     ) -> None:
         self._runner = runner
@@ -42,7 +43,7 @@ class RunnerAdapters:
     def read(self, folder: Path) -> "Future[PackedAdapter]":
         # A thread that ends: OpenMP keeps a team for every thread that has used one.
         thread = CallThread("lora", niceness=NICENESS)
-        model: LlamaModel = self._runner.model
+        model: SupportsLora = self._runner.model
         self._reading = thread.submit(partial(self._pack, folder, model))
         thread.close(0)
         return self._reading
@@ -58,11 +59,11 @@ class RunnerAdapters:
     def remove(self, digest: str) -> None:
         self._behind_steps(partial(self._forget, digest))
 
-    def _pack(self, folder: Path, model: LlamaModel) -> PackedAdapter:
+    def _pack(self, folder: Path, model: SupportsLora) -> PackedAdapter:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # those of the steps are busy
         try:
-            adapter = self._read_adapter(folder)
+            adapter = self._read_adapter(folder, model.lora_targets)
             return PackedAdapter(adapter.digest, adapter.rank, model.pack_adapter(adapter))
         finally:
             torch.set_num_threads(num_threads)  # new threads take it over

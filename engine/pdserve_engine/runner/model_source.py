@@ -13,9 +13,10 @@ from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
 from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
-from pdserve_engine.models.base import Model
+from pdserve_engine.lora.adapter_config import Targets
+from pdserve_engine.models.base import Model, SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
-from pdserve_engine.models.llama import LlamaModel, lora_targets, max_adapter_bytes
+from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.shard import WHOLE, Shard, check_shards
 from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
@@ -98,17 +99,15 @@ class ModelSource:
             return ShardedModel(model, group)
         return model
 
-    def adapter_bytes(self) -> int:
-        """Return what as many adapters take as there may be."""
+    def adapter_bytes(self, model: Model) -> int:
+        """Return what as many adapters of the loaded model take as there may be."""
         if not self._num_adapters:
             return 0
-        assert isinstance(self.config, LlamaConfig), "others have no adapters"
-        return self._num_adapters * max_adapter_bytes(self.config, self._max_lora_rank)
+        assert isinstance(model, SupportsLora), "the config is refused otherwise"
+        return self._num_adapters * model.max_adapter_bytes(self._max_lora_rank)
 
-    def read_adapter(self, folder: Path) -> LoraAdapter:
+    def read_adapter(self, folder: Path, targets: Targets) -> LoraAdapter:
         """Return the adapter in a folder, which may hold anything. Raises LoraError."""
-        assert isinstance(self.config, LlamaConfig), "others have no adapters"
-        targets = lora_targets(self.config)
         return read_adapter(folder, targets, dtype=self.config.dtype, max_rank=self._max_lora_rank)
 
     def reload(self) -> Model:
@@ -138,12 +137,6 @@ def _shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
 
 
 def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
-    if config.has_adapters and not isinstance(model, LlamaConfig):
-        given = "lora" if config.lora else "lora_root"
-        raise ModelError(
-            f"{given} is set: {model.architecture} runs on the transformers backend, which serves "
-            "no adapters"
-        )
     if isinstance(model, LlamaConfig):
         check_shards(model, config.tensor_parallel_size)
         check_stages(model, config.pipeline_parallel_size)

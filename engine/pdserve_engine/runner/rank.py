@@ -60,7 +60,7 @@ class Rank:
             max_model_len=max_model_len,
             max_concurrent_batches=max_concurrent_batches,
             step=step_bytes,
-            adapters=self._source.adapter_bytes(),
+            adapters=self._source.adapter_bytes(self._model),
             draft_spec=None if self._draft is None else self._draft.spec,
         )
 

@@ -8,7 +8,6 @@ import pytest
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.models import llama
-from pdserve_engine.models.config import ModelError
 from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.runner.model_source import ModelSource
 from support.adapters import write_adapter
@@ -40,16 +39,10 @@ def test_settings_that_do_not_go_together(fields: dict[str, object], message: st
         EngineConfig(**({"lora": ("a=x",)} | fields))  # type: ignore[arg-type]
 
 
-def test_a_model_of_the_transformers_backend(make_model: Callable[..., Path]) -> None:
-    config = EngineConfig(model=str(make_model()), model_impl="transformers", lora=("a=x",))
-    with pytest.raises(ModelError, match="transformers backend, which serves no adapters"):
-        ModelSource(config)
-
-
 def test_a_folder_that_is_not_there(make_model: Callable[..., Path]) -> None:
     source = ModelSource(EngineConfig(model=str(make_model()), lora=("a=/nowhere",)))
     with pytest.raises(LoraError, match="adapter /nowhere: there is no such folder"):
-        source.read_adapter(Path("/nowhere"))
+        source.read_adapter(Path("/nowhere"), {})
 
 
 def test_room_is_left_for_as_many_adapters_as_there_may_be(
@@ -64,7 +57,7 @@ def test_room_is_left_for_as_many_adapters_as_there_may_be(
     monkeypatch.setattr(llama, "select", lambda device: triton)
     model = source.load()
     assert isinstance(model, LlamaModel)
-    packed = model.pack_adapter(source.read_adapter(adapter))
+    packed = model.pack_adapter(source.read_adapter(adapter, model.lora_targets))
     weights = [getattr(layer, name) for layer in packed.layers for name in LINEARS]
     taken = sum(weight.a.nbytes + weight.b.nbytes for weight in weights)
-    assert source.adapter_bytes() == 3 * taken
+    assert source.adapter_bytes(model) == 3 * taken

@@ -1,0 +1,223 @@
+"""Adapters on the transformers backend: the tokens of merged weights, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.lora_types import LoRARequest
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams
+from pdserve_engine.clients.loading import load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
+from pdserve_engine.lora.adapter_config import LoraError
+from pdserve_engine.models.base import SupportsLora
+from pdserve_engine.models.registry import load_model, read_model_config
+from support.adapters import ALL_PROJECTIONS, merged_greedy, write_adapter
+from support.model_driver import CPU, Driver, make_prompt, record_logits
+from support.models import BACKEND_MODELS
+
+pytestmark = pytest.mark.slow
+
+UNFUSED = [*ALL_PROJECTIONS]
+PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+# Experts are not served.
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# The linears of each model's layers, as peft calls them.
+LINEARS = {
+    "gemma2": UNFUSED,
+    "gemma3": UNFUSED,
+    "phi3": PHI3,
+    "phi3-window": PHI3,
+    "olmo2": UNFUSED,
+    "gpt-neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "granite": UNFUSED,
+    "mixtral": ATTENTION,
+    "qwen3-moe": ATTENTION,
+}
+
+
+def build(make_model: Callable[..., Path], name: str) -> Path:
+    architecture, fields = BACKEND_MODELS[name]
+    return make_model(architecture, **fields)
+
+
+@pytest.mark.parametrize("name", BACKEND_MODELS)
+def test_greedy_text_is_that_of_merged_weights(
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    folder, linears = build(make_model, name), LINEARS[name]
+    adapters: list[Path | None] = [
+        write_adapter(folder, tmp_path / "all", seed=1, target_modules=linears),
+        write_adapter(
+            folder,
+            tmp_path / "some",
+            seed=2,
+            r=24,
+            target_modules=linears[:2],
+            layers_to_transform=[0, 2],
+            rank_pattern={linears[1]: 3},
+        ),
+        write_adapter(
+            folder,
+            tmp_path / "linear",
+            seed=3,
+            r=5,
+            target_modules=ATTENTION if linears is ATTENTION else "all-linear",
+        ),
+        None,
+    ]
+    driver = Driver(folder, adapters=[each for each in adapters if each is not None])
+    prompts = {str(n): make_prompt(n) for n in (5, 40, 75, 17)}
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        driver.add(request_id, prompt, adapter=adapter)
+    driver.run(*prompts, num_tokens=12, chunk=30)
+    for (request_id, prompt), adapter in zip(prompts.items(), adapters, strict=True):
+        expected = hf_greedy(folder, prompt, 12)
+        if adapter is not None:
+            base, expected = expected, merged_greedy(folder, adapter, prompt, 12)
+            assert expected != base, "the adapter changes nothing"
+        assert driver.sequences[request_id].output == expected, request_id
+
+
+def test_linears_of_layers_are_known_by_the_names_that_peft_has(
+    make_model: Callable[..., Path],
+) -> None:
+    for name, linears in LINEARS.items():
+        folder = build(make_model, name)
+        config = read_model_config(folder)
+        model = load_model(folder, config, device=CPU)
+        assert isinstance(model, SupportsLora)
+        targets = model.lora_targets
+        assert {target.rpartition(".")[2] for target in targets} == set(linears), name
+        assert len(targets) == config.num_layers * len(linears)
+        assert model.max_adapter_bytes(3) == 3 * 4 * sum(map(sum, targets.values()))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_without_an_adapter_keep_their_bits(
+    make_model: Callable[..., Path], tmp_path: Path, dtype: str
+) -> None:
+    """In batches of one shape: some of torch's functions have other bits in others."""
+    folder = build(make_model, "phi3")
+    adapter = write_adapter(folder, tmp_path / "a", target_modules=PHI3)
+    found: list[list[torch.Tensor]] = []
+    for beside in (None, adapter):
+        driver = Driver(folder, dtype=dtype, adapters=[adapter])
+        seen = record_logits(driver)
+        driver.add("base", make_prompt(30))
+        driver.add("beside", make_prompt(31), adapter=beside)
+        driver.run("base", "beside", num_tokens=6, chunk=16)
+        driver.cache.close()
+        found.append(seen)
+    base, beside_it = (torch.stack([logits[row] for logits in found[0]]) for row in (0, 1))
+    assert torch.equal(base, torch.stack([logits[0] for logits in found[1]]))
+    assert not torch.equal(beside_it, torch.stack([logits[1] for logits in found[1]]))
+
+
+def test_an_adapter_outlives_the_model_in_a_sleep(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, prompt = build(make_model, "phi3"), make_prompt(40)
+    adapter = write_adapter(folder, tmp_path / "a", target_modules=PHI3)
+    driver = Driver(folder, dtype="bfloat16", adapters=[adapter])
+    texts = []
+    for name in ("before", "after"):
+        driver.add(name, prompt, adapter=adapter)
+        driver.run(name, num_tokens=8)
+        texts.append(driver.sequences[name].output)
+        driver.finish(name)
+        driver.runner.model = load_model(folder, driver.config, device=CPU)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("phi3", "q_proj", "target_modules has 'q_proj', .* served are down_proj, gate_up_proj, "),
+        ("phi3", "lm_head", "target_modules has 'lm_head', which is no linear of the"),
+        ("olmo2", "qkv_proj", "target_modules has 'qkv_proj', .* served are down_proj, gate_proj"),
+        ("mixtral", "experts", "target_modules has 'experts', which is no linear of the"),
+    ],
+)
+def test_linears_that_a_model_does_not_have_are_named(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, target: str, message: str
+) -> None:
+    folder = build(make_model, name)
+    write_adapter(folder, tmp_path / "a", target_modules=["o_proj"])
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"o_proj"', f'"{target}"'))
+    with pytest.raises(LoraError, match=message):
+        read(folder, tmp_path / "a")
+
+
+def test_adapters_of_experts_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = build(make_model, "mixtral")
+    adapter = write_adapter(folder, tmp_path / "a", target_modules="all-linear")
+    with pytest.raises(LoraError, match=r"target_parameters is .*gate_up_proj"):
+        read(folder, adapter)
+
+
+def read(model_dir: Path, adapter: Path) -> LoraAdapter:
+    model = load_model(model_dir, read_model_config(model_dir), device=CPU)
+    assert isinstance(model, SupportsLora)
+    return read_adapter(adapter, model.lora_targets, dtype=torch.float32, max_rank=64)
+
+
+def test_a_whole_engine_hits_no_prefix_of_another_adapter(
+    make_model: Callable[..., Path],
+    hf_greedy: Callable[..., list[int]],
+    tmp_path: Path,
+) -> None:
+    folder, prompt = build(make_model, "phi3"), make_prompt(90)
+    paths = {
+        name: write_adapter(folder, tmp_path / name, seed=seed, r=rank, target_modules=PHI3)
+        for seed, (name, rank) in enumerate((("one", 8), ("other", 20)))
+    }
+    expected = {name: merged_greedy(folder, path, prompt, 20) for name, path in paths.items()}
+    expected[""] = hf_greedy(folder, prompt, 20)
+    engine = load_engine(
+        EngineConfig(
+            model=str(folder),
+            num_threads=1,
+            kv_connector="none",
+            max_model_len=400,
+            max_num_batched_tokens=64,
+            num_blocks=200,
+            lora=tuple(f"{name}={path}" for name, path in paths.items()),
+        ),
+        role="decode",
+        engine_id="d",
+        metrics=KVTransferMetrics(CollectorRegistry()),
+    )
+    adapters = {each.name: each for each in engine.control.adapters.adapters}
+    assert set(adapters) == {"one", "other"}
+    for attempt in ("first", "again"):
+        for name in expected:
+            lora = None
+            if name:
+                lora = LoRARequest(lora_name=name, digest=adapters[name].digest)
+            engine.core.add_request(
+                EngineCoreRequest(
+                    request_id=f"{attempt} {name}",
+                    prompt_token_ids=tuple(prompt),
+                    sampling_params=SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+                    lora_request=lora,
+                )
+            )
+        tokens: dict[str, list[int]] = {}
+        while engine.core.has_work():
+            for outputs in engine.core.step().outputs.values():
+                for output in outputs:
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        assert tokens == {f"{attempt} {name}": each for name, each in expected.items()}
+        num_hits = engine.core.scheduler.kv.prefix_cache_hits
+        assert num_hits == (0 if attempt == "first" else 3 * 80), "whole blocks of each prompt"
+    engine.close()
