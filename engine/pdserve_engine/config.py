@@ -232,11 +232,11 @@ class EngineConfig:
             raise ValueError(
                 f"num_threads is {self.num_threads}, cpu_cores has {len(self.cores)} cores"
             )
+        if self.has_adapters:
+            self._check_adapters()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.device != "cpu":
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
-        if self.has_adapters:
-            self._check_adapters()
         if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
             where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
             raise ValueError(f"speculation is {self.speculation}, must be none on {where}")
@@ -259,12 +259,16 @@ class EngineConfig:
 
     def _check_adapters(self) -> None:
         given = "lora" if self.lora else "lora_root"
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"{given} is set and {name} is {getattr(self, name)}: with adapters it must be "
-                    "1"
-                )
+        if self.num_ranks > 1 and self.device != "cpu":
+            raise ValueError(
+                f"{given} is set and there are {self.num_ranks} ranks: with adapters there must be "
+                f"1 on {self.device}"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"{given} is set and tensor_parallel_size is {self.tensor_parallel_size}: with "
+                "adapters it must be 1"
+            )
         if len(self.adapter_folders) > self.max_loras:
             raise ValueError(
                 f"lora has {len(self.lora)} adapters, must be at most {self.max_loras} (max_loras)"

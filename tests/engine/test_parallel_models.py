@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreRequest, LogprobsLists
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.models.config import ModelError
+from support.adapters import write_adapter
 from support.models import BACKEND_MODELS, NATIVE_MODELS
 from support.threaded_ranks import ThreadedRanks
 
@@ -42,6 +44,11 @@ CASES: tuple[tuple[str, str | None], ...] = (
     ("llama", "int8"),
     ("qwen3-wide-heads", "int4"),
 )
+CASES_WITH_ADAPTERS: tuple[tuple[str, str | None], ...] = (
+    ("llama-biases", None),
+    ("qwen3", None),
+    ("qwen3-wide-heads", "int4"),
+)
 # Integers are cut between groups of 32 inputs.
 FOR_INT4 = {"intermediate_size": 128}
 
@@ -67,13 +74,16 @@ def load(config: EngineConfig, **options: Any) -> LoadedEngine:
     return load_engine(config, role="decode", engine_id="d", metrics=metrics, **options)
 
 
-def requests(vocab_size: int) -> list[EngineCoreRequest]:
-    rng = random.Random(0)
+def requests(vocab_size: int, digests: Sequence[str] = ()) -> list[EngineCoreRequest]:
+    """Some with none of the adapters."""
+    rng, adapters = random.Random(0), random.Random(1)
+    loras = [None, *(LoRARequest(lora_name="", digest=digest) for digest in digests)]
     return [
         EngineCoreRequest(
             request_id=f"{length}-{number}",
             prompt_token_ids=tuple(rng.randrange(2, vocab_size) for _ in range(length)),
             sampling_params=dataclasses.replace(params, max_tokens=NUM_OUTPUT, ignore_eos=True),
+            lora_request=adapters.choice(loras),
             client_index=0,
         )
         for length in PROMPT_LENS
@@ -83,7 +93,8 @@ def requests(vocab_size: int) -> list[EngineCoreRequest]:
 
 def answers_of(engine: LoadedEngine) -> Answers:
     """What the engine says to `requests`, which come one after the other, a step apart."""
-    waiting = requests(engine.info.vocab_size)
+    digests = [adapter.digest for adapter in engine.control.adapters.adapters]
+    waiting = requests(engine.info.vocab_size, digests)
     pieces: dict[str, Any] = {request.request_id: ([], [], []) for request in waiting}
     while waiting or engine.core.has_work():
         if waiting:
@@ -141,6 +152,40 @@ def test_bits_do_not_depend_on_the_cut(
         assert (cut.info.determinism, cut.info.numerics_id) == ("exact", whole.info.numerics_id)
         assert cut.info.kv_compatibility_hash == whole.info.kv_compatibility_hash
         assert answers_of(cut) == expected, (size, num_stages)
+
+
+def write_adapters(folder: Path, parent: Path) -> tuple[str, ...]:
+    """Have one with all linears, one with few, and one that some stages have nothing of."""
+    configs: dict[str, dict[str, Any]] = {
+        "all": {"r": 16},
+        "few": {"r": 5, "target_modules": ["k_proj", "up_proj", "o_proj"]},
+        "last": {"r": 8, "layers_to_transform": [2], "rank_pattern": {"down_proj": 3}},
+    }
+    return tuple(
+        f"{name}={write_adapter(folder, parent / name, seed=seed, **config)}"
+        for seed, (name, config) in enumerate(configs.items())
+    )
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 2)])
+@pytest.mark.parametrize(("name", "quantization"), CASES_WITH_ADAPTERS)
+def test_bits_with_adapters_do_not_depend_on_the_cut(
+    name: str,
+    quantization: str | None,
+    size: int,
+    num_stages: int,
+    make_model: Callable[..., Path],
+    load_cut: Callable[..., LoadedEngine],
+    tmp_path: Path,
+) -> None:
+    arch, overrides = NATIVE_MODELS[name]
+    folder = make_model(arch, **overrides | (FOR_INT4 if quantization == "int4" else {}))
+    lora = write_adapters(folder, tmp_path)
+    config = config_of(folder, quantization=quantization, lora=lora, max_lora_rank=16)
+    expected = answers_of(load(config))
+    without = answers_of(load(dataclasses.replace(config, lora=())))
+    assert expected != without
+    assert answers_of(load_cut(config, size, num_stages)) == expected
 
 
 @pytest.mark.parametrize(

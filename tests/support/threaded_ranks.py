@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.executor import ExecutedStep, LoadedModel
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.executor.groups import join_group, placed_ranks
-from pdserve_engine.executor.messages import RankPlace
+from pdserve_engine.executor.messages import AdapterCommand, RankPlace
+from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage
@@ -31,15 +32,12 @@ class ThreadedRanks:
         self._output_rank = config.tensor_parallel_size * (num_stages - 1)
         self._config = config
         self._pool = ThreadPoolExecutor(config.num_ranks)
+        self.adapters: AdapterStore | None = None
         with placed_ranks(
             config.tensor_parallel_size, num_stages, folder, largest_bytes=largest_bytes
         ) as places:
             # They wait for each other.
             self._ranks = list(self._pool.map(self._join, places))
-
-    @property
-    def adapters(self) -> None:
-        """See Executor: with ranks there are none."""
 
     def load(self) -> LoadedModel:
         return self._all(lambda rank: rank.load())[0]
@@ -49,6 +47,17 @@ class ThreadedRanks:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self._all(lambda rank: rank.make_pool(num_blocks, max_model_len=max_model_len))
+        hosts = [AdapterHost(rank.adapters) for rank in self._ranks if rank.adapters is not None]
+
+        def tell(command: AdapterCommand) -> None:
+            for host in hosts:
+                host.handle(command)
+
+        if hosts:
+            self.adapters = RemoteAdapters(
+                ask=lambda call: self._pool.submit(lambda: [host.read(call) for host in hosts]),
+                tell=tell,
+            )
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         raise NotImplementedError

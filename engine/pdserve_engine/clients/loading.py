@@ -249,7 +249,9 @@ def _load_adapters(config: EngineConfig, executor: Executor) -> AdapterPool:
     pool = AdapterPool(executor.adapters, max_loras=config.max_loras)
     for name, folder in config.adapter_folders.items():
         assert pool.store is not None, "the config or the model is refused otherwise"
-        pool.add(name, pool.store.read(Path(folder)).result())
+        reading = pool.store.read(Path(folder))
+        pool.add(name, reading.result())
+        pool.store.discard(reading)
         pool.pin(name)
     return pool
 

@@ -38,13 +38,17 @@ class AdapterStore(Protocol):
     """The LoRA adapters that steps can run with. Only the engine thread calls it."""
 
     def read(self, folder: Path) -> "Future[PackedAdapter]":
-        """Read and pack a folder on a thread of its own, while steps go on. The future holds
-        LoraError if it is no adapter of the model.
+        """Read and pack a folder on a thread of its own, while steps go on; `discard` has to
+        follow. The future holds LoraError if it is no adapter of the model.
         """
         ...
 
     def add(self, adapter: PackedAdapter) -> None:
         """Let steps that are submitted from now on run with it."""
+        ...
+
+    def discard(self, reading: "Future[PackedAdapter]") -> None:
+        """Forget what `read` brings, or will have brought, unless it has been added."""
         ...
 
     def remove(self, digest: str) -> None:

@@ -245,12 +245,54 @@ class Failed:
         return kinds.get(self.kind, RuntimeError)(self.error.message)
 
 
+# ---- adapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapterResult:
+    """What a rank has read: as PackedAdapter, or why it cannot be served."""
+
+    digest: str = ""
+    rank: int = 0
+    failure: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapter(Call[ReadAdapterResult]):
+    """As AdapterStore.read; the commands that follow name it by its number."""
+
+    number: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddAdapter:
+    """As AdapterStore.add, with what ReadAdapter of that number has brought; there is no answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardAdapter:
+    """As AdapterStore.discard; no-op for what has been added. There is no answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter:
+    """As AdapterStore.remove; there is no answer."""
+
+    digest: str
+
+
 # Makes a grammar of its text and first_mask_s, with the tokenizer that this end knows.
 ReadGrammar = Callable[[str, float], CompiledGrammar]
 TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Read
+AdapterCommand = AddAdapter | DiscardAdapter | RemoveAdapter
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (
-    SchedulerOutput | Poison | Recover | TransportCommand
+    SchedulerOutput | Poison | Recover | AdapterCommand | TransportCommand
     | ExecutedStep | Answer | Failed | TransportEvent
 )  # fmt: skip
 Message = _OneWay | Call[Any]
@@ -258,7 +300,8 @@ Message = _OneWay | Call[Any]
 MESSAGES: tuple[type, ...] = (
     *get_args(_OneWay),
     LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
-    StartProfile, StopProfile, BlockChecksums, OpenTransport, CloseTransport, StopRank, CloseRank,
+    StartProfile, StopProfile, ReadAdapter, BlockChecksums, OpenTransport, CloseTransport, StopRank,
+    CloseRank,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
+from pdserve_engine.executor.rank_adapters import RemoteAdapters
 from pdserve_engine.executor.rank_transport import RemoteTransport
 from pdserve_engine.executor.ranks import Ranks
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
@@ -55,6 +56,9 @@ class MultiprocExecutor:
         self._transports: list[RemoteTransport] = []
         self._shards: list[KVShard] = []
         self._num_kv_heads = 0
+        self.adapters: AdapterStore | None = None
+        if config.has_adapters:
+            self.adapters = RemoteAdapters(ask=self._begin, tell=self._tell)
         self._events = CallThread("kv-transfer")
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
         with placed_ranks(
@@ -93,10 +97,6 @@ class MultiprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self._call(messages.MakePool(num_blocks=num_blocks, max_model_len=max_model_len))
-
-    @property
-    def adapters(self) -> AdapterStore | None:
-        return None
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         self._num_kv_heads = identity.layout.num_kv_heads
@@ -188,6 +188,14 @@ class MultiprocExecutor:
     def _call(self, call: Call[ResultT]) -> list[ResultT]:
         return _results(self._ranks.ask(call), call)
 
+    def _begin(self, call: Call[ResultT]) -> "Future[list[ResultT]]":
+        return _then(
+            self._ranks.ask(call), lambda answers: [answer.result_of(call) for answer in answers]
+        )
+
+    def _tell(self, message: messages.Message) -> None:
+        self._ranks.tell(message)
+
     def _first(self, call: Call[ResultT]) -> "Future[ResultT]":
         return _then(self._ranks.ask(call), lambda answers: answers[0].result_of(call))
 
@@ -234,11 +242,10 @@ def _then(future: "Future[list[Any]]", function: Callable[[list[Any]], T]) -> "F
     result: Future[T] = Future()
 
     def pass_on(done: "Future[list[Any]]") -> None:
-        error = done.exception()
-        if error is not None:
-            result.set_exception(error)
-        else:
+        try:
             result.set_result(function(done.result()))
+        except Exception as error:  # whoever waits gets it
+            result.set_exception(error)
 
     future.add_done_callback(pass_on)
     return result

@@ -18,6 +18,7 @@ from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.groups import join_group
 from pdserve_engine.executor.messages import Message
+from pdserve_engine.executor.rank_adapters import AdapterHost
 from pdserve_engine.executor.rank_transport import TransportHost
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.frames import Answer
@@ -60,6 +61,8 @@ def serve(connection: socket.socket) -> int:
 
 class _RankServer:
     _executor: UniprocExecutor
+    # If it serves adapters.
+    _adapters: AdapterHost
     _source: ModelSource
     _tokenizer_info: TokenizerInfo | None = None
     _transport: TransportHost | None = None
@@ -71,9 +74,7 @@ class _RankServer:
         self._perform: dict[type, Callable[[Any], object]] = {
             messages.LoadRank: self._load,
             messages.DetermineNumBlocks: lambda call: self._executor.determine_num_blocks(),
-            messages.MakePool: lambda call: self._executor.make_pool(
-                call.num_blocks, max_model_len=call.max_model_len
-            ),
+            messages.MakePool: self._make_pool,
             messages.SleepRank: lambda call: self._executor.sleep(
                 call.level, keeps_pool=call.keeps_pool
             ),
@@ -81,6 +82,7 @@ class _RankServer:
             messages.RestoreKVCache: lambda call: self._executor.restore_kv_cache(),
             messages.StartProfile: lambda call: self._executor.start_profile().result(),
             messages.StopProfile: lambda call: self._executor.stop_profile().result(),
+            messages.ReadAdapter: lambda call: self._adapters.read(call),
             messages.BlockChecksums: lambda call: self._executor.block_checksums(call.block_ids),
             messages.OpenTransport: self._open_transport,
             messages.CloseTransport: self._close_transport,
@@ -101,6 +103,8 @@ class _RankServer:
         elif isinstance(message, messages.TransportCommand):
             assert self._transport is not None, message
             self._transport.handle(message)
+        elif isinstance(message, messages.AdapterCommand):
+            self._adapters.handle(message)
         elif isinstance(message, messages.Poison):
             self._executor.poison(message.block_ids)
         elif isinstance(message, messages.Recover):
@@ -140,6 +144,11 @@ class _RankServer:
         frame = self._codec.encode(message, number)
         with self._send_lock:
             self._connection.sendall(frame)
+
+    def _make_pool(self, call: messages.MakePool) -> None:
+        self._executor.make_pool(call.num_blocks, max_model_len=call.max_model_len)
+        if self._executor.adapters is not None:
+            self._adapters = AdapterHost(self._executor.adapters)
 
     def _open_transport(self, call: messages.OpenTransport) -> object:
         (transport,) = self._executor.open_transports(call.identity)

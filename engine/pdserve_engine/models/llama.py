@@ -46,6 +46,16 @@ class _Projection(NamedTuple):
     columns: slice = slice(None)
     num_sums: int = 1
 
+    @property
+    def num_inputs(self) -> int:
+        """This rank's."""
+        return len(range(self.in_features)[self.columns])
+
+    @property
+    def num_outputs(self) -> int:
+        """This rank's."""
+        return sum(rows.stop - rows.start for _, _, rows in self.parts)
+
     def shapes(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, num_rows, _ in self.parts:
             yield f"{prefix}{name}.weight", (num_rows, self.in_features)
@@ -149,21 +159,6 @@ def lora_targets(config: LlamaConfig) -> Targets:
     }
 
 
-def max_adapter_bytes(config: LlamaConfig, max_rank: int) -> int:
-    """Return the most that an adapter takes: the linears of a product lie side by side, with the
-    ranks of all.
-    """
-    return (
-        config.num_layers
-        * sum(
-            len(projection.parts) * max_rank * (projection.in_features + num_outputs)
-            for projection in _LayerSpec.of(config).projections
-            for num_outputs in (sum(rows for _, rows, _ in projection.parts),)
-        )
-        * config.dtype.itemsize
-    )
-
-
 def _layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
@@ -263,12 +258,18 @@ class LlamaModel:
         return lora_targets(self.config)
 
     def max_adapter_bytes(self, max_rank: int) -> int:
-        """See `models.base.SupportsLora`."""
-        return max_adapter_bytes(self.config, max_rank)
+        """See `models.base.SupportsLora`: the linears of a product lie side by side, with the ranks
+        of all.
+        """
+        num_numbers = sum(
+            len(projection.parts) * max_rank * (projection.num_inputs + projection.num_outputs)
+            for projection in _LayerSpec.of(self.config, self._shard).projections
+        )
+        return len(self._layers) * num_numbers * self.config.dtype.itemsize
 
     def pack_adapter(self, adapter: LoraAdapter) -> Any:
         """See `models.base.SupportsLora`."""
-        spec = _LayerSpec.of(self.config)
+        spec, layers = _LayerSpec.of(self.config, self._shard), self._layers
         return self._kernels.pack_adapter(
             [
                 LoraLayer(
@@ -279,7 +280,9 @@ class LlamaModel:
                     gate_up=self._pack_lora(adapter, index, spec.gate_up, layer.gate_up),
                     down=self._pack_lora(adapter, index, spec.down, layer.down),
                 )
-                for index, layer in enumerate(self._layers)
+                for index, layer in zip(
+                    self.stage.layers(self.config.num_layers), layers, strict=True
+                )
             ]
         )
 
@@ -287,11 +290,12 @@ class LlamaModel:
         self, adapter: LoraAdapter, layer: int, projection: _Projection, packed: Any
     ) -> Any:
         parts, first_output = [], 0
-        for name, num_rows, _ in projection.parts:
+        for name, _, rows in projection.parts:
             module = adapter.modules.get(_layer_prefix(layer) + name)
             if module is not None:
-                parts.append(LoraPart(first_output, module.a, module.b, module.scale))
-            first_output += num_rows
+                a, b = module.a[:, projection.columns], module.b[rows]
+                parts.append(LoraPart(first_output, a, b, module.scale))
+            first_output += rows.stop - rows.start
         return self._kernels.pack_lora(parts, packed)
 
     def _read(self, *weights: str | WeightPart) -> torch.Tensor:

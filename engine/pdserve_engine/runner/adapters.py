@@ -22,6 +22,7 @@ CLOSE_TIMEOUT_S = 10.0
 class AdapterOwner(Protocol):
     """What runs steps; ModelRunner does."""
 
+    # That packs adapters.
     model: Any
     adapters: dict[str, Any]
 
@@ -54,7 +55,11 @@ class RunnerAdapters:
             wait([self._reading], CLOSE_TIMEOUT_S)
 
     def add(self, adapter: PackedAdapter) -> None:
-        self._runner.adapters[adapter.digest] = adapter.weights
+        # The same one may be about to be forgotten.
+        self._behind_steps(partial(self._keep, adapter))
+
+    def discard(self, reading: "Future[PackedAdapter]") -> None:
+        """It goes with the future."""
 
     def remove(self, digest: str) -> None:
         self._behind_steps(partial(self._forget, digest))
@@ -67,6 +72,9 @@ class RunnerAdapters:
             return PackedAdapter(adapter.digest, adapter.rank, model.pack_adapter(adapter))
         finally:
             torch.set_num_threads(num_threads)  # new threads take it over
+
+    def _keep(self, adapter: PackedAdapter) -> None:
+        self._runner.adapters[adapter.digest] = adapter.weights
 
     def _forget(self, digest: str) -> None:
         self._runner.adapters.pop(digest, None)

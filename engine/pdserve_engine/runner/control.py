@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
-from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters
+from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_common.verbs import (
     SLEEP_TAGS,
     AddLora,
@@ -27,6 +28,7 @@ from pdserve_common.verbs import (
     WakeUp,
 )
 from pdserve_engine.core.engine_core import EngineCore
+from pdserve_engine.core.executor import PackedAdapter
 from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
@@ -168,16 +170,25 @@ class EngineControl:
             raise FailedPreconditionError("lora_root is not set: no adapters are loaded here")
         try:
             folder = folder_below(self._lora_root, lora.lora_path or lora.lora_name)
-            future = store.read(folder)
-            future.add_done_callback(lambda _: self._wakeup())
-            await Wait(future.done)
-            with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
-                adapter = future.result()
-            if lora.digest not in ("", adapter.digest):
-                raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
+            reading = store.read(folder)
+            reading.add_done_callback(lambda _: self._wakeup())
+            try:
+                adapter = await self._read_adapter(lora, reading)
+                return self._adapters.add(lora.lora_name, adapter)
+            finally:
+                store.discard(reading)
         except LoraError as error:
             raise InvalidRequestError(str(error), field="lora_request") from error
-        return self._adapters.add(lora.lora_name, adapter)
+
+    async def _read_adapter(
+        self, lora: LoRARequest, reading: "Future[PackedAdapter]"
+    ) -> PackedAdapter:
+        await Wait(reading.done)
+        with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
+            adapter = reading.result()
+        if lora.digest not in ("", adapter.digest):
+            raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
+        return adapter
 
     async def remove_lora(self, verb: RemoveLora) -> None:
         """Raises FailedPreconditionError if there is none of that name, or digest."""

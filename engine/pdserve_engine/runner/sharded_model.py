@@ -6,12 +6,13 @@ there are: what depends on a request's parameters, or on time, is decided there 
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.llama import LlamaModel
@@ -67,6 +68,10 @@ class ShardedModel:
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`. Every rank calls its part's with the same inputs."""
         return self._part.forward(inputs)
+
+    def pack_adapter(self, adapter: LoraAdapter) -> Any:
+        """See `LlamaModel`. Every rank packs its part by itself."""
+        return self._part.pack_adapter(adapter)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""

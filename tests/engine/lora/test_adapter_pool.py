@@ -28,6 +28,9 @@ class Store:
     def close(self) -> None:
         pass
 
+    def discard(self, reading: "Future[PackedAdapter]") -> None:
+        raise AssertionError("the pool reads nothing")
+
     def add(self, adapter: PackedAdapter) -> None:
         assert adapter.digest not in self.digests
         self.digests.add(adapter.digest)

@@ -19,7 +19,10 @@ LINEARS = ("qkv", "attention_output", "gate_up", "down")
     ("fields", "message"),
     [
         ({"tensor_parallel_size": 2}, "lora is set and tensor_parallel_size is 2"),
-        ({"pipeline_parallel_size": 2}, "lora is set and pipeline_parallel_size is 2"),
+        (
+            {"pipeline_parallel_size": 2, "device": "cuda"},
+            "lora is set and there are 2 ranks: with adapters there must be 1 on cuda",
+        ),
         ({"lora": ("a=x", "a=y")}, "lora names 'a' twice"),
         ({"lora": ("a",)}, "lora has 'a', must be NAME=PATH"),
         ({"lora": ("a=",)}, "lora has 'a=', must be NAME=PATH"),
