@@ -52,7 +52,10 @@ FLOORS = {
 }
 # Third-party modules and the only places that may import them.
 FENCED = {
-    "huggingface_hub": ("common/pdserve_common/model_folder.py",),
+    "huggingface_hub": (
+        "common/pdserve_common/model_folder.py",
+        "engine/pdserve_engine/lora/hub_download.py",
+    ),
     "nixl": ("engine/pdserve_engine/kv_transfer/nixl",),
     "nixl_cu13": ("engine/pdserve_engine/kv_transfer/nixl",),
     "triton": ("kernels/",),

@@ -43,10 +43,17 @@ class StackConfig(TlsConfig):
         None, "Round weights to integers while they are loaded."
     )
     lora: tuple[str, ...] = opt(
-        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,..."
+        (),
+        "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; with lora_hub also "
+        "NAME=hf://OWNER/NAME@REVISION.",
     )
     lora_root: str | None = opt(
         None, "Folder below which adapters lie that are loaded while serving; unset: none are."
+    )
+    lora_hub: bool | None = opt(
+        None,
+        "Load adapters from the Hugging Face hub too, where they are asked for as "
+        "hf://OWNER/NAME@REVISION.",
     )
     max_loras: int | None = opt(None, "Adapters in a worker's memory.")
     max_lora_rank: int | None = opt(None, "The highest rank that an adapter may have.")

@@ -118,14 +118,16 @@ def _add_lora_verbs(verbs: Any) -> None:
         verbs, "remove", _remove_lora, "take no more requests with it, unload it after the last"
     )
     pin = _add(verbs, "pin", _pin_lora, "never unload it to make room for others")
-    for verb in (add, remove, pin):
+    unpin = _add(verbs, "unpin", _unpin_lora, "let it be unloaded to make room again")
+    for verb in (add, remove, pin, unpin):
         verb.add_argument("name", metavar="NAME", help="what clients ask for")
     add.add_argument(
         "path",
         nargs="?",
         default="",
         metavar="PATH",
-        help="its folder below the worker's --lora-root; that of its name if unset",
+        help="its folder below the worker's --lora-root, that of its name if unset; or "
+        "hf://OWNER/NAME@REVISION, with --lora-hub",
     )
     _add(verbs, "list", _list_loras, "show what is loaded")
 
@@ -225,6 +227,12 @@ def _pin_lora(channel: grpc.Channel, args: argparse.Namespace) -> None:
     request = control_pb2.PinLoraRequest(lora_name=args.name)
     _control(channel).PinLora(request, timeout=args.timeout_s)
     print("pinned")
+
+
+def _unpin_lora(channel: grpc.Channel, args: argparse.Namespace) -> None:
+    request = control_pb2.UnpinLoraRequest(lora_name=args.name)
+    _control(channel).UnpinLora(request, timeout=args.timeout_s)
+    print("unpinned")
 
 
 def _list_loras(channel: grpc.Channel, args: argparse.Namespace) -> None:

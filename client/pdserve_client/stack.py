@@ -258,6 +258,7 @@ class Stack:
             "quantization": config.quantization,
             "lora": ",".join(config.lora) or None,
             "lora-root": config.lora_root,
+            "lora-hub": config.lora_hub,
             "max-loras": config.max_loras,
             "max-lora-rank": config.max_lora_rank,
             **{name.replace("_", "-"): n for name, n in config.parallel_sizes(role).items()},

@@ -53,6 +53,11 @@ def is_hub_id(model: str) -> bool:
     )
 
 
+def is_revision(revision: str) -> bool:
+    """May it be a branch, a tag or a commit?"""
+    return ".." not in revision and _REVISION.fullmatch(revision) is not None
+
+
 def find_model(model: str, *, revision: str | None = None, weights: bool = True) -> str:
     """Return the folder of a model: `model`, if it is one or no name of the hub's; else that of the
     hub's cache, downloaded if it is not complete there. `weights` says whether they are needed
@@ -60,7 +65,7 @@ def find_model(model: str, *, revision: str | None = None, weights: bool = True)
 
     Raises ValueError for a model that cannot be had, with a sentence that says what to do.
     """
-    if revision is not None and (".." in revision or not _REVISION.fullmatch(revision)):
+    if revision is not None and not is_revision(revision):
         raise ValueError(f"revision is {revision!r}, must be a branch, a tag or a commit")
     if Path(model).is_dir() or not is_hub_id(model):
         if revision is not None:

@@ -164,6 +164,18 @@ class PinLora(Call[None]):
         _check_adapter_name("lora_name", self.lora_name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpinLora(Call[None]):
+    """Undo PinLora; those that the worker has begun with are pinned too. Fails if there is none of
+    that name; one that is not pinned stays so.
+    """
+
+    lora_name: str
+
+    def __post_init__(self) -> None:
+        _check_adapter_name("lora_name", self.lora_name)
+
+
 def _check_adapter_name(field: str, name: str) -> None:
     if not is_adapter_name(name):
         raise InvalidRequestError(
@@ -184,4 +196,7 @@ VERBS: tuple[type[Call[Any]], ...] = (
     RemoveLora,
     ListLoras,
     PinLora,
+    UnpinLora,
 )
+# Those that change nothing and wait for nothing: they need not wait for others to end.
+READING_VERBS: tuple[type[Call[Any]], ...] = (ListLoras,)

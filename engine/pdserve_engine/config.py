@@ -7,6 +7,7 @@ from typing import Literal
 
 from pdserve_common.config import Transport, opt, parse_named_paths
 from pdserve_common.cores import parse_cores
+from pdserve_common.hub_path import HubPath, is_hub_path
 
 Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
@@ -101,7 +102,9 @@ class EngineConfig:
         0, "Compute threads on CPU; 0: one for each core, within the container's CPU limit."
     )
     lora: tuple[str, ...] = opt(
-        (), "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,..."
+        (),
+        "LoRA adapters to serve, folders as peft writes them: NAME=FOLDER,...; with lora_hub also "
+        "NAME=hf://OWNER/NAME@REVISION.",
     )
     max_lora_rank: int = opt(64, "The highest rank that an adapter may have.")
     max_loras: int = opt(
@@ -109,6 +112,11 @@ class EngineConfig:
     )
     lora_root: str | None = opt(
         None, "Folder below which adapters lie that are loaded while serving; unset: none are."
+    )
+    lora_hub: bool = opt(
+        False,
+        "Load adapters from the Hugging Face hub too, where they are asked for as "
+        "hf://OWNER/NAME@REVISION.",
     )
     max_model_len: int | None = opt(
         None, "Prompt and output tokens; unset: the model's limit, or what the KV pool holds."
@@ -258,30 +266,44 @@ class EngineConfig:
             )
 
     def _check_adapters(self) -> None:
-        given = "lora" if self.lora else "lora_root"
         if self.num_ranks > 1 and self.device != "cpu":
             raise ValueError(
-                f"{given} is set and there are {self.num_ranks} ranks: with adapters there must be "
-                f"1 on {self.device}"
+                f"{self.adapter_setting} is set and there are {self.num_ranks} ranks: with "
+                f"adapters there must be 1 on {self.device}"
             )
         if self.tensor_parallel_size > 1:
             raise ValueError(
-                f"{given} is set and tensor_parallel_size is {self.tensor_parallel_size}: with "
-                "adapters it must be 1"
+                f"{self.adapter_setting} is set and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}: with adapters it must be 1"
             )
-        if len(self.adapter_folders) > self.max_loras:
+        for path in filter(is_hub_path, self.adapter_paths.values()):
+            self._check_hub_path(path)
+        if len(self.lora) > self.max_loras:
             raise ValueError(
                 f"lora has {len(self.lora)} adapters, must be at most {self.max_loras} (max_loras)"
             )
 
+    def _check_hub_path(self, path: str) -> None:
+        if not self.lora_hub:
+            raise ValueError(f"lora has {path!r}, lora_hub must be true")
+        try:
+            HubPath.parse(path)
+        except ValueError as error:
+            raise ValueError(f"lora has {error}") from error
+
     @property
     def has_adapters(self) -> bool:
         """Does it serve adapters, now or later?"""
-        return bool(self.lora) or self.lora_root is not None
+        return bool(self.lora) or self.lora_root is not None or self.lora_hub
 
     @property
-    def adapter_folders(self) -> dict[str, str]:
-        """The folder of each adapter of `lora`, by its name. Raises ValueError."""
+    def adapter_setting(self) -> str:
+        """The name of the setting that says so."""
+        return "lora" if self.lora else "lora_hub" if self.lora_hub else "lora_root"
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """Where each adapter of `lora` is, by its name. Raises ValueError."""
         return parse_named_paths("lora", self.lora)
 
     @property

@@ -22,6 +22,7 @@ from pdserve_common.verbs import (
     RemoveLora,
     Resume,
     Sleep,
+    UnpinLora,
     WakeUp,
 )
 from pdserve_common.wire import from_proto, to_proto, verb_result_to_proto
@@ -71,6 +72,7 @@ def _back(value: Any) -> Any:
         RemoveLora(lora_name="a"),
         ListLoras(),
         PinLora(lora_name="a"),
+        UnpinLora(lora_name="a"),
     ],
 )
 def test_arguments_survive_the_way(verb: Call[Any]) -> None:

@@ -181,6 +181,22 @@ def test_the_download_goes_where_the_processes_read() -> None:
         assert {"requests", "limits"} <= download["resources"].keys(), "quotas refuse Pods without"
 
 
+def test_workers_that_load_adapters_from_the_hub_reach_it() -> None:
+    manifests = render(
+        {
+            "decode": {"config": {"lora_hub": True}},
+            "model": {"hub": {"tokenSecret": "hub", "tokenSecretKey": "key"}},
+        }
+    )
+    for component, has_hub in (("router", False), ("prefill", False), ("decode", True)):
+        egress = find(manifests, "NetworkPolicy", component)["spec"]["egress"]
+        assert ({"ports": [{"port": 443}]} in egress) is has_hub, component
+        environment = container(find(manifests, "Deployment", component))["env"]
+        tokens = [each["valueFrom"] for each in environment if each["name"] == "HF_TOKEN"]
+        expected = [{"secretKeyRef": {"name": "hub", "key": "key"}}] if has_hub else []
+        assert tokens == expected, component
+
+
 def test_routers_read_api_keys_where_the_secret_is_mounted() -> None:
     manifests = render({"apiKeys": {"secretName": "keys", "secretKey": "clients"}})
     spec = pod(manifests, "router")["spec"]

@@ -167,12 +167,18 @@ async def test_where_one_worker_refuses_nobody_has_it(served: Served) -> None:
         lines = ctl(served, "decode-1", "lora", "list").splitlines()
         assert len(lines) == 4
         assert all(line.endswith("pinned") for line in lines)
+        # What is pinned no more makes room.
+        ctl(served, "decode-1", "lora", "unpin", "own 0")
+        answer = await load(http, "a", "more")
+        assert answer.status_code == 200, answer.text
+        assert len(ctl(served, "decode-1", "lora", "list").splitlines()) == 4
+        assert (await unload(http, "a")).status_code == 200
         # One of each role is enough if that is asked for.
         answer = await load(http, "a", "more", num_workers=1)
         assert answer.status_code == 200, answer.text
         await generate(stub, "a")
         assert (await unload(http, "a")).status_code == 200
-        for index in range(4):
+        for index in range(1, 4):
             ctl(served, "decode-1", "lora", "remove", f"own {index}")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ class FakeHub:
         self.file_error = ""
         self.requests: list[str] = []
         self.holds_files = False
+        # Answers a request for a file by its name, if it returns True.
+        self.answer_file: Callable[[http.server.BaseHTTPRequestHandler, str], bool] = (
+            lambda request, name: False
+        )
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -72,14 +77,26 @@ class FakeHub:
         elif self.file_status is not None:
             self._send(request, self.file_status, {"X-Error-Code": self.file_error})
         elif path.startswith(files) and path.removeprefix(files) in names:
+            if self.answer_file(request, path.removeprefix(files)):
+                return
             while self.holds_files and request.command == "GET":
                 time.sleep(0.05)
             name = path.removeprefix(files)
-            headers = {"ETag": f'"{_etag(name)}"', "X-Repo-Commit": self.COMMIT}
+            headers = self.headers_of(name)
             self._send(request, 200, headers, (self.files / name).read_bytes())
+        elif path.startswith(files):
+            self._send(request, 404, {"X-Error-Code": "EntryNotFound"})
         else:
             # To who has no token the hub does not tell whether others have it.
             self._send(request, 401, {"X-Error-Code": "RepoNotFound"})
+
+    def file_requests(self) -> list[str]:
+        """Return the requests for files, as METHOD PATH."""
+        return [each for each in self.requests if f" /{self.model}/resolve/" in each]
+
+    def headers_of(self, name: str) -> dict[str, str]:
+        """Return what the hub says of a file, besides its size."""
+        return {"ETag": f'"{_etag(name)}"', "X-Repo-Commit": self.COMMIT}
 
     def _all_files(self) -> list[Path]:
         return [path for path in self.files.rglob("*") if path.is_file()]

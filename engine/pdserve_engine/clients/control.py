@@ -1,5 +1,5 @@
-"""The operator's verbs from the event loop's side: one at a time, carried out on the engine thread,
-awaited with a bound.
+"""The operator's verbs from the event loop's side: one at a time, but for those that only read;
+carried out on the engine thread, awaited with a bound.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from pdserve_common.errors import (
     FailedPreconditionError,
     PdserveError,
 )
-from pdserve_common.verbs import Call, ResultT
+from pdserve_common.verbs import READING_VERBS, Call, ResultT
 from pdserve_engine.runner.control import HANDLERS, EngineControl, Wait
 
 # Reading large weights again takes minutes; so may the requests that a pause waits for.
@@ -58,11 +58,14 @@ class ControlClient:
         self._running: _Running | None = None  # the engine thread's
         # What is under way, or has been given up and not ended yet.
         self._pending: tuple[str, Future] | None = None
+        self._reads: set[Future] = set()
         # Why there are no verbs any more.
         self._end: PdserveError | None = None
 
     async def call(self, verb: Call[ResultT]) -> ResultT:
         """As EngineClient.call."""
+        if type(verb) in READING_VERBS:
+            return await self._read(verb)
         with self._exclusively(verb.title()) as future:
             self._post(functools.partial(self._start, verb, future))
             try:
@@ -74,6 +77,20 @@ class ControlClient:
             result: ResultT = future.result()
             return result
 
+    async def _read(self, verb: Call[ResultT]) -> ResultT:
+        self._check_open()
+        future: Future = self._loop.create_future()
+        self._reads.add(future)
+        self._post(functools.partial(self._answer, verb, future))
+        try:
+            await asyncio.wait([future], timeout=CONTROL_TIMEOUT_S)
+        finally:
+            self._reads.discard(future)
+            _fail(future, _overdue(verb.title()))
+            future.exception()  # seen, also if nobody waits any more
+        result: ResultT = future.result()
+        return result
+
     def begin_drain(self) -> None:
         """Refuse verbs from now on, give up one that waits, and let what was accepted finish."""
         self._end = self._end or FailedPreconditionError("the worker is draining")
@@ -82,14 +99,15 @@ class ControlClient:
     def close(self, reason: str) -> None:
         """The engine has ended: fail what is under way, refuse the rest."""
         self._end = EngineDeadError(reason)
+        for future in self._reads:
+            _fail(future, self._end)
         if self._pending is not None:
             _fail(self._pending[1], self._end)
 
     @contextmanager
     def _exclusively(self, verb: str) -> Iterator[Future]:
         """One at a time: they would pull the engine in different directions."""
-        if self._end is not None:
-            raise type(self._end)(self._end.message)
+        self._check_open()
         if self._pending is not None:
             raise FailedPreconditionError(f"cannot {verb}: {self._pending[0]} is under way")
         future: Future = self._loop.create_future()
@@ -101,11 +119,14 @@ class ControlClient:
             if future.done():
                 future.exception()  # seen, also if nobody waits any more
 
+    def _check_open(self) -> None:
+        if self._end is not None:
+            raise type(self._end)(self._end.message)
+
     async def _give_up(self, future: Future) -> None:
         """Return when the verb is undone: whoever asked may look at the state next."""
         assert self._pending is not None
-        message = f"{self._pending[0]} was not done within {CONTROL_TIMEOUT_S:g} s"
-        error = DeadlineExceededError(message)
+        error = _overdue(self._pending[0])
         self._post(functools.partial(self._stop, error))
         await asyncio.wait([future], timeout=CONTROL_TIMEOUT_S)
         _fail(future, error)  # of an engine thread that hangs
@@ -124,6 +145,15 @@ class ControlClient:
         if not future.done():  # cancelled or too late
             self._running = _Running(HANDLERS[type(verb)](self._control, verb), future)
             self._advance(self._running)
+
+    def _answer(self, verb: Call[Any], future: Future) -> None:
+        """Carry out a verb that waits for nothing, beside the one under way."""
+        try:
+            HANDLERS[type(verb)](self._control, verb).send(None)
+        except StopIteration as end:
+            self._call_soon(_resolve, future, end.value)
+        except PdserveError as error:
+            self._call_soon(_fail, future, error)
 
     def _advance(self, running: _Running) -> None:
         """Run the handler up to what it waits for next. What it refuses goes to the caller; other
@@ -155,6 +185,10 @@ class ControlClient:
     def _end_for_drain(self) -> None:
         self._stop(FailedPreconditionError("the worker is draining"))
         self._control.end_for_drain()
+
+
+def _overdue(verb: str) -> PdserveError:
+    return DeadlineExceededError(f"{verb} was not done within {CONTROL_TIMEOUT_S:g} s")
 
 
 def _nothing() -> None:

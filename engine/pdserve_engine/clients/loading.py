@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pdserve_common.engine_types import EngineInfo, WorkerRole
+from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.metrics import GrammarMetrics, KVTransferMetrics
 from pdserve_common.model_folder import model_name
 from pdserve_common.tokenizer_digest import tokenizer_digest
@@ -35,6 +37,7 @@ from pdserve_engine.kv_transfer.producer import ProducerConnector
 from pdserve_engine.kv_transfer.session_machine import Checksum
 from pdserve_engine.kv_transfer.sharded_transport import ShardedTransport
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
+from pdserve_engine.lora.hub import FetchAdapter, HubFetch
 from pdserve_engine.request.watchdog import MIN_BOUND_S, MIN_CUDA_BOUND_S, StepWatch
 from pdserve_engine.runner.control import EngineControl
 from pdserve_engine.runner.kv_sizing import fit_max_model_len, make_kv_cache_manager
@@ -161,7 +164,8 @@ def _load(
     started = time.monotonic()
     model = executor.load()
     manager, max_model_len = _make_pool(config, source, executor)
-    adapters = _load_adapters(config, executor)
+    hub = _make_hub(config, model)
+    adapters = _load_adapters(config, executor, hub)
     if config.poison_freed_blocks:
         manager.block_pool.on_dead = executor.poison
     step_seq = _StepCounter()
@@ -210,6 +214,7 @@ def _load(
         control=EngineControl(
             core,
             lora_root=config.lora_root,
+            fetch_adapter=hub,
             transfer=build.sleeping_transfer(
                 [each for each in (connector, prefix_connector) if each is not None],
                 open_ranks=lambda: executor.open_transports(identity),
@@ -244,12 +249,24 @@ def _make_pool(
     return manager, max_model_len
 
 
-def _load_adapters(config: EngineConfig, executor: Executor) -> AdapterPool:
+def _make_hub(config: EngineConfig, model: LoadedModel) -> FetchAdapter | None:
+    if not config.lora_hub:
+        return None
+    return functools.partial(HubFetch, max_weights_bytes=model.max_adapter_file_bytes)
+
+
+def _load_adapters(
+    config: EngineConfig, executor: Executor, hub: FetchAdapter | None
+) -> AdapterPool:
     """Load what the config names; an operator has to want it to go. Raises LoraError."""
     pool = AdapterPool(executor.adapters, max_loras=config.max_loras)
-    for name, folder in config.adapter_folders.items():
+    for name, path in config.adapter_paths.items():
         assert pool.store is not None, "the config or the model is refused otherwise"
-        reading = pool.store.read(Path(folder))
+        folder = Path(path)
+        if is_hub_path(path):
+            assert hub is not None, "the config is refused otherwise"
+            folder = hub(HubPath.parse(path)).future.result()
+        reading = pool.store.read(folder)
         pool.add(name, reading.result())
         pool.store.discard(reading)
         pool.pin(name)

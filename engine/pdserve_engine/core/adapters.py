@@ -116,6 +116,11 @@ class AdapterPool:
         self._check_known(name)
         self._pinned.add(name)
 
+    def unpin(self, name: str) -> None:
+        """Raises FailedPreconditionError if there is none of that name."""
+        self._check_known(name)
+        self._pinned.discard(name)
+
     def loaded(self) -> tuple[LoadedLoRA, ...]:
         """Return all that is in memory."""
         adapters = (*self.listed.adapters, *self._removed())

@@ -23,6 +23,8 @@ class LoadedModel(NamedTuple):
     numerics_id: str
     # Name of the kernel set.
     kernels: str
+    # The largest that an adapter's file of weights may be; 0: it has no adapters.
+    max_adapter_file_bytes: int
 
 
 class PackedAdapter(NamedTuple):

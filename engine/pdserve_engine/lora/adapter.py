@@ -12,19 +12,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 
 from pdserve_engine.lora.adapter_config import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
     MAX_SHOWN,
+    WEIGHTS_FILE,
     LoraError,
     Scaled,
     Targets,
     parse_adapter_config,
 )
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
-MAX_CONFIG_BYTES = 1 << 20
-# Of the weights' file, besides numbers of four bytes.
+# Of the weights' file, besides numbers of at most so many bytes.
 MAX_HEADER_BYTES = 1 << 20
+_BYTES = 4
 MAX_PATH_CHARS = 1024
 PREFIX = "base_model.model."
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,6 +69,13 @@ def folder_below(root: str, path: str) -> Path:
     return folder
 
 
+def max_weights_bytes(targets: Targets, max_rank: int) -> int:
+    """Return the size of the largest file of weights: all linears at the highest rank, in fp32."""
+    return MAX_HEADER_BYTES + sum(
+        _BYTES * max_rank * (rows + columns) for rows, columns in targets.values()
+    )
+
+
 def read_adapter(
     folder: str | Path, targets: Targets, *, dtype: torch.dtype, max_rank: int
 ) -> LoraAdapter:
@@ -88,7 +96,7 @@ def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> 
     )
     scaled = config.scaled(targets)
     shapes = _shapes(scaled, targets)
-    num_bytes = sum(4 * rows * columns for rows, columns in shapes.values())
+    num_bytes = sum(_BYTES * rows * columns for rows, columns in shapes.values())
     if not (folder / WEIGHTS_FILE).exists() and (folder / PICKLE_FILE).exists():
         raise LoraError(f"{PICKLE_FILE} is a pickle, which may run code: served is {WEIGHTS_FILE}")
     stored = _parse_weights(_read_file(folder, WEIGHTS_FILE, MAX_HEADER_BYTES + num_bytes))

@@ -6,11 +6,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pdserve_common.engine_client import EngineState
 from pdserve_common.engine_types import PauseMode
 from pdserve_common.errors import FailedPreconditionError, InvalidRequestError
+from pdserve_common.hub_path import HubPath, is_hub_path
 from pdserve_common.lora_types import LoadedLoRA, LoRAAdapter, LoRAAdapters, LoRARequest
 from pdserve_common.verbs import (
     SLEEP_TAGS,
@@ -25,6 +27,7 @@ from pdserve_common.verbs import (
     ResetPrefixCache,
     Resume,
     Sleep,
+    UnpinLora,
     WakeUp,
 )
 from pdserve_engine.core.engine_core import EngineCore
@@ -33,7 +36,8 @@ from pdserve_engine.core.scheduler import PauseState
 from pdserve_engine.kv.memory import out_of_memory_reason
 from pdserve_engine.kv_transfer.sleep import SleepingTransfer
 from pdserve_engine.lora.adapter import folder_below
-from pdserve_engine.lora.adapter_config import LoraError
+from pdserve_engine.lora.adapter_config import MAX_SHOWN, LoraError
+from pdserve_engine.lora.hub import FetchAdapter, HubUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ SETTLE_TIMEOUT_S = 10.0
 # To take a profile in holds up all threads of the process, by some 10 ms for each of its steps:
 # heartbeats still come in time.
 MAX_PROFILE_STEPS = 50
+_NO_ROOT = "lora_root is not set: no adapters are loaded here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +74,19 @@ class EngineControl:
         core: EngineCore,
         *,
         lora_root: str | None = None,
+        fetch_adapter: FetchAdapter | None = None,
         transfer: SleepingTransfer | None = None,
         wakeup: Callable[[], None] = lambda: None,
     ) -> None:
-        """`transfer` is None if no peer reads this worker's blocks, nor it theirs. `wakeup` is
-        called, on any thread, when what a verb waits for may have come.
+        """`fetch_adapter` brings adapters of the hub, if they are served. `transfer` is None if no
+        peer reads this worker's blocks, nor it theirs. `wakeup` is called, on any thread, when what
+        a verb waits for may have come.
         """
         self._core = core
         self._transfer = transfer
         self._adapters = core.scheduler.adapters
         self._lora_root = lora_root
+        self._fetch_adapter = fetch_adapter
         self._wakeup = wakeup
         self._sleep_level: int | None = None
         # Those of SLEEP_TAGS that are not awake.
@@ -161,34 +169,64 @@ class EngineControl:
         return ""
 
     async def add_lora(self, verb: AddLora) -> LoRAAdapter:
-        """Raises FailedPreconditionError while asleep, and where adapters are not loaded or have no
-        room; InvalidRequestError for what is no adapter of the model.
+        """Raises FailedPreconditionError while asleep, where adapters are not loaded or have no
+        room, and if the hub does not answer; InvalidRequestError for what is no adapter of the
+        model.
         """
         self._check_awake()
         lora, store = verb.lora_request, self._adapters.store
-        if store is None or self._lora_root is None:
-            raise FailedPreconditionError("lora_root is not set: no adapters are loaded here")
+        if store is None:
+            raise FailedPreconditionError(_NO_ROOT)
         try:
-            folder = folder_below(self._lora_root, lora.lora_path or lora.lora_name)
-            reading = store.read(folder)
-            reading.add_done_callback(lambda _: self._wakeup())
+            reading = store.read(await self._adapter_folder(lora))
             try:
                 adapter = await self._read_adapter(lora, reading)
                 return self._adapters.add(lora.lora_name, adapter)
             finally:
                 store.discard(reading)
+        except HubUnreachableError as error:
+            raise FailedPreconditionError(str(error)) from error
         except LoraError as error:
             raise InvalidRequestError(str(error), field="lora_request") from error
 
     async def _read_adapter(
         self, lora: LoRARequest, reading: "Future[PackedAdapter]"
     ) -> PackedAdapter:
-        await Wait(reading.done)
+        await self._until_done(reading)
         with _out_of_memory_is_refused(f"adapter {lora.lora_name!r}"):
             adapter = reading.result()
         if lora.digest not in ("", adapter.digest):
             raise LoraError(f"digest is {lora.digest[:64]!r}, the folder's is {adapter.digest}")
         return adapter
+
+    async def _adapter_folder(self, lora: LoRARequest) -> Path:
+        """Return the folder that a request names, downloaded if it is the hub's. Raises LoraError,
+        and FailedPreconditionError where such folders are not loaded.
+        """
+        path = lora.lora_path or lora.lora_name
+        if not is_hub_path(path):
+            if self._lora_root is None:
+                raise FailedPreconditionError(_NO_ROOT)
+            return folder_below(self._lora_root, path)
+        if self._fetch_adapter is None:
+            raise FailedPreconditionError(
+                f"lora_path is {path[:MAX_SHOWN]!r}, lora_hub is off: nothing is loaded from the "
+                "hub here"
+            )
+        try:
+            hub_path = HubPath.parse(path)
+        except ValueError as error:
+            raise LoraError(f"lora_path is {error}") from error
+        fetch = self._fetch_adapter(hub_path)
+        try:
+            await self._until_done(fetch.future)
+            return fetch.future.result()
+        finally:
+            fetch.cancel()  # whoever asked may have given up
+
+    async def _until_done(self, future: "Future[Any]") -> None:
+        future.add_done_callback(lambda _: self._wakeup())
+        await Wait(future.done)
 
     async def remove_lora(self, verb: RemoveLora) -> None:
         """Raises FailedPreconditionError if there is none of that name, or digest."""
@@ -200,6 +238,10 @@ class EngineControl:
     async def pin_lora(self, verb: PinLora) -> None:
         """Raises FailedPreconditionError if there is none of that name."""
         self._adapters.pin(verb.lora_name)
+
+    async def unpin_lora(self, verb: UnpinLora) -> None:
+        """Raises FailedPreconditionError if there is none of that name."""
+        self._adapters.unpin(verb.lora_name)
 
     # ---- between verbs
 
@@ -364,5 +406,6 @@ HANDLERS: Mapping[type[Call[Any]], Handler[EngineControl, Any, Any]] = dict(
         RemoveLora.handled_by(EngineControl.remove_lora),
         ListLoras.handled_by(EngineControl.list_loras),
         PinLora.handled_by(EngineControl.pin_lora),
+        UnpinLora.handled_by(EngineControl.unpin_lora),
     ]
 )

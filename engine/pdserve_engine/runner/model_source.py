@@ -12,7 +12,7 @@ from pdserve_engine.grammar.vocabulary import make_tokenizer_info
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
-from pdserve_engine.lora.adapter import LoraAdapter, read_adapter
+from pdserve_engine.lora.adapter import LoraAdapter, max_weights_bytes, read_adapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import Model, SupportsLora
 from pdserve_engine.models.config import LlamaConfig, ModelConfig, ModelError
@@ -105,6 +105,13 @@ class ModelSource:
             return 0
         assert isinstance(model, SupportsLora), "the config is refused otherwise"
         return self._num_adapters * model.max_adapter_bytes(self._max_lora_rank)
+
+    def max_adapter_file_bytes(self, model: Model) -> int:
+        """Return the size of the largest file of an adapter's weights; 0: there are no adapters."""
+        if not self._num_adapters:
+            return 0
+        assert isinstance(model, SupportsLora), "the config is refused otherwise"
+        return max_weights_bytes(model.lora_targets, self._max_lora_rank)
 
     def read_adapter(self, folder: Path, targets: Targets) -> LoraAdapter:
         """Return the adapter in a folder, which may hold anything. Raises LoraError."""

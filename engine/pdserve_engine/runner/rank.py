@@ -45,6 +45,7 @@ class Rank:
             is_row_independent=self._model.is_row_independent,
             numerics_id=numerics_id(self._config, self._model, device),
             kernels=name_of(select(device)),
+            max_adapter_file_bytes=self._source.max_adapter_file_bytes(self._model),
         )
 
     def determine_num_blocks(self, *, max_concurrent_batches: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from pdserve_engine.lora.adapter import LoraAdapter
+from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
 from pdserve_engine.models.config import ModelConfig
 from pdserve_engine.models.llama import LlamaModel
@@ -69,8 +70,17 @@ class ShardedModel:
         """See `models.base.Model`. Every rank calls its part's with the same inputs."""
         return self._part.forward(inputs)
 
+    @property
+    def lora_targets(self) -> Targets:
+        """See `models.base.SupportsLora`."""
+        return self._part.lora_targets
+
+    def max_adapter_bytes(self, max_rank: int) -> int:
+        """See `models.base.SupportsLora`."""
+        return self._part.max_adapter_bytes(max_rank)
+
     def pack_adapter(self, adapter: LoraAdapter) -> Any:
-        """See `LlamaModel`. Every rank packs its part by itself."""
+        """See `models.base.SupportsLora`. Every rank packs its part by itself."""
         return self._part.pack_adapter(adapter)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:

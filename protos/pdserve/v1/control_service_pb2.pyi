@@ -147,6 +147,16 @@ class PinLoraResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class UnpinLoraRequest(_message.Message):
+    __slots__ = ("lora_name",)
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
+
+class UnpinLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetLoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -91,6 +91,11 @@ class ControlServiceStub(object):
                 request_serializer=pdserve_dot_v1_dot_control__service__pb2.PinLoraRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_control__service__pb2.PinLoraResponse.FromString,
                 _registered_method=True)
+        self.UnpinLora = channel.unary_unary(
+                '/pdserve.v1.ControlService/UnpinLora',
+                request_serializer=pdserve_dot_v1_dot_control__service__pb2.UnpinLoraRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_control__service__pb2.UnpinLoraResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/pdserve.v1.ControlService/GetLoad',
                 request_serializer=pdserve_dot_v1_dot_control__service__pb2.GetLoadRequest.SerializeToString,
@@ -170,7 +175,8 @@ class ControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListLoras(self, request, context):
-        """Lists adapters.
+        """Lists adapters. It reads only: it is answered while another call is under
+        way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +184,13 @@ class ControlServiceServicer(object):
 
     def PinLora(self, request, context):
         """Keeps an adapter from being evicted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinLora(self, request, context):
+        """Lets an adapter be evicted again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,6 +260,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.PinLora,
                     request_deserializer=pdserve_dot_v1_dot_control__service__pb2.PinLoraRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_control__service__pb2.PinLoraResponse.SerializeToString,
+            ),
+            'UnpinLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinLora,
+                    request_deserializer=pdserve_dot_v1_dot_control__service__pb2.UnpinLoraRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_control__service__pb2.UnpinLoraResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -553,6 +571,33 @@ class ControlService(object):
             '/pdserve.v1.ControlService/PinLora',
             pdserve_dot_v1_dot_control__service__pb2.PinLoraRequest.SerializeToString,
             pdserve_dot_v1_dot_control__service__pb2.PinLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.ControlService/UnpinLora',
+            pdserve_dot_v1_dot_control__service__pb2.UnpinLoraRequest.SerializeToString,
+            pdserve_dot_v1_dot_control__service__pb2.UnpinLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,7 +91,7 @@ def test_a_removed_adapter_takes_no_request_and_goes_with_its_last() -> None:
     stage.pool.release(requests[1])
     assert stage.store.digests == set()
     assert stage.pool.loaded() == ()
-    for call in (stage.pool.remove, stage.pool.pin):
+    for call in (stage.pool.remove, stage.pool.pin, stage.pool.unpin):
         with pytest.raises(FailedPreconditionError, match="lora_name is 'a', no adapter"):
             call("a")
 
@@ -157,6 +157,11 @@ def test_what_was_not_used_for_longest_goes_and_never_what_is_pinned_or_in_use()
     assert stage.listed == {"ee": "e", "bb": "", "gg": "b"}
     stage.add("h", "hh")
     assert stage.listed == {"ee": "e", "gg": "b", "hh": "h"}
+    stage.pool.unpin("b")
+    stage.pool.unpin("b")
+    for digest in ("ii", "jj", "kk"):
+        stage.add(digest[0], digest)
+    assert stage.listed == {"ii": "i", "jj": "j", "kk": "k"}
 
 
 def test_requests_without_adapters_and_a_pool_without_a_store() -> None:
@@ -178,7 +183,7 @@ def test_in_any_order_no_request_loses_its_adapter_and_memory_is_bounded(seed: i
     running: list[Request] = []
     for _ in range(400):
         name, digest = rng.choice("abcde"), rng.choice("123456789")
-        kind = rng.choice(("add", "add", "remove", "pin", "begin", "begin", "end"))
+        kind = rng.choice(("add", "add", "remove", "pin", "unpin", "begin", "begin", "end"))
         try:
             if kind == "add":
                 stage.add(name, digest)
@@ -187,6 +192,8 @@ def test_in_any_order_no_request_loses_its_adapter_and_memory_is_bounded(seed: i
                 stage.pool.remove(name)
             elif kind == "pin" and rng.random() < 0.1:
                 stage.pool.pin(name)
+            elif kind == "unpin":
+                stage.pool.unpin(name)
             elif kind == "begin":
                 request = stage.request(digest)
                 assert stage.pool.acquire(request) == (digest in stage.listed)

@@ -20,16 +20,26 @@ from pdserve_common.errors import (
 )
 from pdserve_common.lora_types import LoRAAdapter, LoRARequest
 from pdserve_common.sampling_params import SamplingParams
-from pdserve_common.verbs import AddLora, ListLoras, PinLora, RemoveLora, Sleep, WakeUp
+from pdserve_common.verbs import (
+    AddLora,
+    ListLoras,
+    PinLora,
+    RemoveLora,
+    Sleep,
+    UnpinLora,
+    WakeUp,
+)
 from pdserve_engine.clients.launch import WorkerEngine, launch_engine
 from pdserve_engine.config import EngineConfig
 from support.adapters import merged_greedy, write_adapter
+from support.hub import FakeHub
 from support.waiting import until
 
 PROMPT = list(range(2, 50))
 NUM_TOKENS = 12
 # So many tokens take seconds.
 LONG = 2000
+LONG_TIMEOUT_S = 300.0
 KINDS = ("inproc", pytest.param("subprocess", marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,7 +146,7 @@ class Client:
             outputs = self.outputs.get(request_id)
             return outputs[-1] if outputs and outputs[-1].finished else None
 
-        await until(lambda: last() is not None)
+        await until(lambda: last() is not None, timeout_s=LONG_TIMEOUT_S)
         end = last()
         assert end is not None
         return end
@@ -241,6 +251,12 @@ async def test_what_is_pinned_stays_and_what_was_not_used_goes(engine: WorkerEng
     listed = await engine.call(ListLoras())
     assert {each.adapter.name: each.is_pinned for each in listed} == {"a": True, "c": False}
     await until(lambda: engine.stats().num_lora_evictions == evicted + 1)
+    await engine.call(UnpinLora(lora_name="a"))
+    assert not any(each.is_pinned for each in await engine.call(ListLoras()))
+    second = await engine.call(adding("b", "b/deep"))
+    assert engine.info.adapters == (third, second)
+    with pytest.raises(FailedPreconditionError, match="lora_name is 'a', no adapter of it"):
+        await engine.call(UnpinLora(lora_name="a"))
 
 
 @pytest.mark.parametrize(
@@ -319,6 +335,57 @@ async def test_those_of_the_config_are_there_from_the_start_and_stay(
         await engine.call(RemoveLora(lora_name="a"))
         await engine.call(adding("b", "b/deep"))
         assert [each.name for each in engine.info.adapters] == ["c", "b"]
+
+
+async def test_adapters_of_the_hub_are_loaded_where_that_is_on(
+    model: Path, root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(root / "a", tmp_path)
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    path = f"hf://{hub.model}@{hub.COMMIT}"
+    async with started(model, kind, lora=(f"first={path}",), lora_hub=True) as engine:
+        (first,) = engine.info.adapters
+        # What it is called by says nothing of where it comes from.
+        second = await engine.call(adding("second", path, digest=first.digest))
+        assert second == LoRAAdapter(name="second", digest=first.digest, rank=4)
+        for wrong, error in (
+            ("hf://nobody", InvalidRequestError),
+            (f"hf://{hub.model}@v2", InvalidRequestError),
+            ("a", FailedPreconditionError),  # no lora_root
+        ):
+            with pytest.raises(error):
+                await engine.call(adding("third", wrong))
+        hub.close()
+        with pytest.raises(FailedPreconditionError, match="did not bring it"):
+            await engine.call(adding("third", f"hf://{hub.model}@main"))
+        assert engine.info.adapters == (first, second)
+    async with started(model, kind, lora_root=str(root)) as engine:
+        with pytest.raises(FailedPreconditionError, match="lora_hub is off"):
+            await engine.call(adding("a", path))
+
+
+async def test_a_download_ends_with_who_asked_and_may_be_looked_at(
+    model: Path, root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = FakeHub(root / "a", tmp_path)
+    for name, value in hub.environment.items():
+        monkeypatch.setenv(name, value)
+    hub.holds_files = True
+    async with started(model, kind, lora_hub=True) as engine:
+        call = asyncio.create_task(engine.call(adding("a", f"hf://{hub.model}@main")))
+        await until(lambda: any(each.startswith("GET") for each in hub.file_requests()))
+        # Who only reads is not kept waiting; what changes something is.
+        assert await engine.call(ListLoras()) == ()
+        with pytest.raises(FailedPreconditionError, match="cannot remove lora: add lora is under"):
+            await engine.call(RemoveLora(lora_name="a"))
+        call.cancel()
+        await asyncio.wait([call])
+        hub.holds_files = False
+        # The next one has its turn.
+        await engine.call(adding("b", f"hf://{hub.model}@main"))
+        assert [each.name for each in engine.info.adapters] == ["b"]
+    hub.close()
 
 
 async def test_without_a_root_nothing_is_loaded(model: Path, kind: str) -> None:
