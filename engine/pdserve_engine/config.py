@@ -13,6 +13,7 @@ Device = Literal["cpu", "cuda"]
 Role = Literal["prefill", "decode"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LoadQuantization = Literal["int8", "int4"]
+KVCacheDtype = Literal["auto", "fp8"]
 Speculation = Literal["none", "suffix", "draft_model"]
 
 # What the kernels of all devices can do.
@@ -81,6 +82,11 @@ class EngineConfig:
         None,
         "Round weights to integers while they are loaded: int8, a scale for each output, or int4, "
         "one for each 32 weights. Unset: as the checkpoint says.",
+    )
+    kv_cache_dtype: KVCacheDtype = opt(
+        "auto",
+        "auto: as dtype; fp8: KV in 8 bits (e4m3), with the checkpoint's k_scale and v_scale if it "
+        "has them. On CUDA, for our own models; equal on prefill and decode workers.",
     )
     model_impl: ModelImpl = opt(
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."
@@ -245,6 +251,10 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.device != "cpu":
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
+        if self.kv_cache_dtype != "auto" and self.device != "cuda":
+            raise ValueError(
+                f"kv_cache_dtype is {self.kv_cache_dtype}, must be auto on {self.device}"
+            )
         if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
             where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
             raise ValueError(f"speculation is {self.speculation}, must be none on {where}")

@@ -51,7 +51,7 @@ use it: without require_transport a device that is lost would become slow TCP, a
 {{- $parts = append $parts (pick $model.hub "repository" "revision") -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $pool := include "pdserve.pool" (dict "root" $ "role" $role) | fromYaml -}}
-{{- $parts = append $parts (pick $pool.config "dtype" "quantization" "block_size") -}}
+{{- $parts = append $parts (pick $pool.config "dtype" "kv_cache_dtype" "quantization" "block_size") -}}
 {{- end -}}
 {{- if include "pdserve.hasTls" . -}}
 {{- $parts = append $parts "tls" -}}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdserve_kernels.groups import Group
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraRows, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
@@ -31,6 +32,8 @@ class DecoderLayer:
     group: int
     slot: int
     window: int | None
+    # Of a cache in FP8.
+    kv_scales: KVScales = NO_SCALES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +169,16 @@ def _attend(
         query = kernels.rms_norm(query, layer.q_norm, decoder.rms_norm_eps)
         key = kernels.rms_norm(key, layer.k_norm, decoder.rms_norm_eps)
     kernels.rotary_embedding(positions, query, key, decoder.cos_sin_cache)
-    kernels.reshape_and_cache(key, value, kv_cache, layer.slot, metadata.slot_mapping)
+    kernels.reshape_and_cache(
+        key, value, kv_cache, layer.slot, metadata.slot_mapping, layer.kv_scales
+    )
     attended = kernels.paged_attention(
-        query, kv_cache, layer.slot, metadata, decoder.scale, window=layer.window
+        query,
+        kv_cache,
+        layer.slot,
+        metadata,
+        decoder.scale,
+        window=layer.window,
+        scales=layer.kv_scales,
     )
     return products.linear_of_ranks("attention_output", attended.view(x.shape[0], -1))

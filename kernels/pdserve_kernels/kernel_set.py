@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from pdserve_kernels.decoder import Decoder
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
@@ -59,6 +60,7 @@ class KernelSet(Protocol):
         kv_cache: torch.Tensor,
         layer: int,
         slot_mapping: torch.Tensor,
+        scales: KVScales = NO_SCALES,
     ) -> None: ...
     def paged_attention(
         self,
@@ -70,6 +72,7 @@ class KernelSet(Protocol):
         *,
         window: int | None = None,
         softcap: float = 0.0,
+        scales: KVScales = NO_SCALES,
     ) -> torch.Tensor: ...
 
     def pack_decoder(self, decoder: Decoder) -> Any: ...

@@ -14,7 +14,7 @@ import torch
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from support.adapters import write_adapter
-from support.interpreted import run_interpreted
+from support.interpreted import convert_fp8_as_gpus_do, run_interpreted
 from support.model_driver import Driver, make_prompt
 
 pytest.importorskip("triton")
@@ -120,6 +120,26 @@ def test_adapters_and_integer_weights_bring_the_same_tokens(
         outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
     assert outputs[1] == outputs[0]
     assert len({tuple(output) for output in outputs[0].values()}) == 4
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
+    make_model: Callable[..., Path],
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    convert_fp8_as_gpus_do(monkeypatch)
+    outputs = []
+    for driver in (
+        Driver(make_model("Qwen3ForCausalLM"), kv_cache_dtype="fp8"),
+        make_driver(kv_cache_dtype="fp8"),
+    ):
+        assert driver.cache.tensor.dtype == torch.float8_e4m3fn
+        for i, params in enumerate(PARAMS):
+            driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
+        driver.run("0", "1", "2", num_tokens=6, chunk=12)
+        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
+    assert outputs[1] == outputs[0]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")

@@ -25,7 +25,9 @@ class Native:
 
     def __init__(self, dtype: torch.dtype = torch.float32, head_dim: int = 64) -> None:
         name = str(dtype).removeprefix("torch.")
-        self.config = self.config_class(dtype=dtype, dtype_name=name, head_dim=head_dim)
+        self.config = self.config_class(
+            dtype=dtype, kv_dtype=dtype, dtype_name=name, head_dim=head_dim
+        )
 
 
 class Transformers(Native):

@@ -111,6 +111,7 @@ def test_workers_of_another_model_are_other_workers() -> None:
         {"model": {"pvc": {"subPath": "other"}}},
         {"worker": {"config": {"dtype": "float32"}}},
         {"worker": {"config": {"quantization": "int8"}}},
+        {"worker": {"config": {"kv_cache_dtype": "fp8", "device": "cuda"}}},
         {"decode": {"config": {"block_size": 32}}},
         {"revision": "2"},
         {"tls": {"source": "secret", "secretName": "certificates"}},

@@ -10,6 +10,7 @@ import torch
 
 from pdserve_kernels.cpu import compiled
 from pdserve_kernels.cpu.isa import KernelsUnavailable, supported_isas
+from pdserve_kernels.kv_scales import FP8, NO_SCALES, KVScales
 from pdserve_kernels.metadata import AttentionMetadata
 
 sys.path.append(str(Path(__file__).parent))  # test modules import sampling_batches
@@ -27,6 +28,7 @@ class Batch:
     scale: float
     window: int | None = None
     softcap: float = 0.0
+    scales: KVScales = NO_SCALES
 
     def attend(self, paged_attention: Callable[..., torch.Tensor]) -> torch.Tensor:
         return paged_attention(
@@ -37,7 +39,17 @@ class Batch:
             self.scale,
             window=self.window,
             softcap=self.softcap,
+            scales=self.scales,
         )
+
+    def in_fp8(self, scales: KVScales) -> "tuple[Batch, Batch]":
+        """The same with a cache in FP8, and with one in the query's dtype that holds what this one
+        stands for, if scales are powers of two.
+        """
+        cache = self.kv_cache.to(FP8)
+        factors = torch.tensor(scales).view(2, 1, 1)
+        stands_for = (cache.float() * factors).to(self.kv_cache.dtype)
+        return replace(self, kv_cache=cache, scales=scales), replace(self, kv_cache=stands_for)
 
     def on(self, device: str) -> "Batch":
         tensors = {

@@ -17,7 +17,9 @@ from integer_weights import KINDS, exact, make_weight
 from sampling_batches import make_logits, make_sampling_batch, pack_mask
 
 from pdserve_kernels import reference
+from pdserve_kernels.kv_scales import FP8, FP8_MAX, NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraRows, LoraSegment
+from support.interpreted import convert_fp8_as_gpus_do
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -34,6 +36,12 @@ pytestmark = [
         not INTERPRETED and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def fp8_of_gpus(monkeypatch):
+    if INTERPRETED:
+        convert_fp8_as_gpus_do(monkeypatch)
 
 
 @pytest.fixture
@@ -53,6 +61,12 @@ def kernels():
 def assert_close(actual, expected, dtype):
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_fp8_close(actual, expected, *, places):
+    """Compare FP8 numbers, which may be `places` apart."""
+    actual, expected = (x.cpu().view(torch.uint8).to(torch.int16) for x in (actual, expected))
+    assert int((actual - expected).abs().max()) <= places
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,6 +115,25 @@ def test_attention_with_a_window_and_a_softcap_agrees_with_dense_attention(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 64)])
+def test_attention_over_a_cache_in_fp8_agrees_with_dense_attention(
+    kernels, make_batch, dense_attention, dtype, head_dim, block_size
+):
+    batch = make_batch(
+        [1, 1, 20, 40],
+        [1, 530, 20, 105],
+        num_decodes=2,
+        dtype=dtype,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    in_fp8, stands_for = batch.in_fp8(KVScales(key=0.5, value=2.0))
+    expected = dense_attention(stands_for).to(dtype)
+    assert_close(in_fp8.attend(reference.paged_attention), expected, dtype)
+    assert_close(in_fp8.on(DEVICE).attend(kernels.paged_attention), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_cache_writes_are_those_of_the_reference(kernels, dtype):
     torch.manual_seed(0)
     key, value = torch.randn(2, 5, 2, 64).to(dtype).unbind()
@@ -110,6 +143,42 @@ def test_cache_writes_are_those_of_the_reference(kernels, dtype):
     reference.reshape_and_cache(key, value, expected, 1, slots)
     kernels.reshape_and_cache(key.to(DEVICE), value.to(DEVICE), actual, 1, slots.to(DEVICE))
     assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_in_fp8_holds_what_its_scales_make_of_numbers(kernels, dtype):
+    key, value = torch.randn(2, 5, 2, 64).mul(100).to(dtype).unbind()
+    key[0, 0, :3] = torch.tensor([torch.nan, 60_000.0, -60_000.0])
+    slots = torch.tensor([3, 40, -1, 16, 0])
+    scales = KVScales(key=3.0, value=0.1)
+    expected = torch.zeros(4, 2, 3, 2, 16, 64, dtype=FP8)
+    actual = expected.to(DEVICE, copy=True)
+    reference.reshape_and_cache(key, value, expected, 1, slots, scales)
+    there = key.to(DEVICE), value.to(DEVICE)
+    kernels.reshape_and_cache(*there, actual, 1, slots.to(DEVICE), scales)
+    assert_fp8_close(actual, expected, places=0)
+    assert expected[0, 0, 1, 0, 3, :3].tolist()[1:] == [FP8_MAX, -FP8_MAX]
+    assert expected.isnan().sum() == 1
+    # The nearest of the numbers that there are.
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    distances = (numbers * 0.1 - value[3, 1, :, None].float().clamp(-44.8, 44.8)).abs()
+    held = expected[1, 1, 1, 1, 0].float() * 0.1 - value[3, 1].float().clamp(-44.8, 44.8)
+    torch.testing.assert_close(held.abs(), distances.nan_to_num(1e9).amin(1))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
+def test_scales_and_other_dtypes_are_refused(kernels, cache_dtype):
+    key = torch.zeros(1, 1, 16, dtype=torch.float16, device=DEVICE)
+    cache = torch.zeros(1, 1, 1, 2, 16, 16, dtype=cache_dtype, device=DEVICE)
+    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for there in (kernels, reference):
+        if cache_dtype == FP8:
+            cache = cache.to(key.dtype)
+            with pytest.raises(ValueError, match="scales are"):
+                there.reshape_and_cache(key, key, cache, 0, slots, KVScales(2.0, 1.0))
+        else:
+            with pytest.raises(ValueError, match=r"kv_cache is torch.float32, must be"):
+                there.reshape_and_cache(key, key, cache, 0, slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,15 +209,17 @@ def test_rotary_embedding_agrees_with_the_reference(kernels, dtype, rot_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("has_norm", "rot_dim"), [(True, 64), (False, 64), (True, 48)])
+@pytest.mark.parametrize("scales", [NO_SCALES, KVScales(key=0.5, value=3.0)])
 def test_prepared_heads_are_those_of_the_functions_one_by_one(
-    prepare_heads, dtype, has_norm, rot_dim
+    prepare_heads, dtype, has_norm, rot_dim, scales
 ):
+    cache_dtype = dtype if scales == NO_SCALES else FP8
     num_heads, num_kv_heads, head_dim = 6, 2, 64
     qkv = torch.randn(5, 10 * head_dim).to(dtype)
     q_norm, k_norm = torch.randn(2, head_dim).to(dtype).unbind()
     positions, slots = torch.randint(0, 99, (5,)), torch.tensor([3, 40, -1, 16, 0])
     cache, cos_sin = (
-        torch.zeros(4, num_kv_heads, 3, 2, 16, head_dim, dtype=dtype),
+        torch.zeros(4, num_kv_heads, 3, 2, 16, head_dim, dtype=cache_dtype),
         torch.rand(99, rot_dim),
     )
     there = {
@@ -162,7 +233,7 @@ def test_prepared_heads_are_those_of_the_functions_one_by_one(
     if has_norm:
         query, key = reference.rms_norm(query, q_norm, 1e-6), reference.rms_norm(key, k_norm, 1e-6)
     reference.rotary_embedding(positions, query, key, cos_sin)
-    reference.reshape_and_cache(key, value, cache, 1, slots)
+    reference.reshape_and_cache(key, value, cache, 1, slots, scales)
     prepared = prepare_heads(
         there["qkv"],
         SimpleNamespace(
@@ -176,13 +247,17 @@ def test_prepared_heads_are_those_of_the_functions_one_by_one(
             q_norm=there["q_norm"] if has_norm else None,
             k_norm=there["k_norm"] if has_norm else None,
             slot=1,
+            kv_scales=scales,
         ),
         there["positions"],
         there["cache"],
         there["slots"],
     )
     assert_close(prepared, query, dtype)
-    assert_close(there["cache"], cache, dtype)
+    if cache_dtype == dtype:
+        assert_close(there["cache"], cache, dtype)
+    else:
+        assert_fp8_close(there["cache"], cache, places=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,6 +38,7 @@ FP32_POINTERS = {
     *("cos_sin_ptr", "divisors_ptr", "log_min_p_ptr", "thresholds_ptr", "values_ptr"),
     *("parts_ptr", "part_sums_ptr", "shrunk_ptr", "sums_ptr"),
 }
+FP32_NUMBERS = ("eps", "scale_log2", "value_scale")
 # Multiples of 16 for all models that are served fast.
 EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block", "stride_head")
 
@@ -58,13 +59,14 @@ class Case(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
     # What an older one has no instructions for.
     min_architecture: int = 80
+    kv_dtype: str = "bf16"
 
     def compile(self, architecture: int) -> Any:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         names = self.kernel.arg_names
-        signature = {name: type_of(name, self.constants) for name in names}
+        signature = {name: type_of(name, self.constants, self.kv_dtype) for name in names}
         is_even = {
             index
             for index, name in enumerate(names)
@@ -81,10 +83,10 @@ class Case(NamedTuple):
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def type_of(name: str, constants: dict[str, Any]) -> str:
+def type_of(name: str, constants: dict[str, Any], kv_dtype: str) -> str:
     """Type an argument as serving passes it: bf16 tensors, int32 indices, int64 slots."""
     if name == "kv_rows" and constants["USE_TMA"]:
-        return f"tensordesc<bf16[{constants['BLOCK_N']}, {constants['HEAD_DIM']}]>"
+        return f"tensordesc<{kv_dtype}[{constants['BLOCK_N']}, {constants['HEAD_DIM']}]>"
     if name in constants or name == "kv_rows":
         return "constexpr"
     if name in INT64_POINTERS:
@@ -101,17 +103,23 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
         return "*i8"
     if name == "scales_ptr":
         return "*bf16" if constants["BITS"] == 4 else "*fp32"
+    if name == "kv_cache_ptr":
+        return f"*{kv_dtype}"
     if name.endswith("_ptr"):
         return "*bf16"
-    return "fp32" if name in ("eps", "scale_log2") else "i32"
+    return "fp32" if name in FP32_NUMBERS or name.endswith("_scale") else "i32"
 
 
-def attention_cases(head_dim: int, *, window: int, softcap: float) -> list[Case]:
+def attention_cases(
+    head_dim: int, *, window: int, softcap: float, kv_dtype: str = "bf16"
+) -> list[Case]:
     from pdserve_kernels.triton import attention
 
     common = {"WINDOW": window, "SOFTCAP": softcap, "GROUP_SIZE": 4, "BLOCK_SIZE": 64}
     common |= {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
     decodes = attention.decode_tile(4, head_dim)
+    # sm_80 has no such numbers.
+    oldest, suffix = (80, "") if kv_dtype == "bf16" else (90, ", FP8")
     cases = []
     for name, tile, is_split in (
         ("decodes", decodes, False),
@@ -132,14 +140,17 @@ def attention_cases(head_dim: int, *, window: int, softcap: float) -> list[Case]
             constants["kv_rows"] = None
         cases.append(
             Case(
-                f"attention {head_dim}, {name}",
+                f"attention {head_dim}, {name}{suffix}",
                 attention._attention_kernel,
                 constants,
                 tile.num_warps,
                 tile.num_stages,
-                min_architecture=90 if tile.use_tma else 80,
+                min_architecture=90 if tile.use_tma else oldest,
+                kv_dtype=kv_dtype,
             )
         )
+    if kv_dtype != "bf16":
+        return cases
     merge = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "WINDOW": window, "NUM_SPLITS": 128}
     merge["BLOCK_N"] = decodes.block_n
     return [*cases, Case(f"attention {head_dim}, merge", attention._merge_kernel, merge, 2)]
@@ -158,12 +169,21 @@ def layer_cases() -> list[Case]:
     heads_constants = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_REST": 1}
     heads_constants |= {"BLOCK_SIZE": 64, "BLOCK_HEADS": heads.BLOCK_HEADS} | half
     kv = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 64}
+    heads_constants, kv = (constants | {"IS_FP8": False} for constants in (heads_constants, kv))
+    fp8: dict[str, Any] = {"min_architecture": 90, "kv_dtype": "fp8e4nv"}
     norm = {"HIDDEN": 4096, "BLOCK": 4096}
     return [
         Case("cache", cache._reshape_and_cache_kernel, kv),
+        Case("cache, FP8", cache._reshape_and_cache_kernel, kv | {"IS_FP8": True}, **fp8),
         Case("rotary", layers._rotary_kernel, {"NUM_HEADS": 32} | half),
         Case("heads", heads._heads_kernel, heads_constants | {"HAS_NORM": False}),
         Case("heads, norms", heads._heads_kernel, heads_constants | {"HAS_NORM": True}),
+        Case(
+            "heads, norms, FP8",
+            heads._heads_kernel,
+            heads_constants | {"HAS_NORM": True, "IS_FP8": True},
+            **fp8,
+        ),
         Case("norm", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": False}),
         Case("norm, add", layers._rms_norm_kernel, norm | {"ADD_RESIDUAL": True}),
         Case("silu and mul", layers._silu_and_mul_kernel, {"BLOCK": layers.SILU_BLOCK}),
@@ -233,6 +253,7 @@ def sampling_cases() -> list[Case]:
 def all_cases() -> list[Case]:
     return [
         *attention_cases(128, window=0, softcap=0.0),
+        *attention_cases(128, window=0, softcap=0.0, kv_dtype="fp8e4nv"),
         *attention_cases(256, window=4096, softcap=50.0),
         *layer_cases(),
         *lora_cases(),

@@ -29,7 +29,7 @@ class AttentionShape(Protocol):
     @property
     def head_dim(self) -> int: ...
     @property
-    def dtype(self) -> torch.dtype: ...
+    def kv_dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class KVCacheSpec:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
-            dtype=config.dtype,
-            tile_format=select(device).kv_tile_format(config.dtype, block_size, config.head_dim),
+            dtype=config.kv_dtype,
+            tile_format=select(device).kv_tile_format(config.kv_dtype, block_size, config.head_dim),
         )
 
     @property

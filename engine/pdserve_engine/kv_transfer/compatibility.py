@@ -30,7 +30,8 @@ def compatibility_hash(
     ranks a worker has is left out as well.
     """
     shape = dataclasses.asdict(config)
-    del shape["max_model_len"]
+    # The second is told by block_bytes.
+    del shape["max_model_len"], shape["has_fp8_kv"]
     block = dataclasses.asdict(layout)
     # The model's shape implies them, and workers that speak version 3 do not know them.
     del block["num_kv_heads"], block["head_bytes"]

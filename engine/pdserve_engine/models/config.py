@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from pdserve_engine.config import LoadQuantization
+from pdserve_engine.config import KVCacheDtype, LoadQuantization
 from pdserve_engine.models.quantization import Quantization, read_quantization
 from pdserve_engine.models.rope import RopeConfig, read_rope
+from pdserve_kernels.kv_scales import FP8
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,11 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
+    has_fp8_kv: bool = False
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return FP8 if self.has_fp8_kv else self.dtype
 
     @property
     def dtype_name(self) -> str:
@@ -132,12 +138,18 @@ def read_native_config(
 
 
 def read_facts(
-    model_dir: Path, raw: Mapping[str, Any], *, dtype: str, quantization: LoadQuantization | None
+    model_dir: Path,
+    raw: Mapping[str, Any],
+    *,
+    dtype: str,
+    quantization: LoadQuantization | None,
+    kv_cache_dtype: KVCacheDtype,
 ) -> dict[str, Any]:
     """Return the fields of ModelConfig that do not depend on who runs the model."""
     return {
         "quantization": _read_quantization(raw, quantization),
         "dtype": _read_dtype(raw, dtype),
+        "has_fp8_kv": kv_cache_dtype == "fp8",
         "eos_token_ids": _read_eos_token_ids(model_dir, raw),
     }
 

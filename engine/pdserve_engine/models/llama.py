@@ -1,6 +1,7 @@
 """The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3, which differ only in data."""
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from pdserve_engine.kv.kv_groups import group_layers, slots_of
 from pdserve_engine.lora.adapter import LoraAdapter
 from pdserve_engine.lora.adapter_config import Targets
 from pdserve_engine.models.base import ForwardInputs
-from pdserve_engine.models.config import LlamaConfig
+from pdserve_engine.models.config import LlamaConfig, ModelError
 from pdserve_engine.models.loader import Checkpoint, WeightPart
 from pdserve_engine.models.quantized_weights import (
     check_unused_biases,
@@ -24,6 +25,7 @@ from pdserve_engine.models.stage import ALL_LAYERS, Stage, check_stages
 from pdserve_kernels import KernelSet, name_of, select
 from pdserve_kernels.decoder import Decoder, DecoderLayer
 from pdserve_kernels.groups import Group
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraLayer, LoraPart
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+# Of a layer, for KV in FP8; as vLLM and compressed-tensors name them.
+KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 
 
 class _Projection(NamedTuple):
@@ -163,6 +167,10 @@ def _layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def _kv_scale_names(layer: int) -> list[str]:
+    return [_layer_prefix(layer) + name for name in KV_SCALES]
+
+
 class LlamaModel:
     """The family behind the interface of `models.base.Model`."""
 
@@ -181,7 +189,8 @@ class LlamaModel:
         """
         dense = weight_shapes(config)
         expected = stored_shapes(dense, checkpoint.names, config.quantization)
-        checkpoint.check(expected, optional=(LM_HEAD,))
+        scales = (name for layer in range(config.num_layers) for name in _kv_scale_names(layer))
+        checkpoint.check(expected, optional=(LM_HEAD, *scales))
         check_unused_biases(checkpoint, dense.keys())
         self.config = config
         self.device = device
@@ -194,6 +203,8 @@ class LlamaModel:
         self._checkpoint = checkpoint
         self._kernels = select(device)
         _warn_if_integers_save_nothing(config, self._kernels)
+        if config.has_fp8_kv and _kv_scale_names(0)[0] not in checkpoint.names:
+            logger.warning("the checkpoint has no k_scale and v_scale: KV in FP8 is not scaled")
         self.can_be_captured = True
         self.is_row_independent = self._kernels.is_row_independent(config.dtype) and (
             group is None or self._kernels.is_shard_independent(config.dtype)
@@ -341,7 +352,24 @@ class LlamaModel:
             group=group,
             slot=slot,
             window=self.config.attention_windows[layer],
+            kv_scales=self._read_kv_scales(layer),
         )
+
+    def _read_kv_scales(self, layer: int) -> KVScales:
+        names = _kv_scale_names(layer)
+        found = [name for name in names if name in self._checkpoint.names]
+        if not self.config.has_fp8_kv or not found:
+            return NO_SCALES
+        if len(found) == 1:
+            raise ModelError(f"checkpoint has {found[0]} alone, expected {' and '.join(names)}")
+        key, value = map(self._read_scale, names)
+        return KVScales(key, value)
+
+    def _read_scale(self, name: str) -> float:
+        scale = self._checkpoint.read_as_stored(name).float()
+        if scale.numel() != 1 or not 0 < scale.item() < math.inf:
+            raise ModelError(f"{name} is {scale.tolist()}, expected one positive number")
+        return scale.item()
 
     def _read_lm_head(self) -> torch.Tensor | QuantizedWeight:
         config, device = self.config, self.device

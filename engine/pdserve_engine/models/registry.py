@@ -6,7 +6,7 @@ from typing import get_args
 
 import torch
 
-from pdserve_engine.config import LoadQuantization, ModelImpl
+from pdserve_engine.config import KVCacheDtype, LoadQuantization, ModelImpl
 from pdserve_engine.models.base import Model
 from pdserve_engine.models.config import (
     LlamaConfig,
@@ -37,20 +37,23 @@ def read_model_config(
     max_model_len: int | None = None,
     model_impl: ModelImpl = "auto",
     quantization: LoadQuantization | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ModelConfig:
     """Read `config.json` and `generation_config.json`; raise ModelError for what we cannot run.
 
     dtype is "auto" (the checkpoint's), "bfloat16" or "float32"; max_model_len defaults to the
     model's own limit and may only lower it. "auto" runs a model natively (the result is a
     LlamaConfig) where that is possible, else on the transformers backend, which has no
-    quantization. quantization is for checkpoints that have none.
+    quantization and no KV in FP8. quantization is for checkpoints that have none.
     """
     if model_impl not in get_args(ModelImpl):
         choices = ", ".join(get_args(ModelImpl))
         raise ModelError(f"model_impl is {model_impl}, supported are {choices}")
     folder = Path(model_dir)
     raw = read_json(folder / "config.json")
-    facts = read_facts(folder, raw, dtype=dtype, quantization=quantization)
+    facts = read_facts(
+        folder, raw, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
     if model_impl != "transformers":
         try:
             native = read_native_config(raw, max_model_len, facts)
@@ -66,6 +69,11 @@ def read_model_config(
     if facts["quantization"] is not None:
         raise ModelError(
             f"quantization is {facts['quantization'].method}, which only our own code runs "
+            f"(not run natively: {reason})"
+        )
+    if facts["has_fp8_kv"]:
+        raise ModelError(
+            f"kv_cache_dtype is {kv_cache_dtype}, which only our own code has "
             f"(not run natively: {reason})"
         )
     # Takes seconds to import, and most models need none of it.

@@ -25,6 +25,9 @@ from pdserve_engine.runner.plugins import load_logits_processors
 from pdserve_engine.runner.sharded_model import ShardedModel
 from pdserve_kernels.groups import Group
 
+# Of the first GPUs that have numbers in FP8.
+FP8_CAPABILITY = (8, 9)
+
 
 class ModelSource:
     """The model that a config names: what it is, and its weights, now and after a sleep."""
@@ -50,6 +53,7 @@ class ModelSource:
             max_model_len=config.max_model_len,
             model_impl=config.model_impl,
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         _check_sizes(self.config, config)
         self.num_ranks = config.num_ranks
@@ -159,4 +163,14 @@ def _check_sizes(model: ModelConfig, config: EngineConfig) -> None:
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no CUDA device: use --device cpu")
+    if config.kv_cache_dtype == "fp8":
+        _check_fp8(torch.cuda.get_device_capability())
     return torch.device(config.device)
+
+
+def _check_fp8(capability: tuple[int, int]) -> None:
+    if capability < FP8_CAPABILITY:
+        raise ValueError(
+            f"kv_cache_dtype is fp8, this GPU has compute capability {capability[0]}."
+            f"{capability[1]}, must have 8.9 (Ada, Hopper) or later"
+        )

@@ -28,10 +28,10 @@ def numerics_id(
     Digested are: our version, which fixes the kernels and their tiles; torch's, which fixes the
     libraries under it; the processor's or GPU's model and instruction set, by which those choose
     their code; our kernel set and the instruction set it is compiled for; dtype, quantization at
-    load time, block size, whose code the model is (by its config), and compute threads where bits
-    depend on them. The number of ranks is not: where bits depend on it no model is exact. It errs
-    on the safe side: workers whose ids differ may still agree. Weights are left to the
-    compatibility hash.
+    load time, the KV's dtype, block size, whose code the model is (by its config), and compute
+    threads where bits depend on them. The number of ranks is not: where bits depend on it no model
+    is exact. It errs on the safe side: workers whose ids differ may still agree. Weights are left
+    to the compatibility hash.
     """
     kernels = select(device)
     parts = (
@@ -42,6 +42,7 @@ def numerics_id(
         type(model.config).__name__,
         model.config.dtype_name,
         config.quantization,
+        config.kv_cache_dtype,
         config.block_size,
         *_threads(kernels, config, model),
     )
@@ -52,7 +53,7 @@ def _threads(kernels: KernelSet, config: EngineConfig, model: Model) -> tuple[in
     """How many there are, unless the model is all ours and none of its kernels cares."""
     shape = model.config
     if model.is_row_independent and kernels.is_thread_independent(
-        shape.dtype, config.block_size, shape.head_dim
+        shape.kv_dtype, config.block_size, shape.head_dim
     ):
         return ()
     return (torch.get_num_threads(),)

@@ -9,6 +9,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.cpu.cache import PagedKV, has_packed_tiles
 from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.layers import are_within, check_indices
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 from pdserve_kernels.metadata import AttentionMetadata
 
 
@@ -56,6 +57,7 @@ def paged_attention(
     *,
     window: int | None = None,
     softcap: float = 0.0,
+    scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """See the reference. Tiles are in the format of `kv_tile_format`.
 
@@ -64,7 +66,14 @@ def paged_attention(
     """
     if not has_packed_tiles(kv_cache):
         return reference.paged_attention(
-            query, kv_cache, layer, metadata, scale, window=window, softcap=softcap
+            query,
+            kv_cache,
+            layer,
+            metadata,
+            scale,
+            window=window,
+            softcap=softcap,
+            scales=scales,
         )
     _validate(query, kv_cache, layer, metadata, window, softcap)
     if query.stride(2) != 1 or query.stride(1) != query.shape[2]:

@@ -7,6 +7,7 @@ import torch
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.layers import as_contiguous_int64, check_indices
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales
 
 PACKED_FORMAT = "vnni16"
 # Positions that lie side by side in a tile of keys, dims in one of values.
@@ -68,10 +69,11 @@ def reshape_and_cache(
     kv_cache: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> None:
     """See the reference; tiles are written in the format of `kv_tile_format`."""
     if not has_packed_tiles(kv_cache):
-        reference.reshape_and_cache(key, value, kv_cache, layer, slot_mapping)
+        reference.reshape_and_cache(key, value, kv_cache, layer, slot_mapping, scales)
         return
     shape = (len(slot_mapping), kv_cache.shape[1], kv_cache.shape[5])
     for name, tensor in (("key", key), ("value", value)):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from pdserve_kernels.kv_scales import FP8, NO_SCALES, KVScales, check_kv_dtype
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.reference.attention_plan import (
     KV_TILE,
@@ -59,12 +60,14 @@ def paged_attention(
     *,
     window: int | None = None,
     softcap: float = 0.0,
+    scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """Causal GQA attention of a mixed batch of decodes and prefill chunks over the paged KV cache.
 
     query [num_tokens, num_heads, head_dim]; kv_cache [num_blocks, num_kv_heads, num_slots, 2,
-    block_size, head_dim], contiguous and of the query's dtype; `layer` is the slot within a block.
-    Returns the query's shape and dtype. Query head h reads KV head h // (num_heads / num_kv_heads).
+    block_size, head_dim], contiguous and of the query's dtype or FP8, whose keys and values count
+    times their scale; `layer` is the slot within a block. Returns the query's shape and dtype.
+    Query head h reads KV head h // (num_heads / num_kv_heads).
 
     With `window` a token at position p sees (p - window, p] only; blocks that lie before the window
     of a request's every query are never read, so their table entries may be stale. Nor need there
@@ -77,7 +80,15 @@ def paged_attention(
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) over the block table of PagedAttention (Kwon
     et al. 2023, arXiv:2309.06180).
     """
-    _validate(query, kv_cache, window, softcap)
+    _validate(query, kv_cache, window, softcap, scales)
+    if kv_cache.dtype == FP8:
+        # All of the layer's: for checks, not for speed.
+        of_layer = kv_cache[:, :, layer : layer + 1].to(query.dtype).contiguous()
+        scale *= scales.key
+        attended = paged_attention(
+            query, of_layer, 0, metadata, scale, window=window, softcap=softcap
+        )
+        return attended * scales.value
     plan = get_plan(metadata, kv_cache, query.shape[1], window)
     scoring = Scoring(scale, window, softcap)
     cache = _layer_cache(kv_cache, layer)
@@ -91,7 +102,11 @@ def paged_attention(
 
 
 def _validate(
-    query: torch.Tensor, kv_cache: torch.Tensor, window: int | None, softcap: float
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    window: int | None,
+    softcap: float,
+    scales: KVScales,
 ) -> None:
     num_kv_heads, block_size, head_dim = kv_cache.shape[1], *kv_cache.shape[4:]
     if query.shape[1] % num_kv_heads or query.shape[2] != head_dim:
@@ -100,8 +115,9 @@ def _validate(
         )
     if block_size > WIDTH_STEP or WIDTH_STEP % block_size:
         raise ValueError(f"block_size must divide {WIDTH_STEP}, got {block_size}")
-    if not kv_cache.is_contiguous() or kv_cache.dtype != query.dtype:
-        raise ValueError("kv_cache must be contiguous and of the query's dtype")
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache must be contiguous")
+    check_kv_dtype(kv_cache, query.dtype, scales)
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
 

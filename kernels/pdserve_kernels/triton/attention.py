@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 from pdserve_kernels.metadata import AttentionMetadata
 
 # What the driver says of no GPU: the interpreter's.
@@ -48,6 +49,7 @@ def paged_attention(
     *,
     window: int | None = None,
     softcap: float = 0.0,
+    scales: KVScales = NO_SCALES,
 ) -> torch.Tensor:
     """Causal GQA attention over the paged cache; see the reference's contract.
 
@@ -58,11 +60,12 @@ def paged_attention(
         raise ValueError(
             f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
         )
-    if not kv_cache.is_contiguous() or query.stride(2) != 1 or kv_cache.dtype != query.dtype:
-        raise ValueError("kv_cache must be contiguous, of query's dtype, and query in head_dim")
+    if not kv_cache.is_contiguous() or query.stride(2) != 1:
+        raise ValueError("kv_cache must be contiguous, and query in head_dim")
+    check_kv_dtype(kv_cache, query.dtype, scales)
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
-    launch = _Launch(query, kv_cache, layer, metadata, scale, window or 0, softcap)
+    launch = _Launch(query, kv_cache, layer, metadata, scale, window or 0, softcap, scales)
     num_tokens = sum(metadata.query_lens_host)
     if num_tokens < len(query):
         launch.output[num_tokens:].zero_()
@@ -85,9 +88,11 @@ class _Launch:
         scale: float,
         window: int,
         softcap: float,
+        scales: KVScales,
     ) -> None:
         self.query, self.kv_cache, self.layer, self.metadata = query, kv_cache, layer, metadata
-        self.scale_log2 = scale * math.log2(math.e)
+        self.scale_log2 = scale * scales.key * math.log2(math.e)
+        self.value_scale = scales.value
         self.output = torch.empty_like(query, memory_format=torch.contiguous_format)
         self.num_kv_heads = kv_cache.shape[1]
         self.group_size = query.shape[1] // self.num_kv_heads
@@ -163,6 +168,7 @@ class _Launch:
             metadata.num_reqs,
             self.layer,
             self.scale_log2,
+            self.value_scale,
             self.query.stride(0),
             self.query.stride(1),
             self.output.stride(0),
@@ -310,7 +316,7 @@ def _attend(
         else:
             key_ptr = kv_ptr + row[:, None] + dim[None, :]
             key = tl.load(key_ptr, mask=inside[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_log2
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
         if SOFTCAP > 0.0:
             scores = _cap(scores, SOFTCAP)
         if MASKED:
@@ -327,7 +333,7 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(probs, 1)
         output = output * decay[:, None]
         if USE_TMA:
-            value = kv_rows.load([row + BLOCK_SIZE, 0])
+            value = kv_rows.load([row + BLOCK_SIZE, 0]).to(query.dtype)
             if MASKED:
                 value = tl.where(valid[:, None], value, 0.0)
         elif MASKED:
@@ -335,7 +341,8 @@ def _attend(
             value = tl.load(value_ptr, mask=valid[:, None] & inside[None, :], other=0.0)
         else:
             value = tl.load(key_ptr + BLOCK_SIZE * HEAD_DIM, mask=inside[None, :], other=0.0)
-        output = tl.dot(probs.to(value.dtype), value, output, input_precision="ieee")
+        value = value.to(query.dtype)
+        output = tl.dot(probs.to(query.dtype), value, output, input_precision="ieee")
         row_max = new_max
     return output, row_max, row_sum
 
@@ -367,6 +374,7 @@ def _attention_kernel(
     num_reqs,
     layer,
     scale_log2,
+    value_scale,
     stride_query_token,
     stride_query_head,
     stride_output_token,
@@ -451,6 +459,7 @@ def _attention_kernel(
         table_ptr, seen_by_all, end, kv_start, kv_end, stride_block, scale_log2, True, USE_TMA,
         WINDOW, SOFTCAP, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
     )  # fmt: skip
+    output *= value_scale
     if IS_SPLIT:
         num_heads = tl.num_programs(1) * GROUP_SIZE
         part = (request * num_heads + head).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)

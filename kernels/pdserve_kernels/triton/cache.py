@@ -5,6 +5,11 @@ import torch
 import triton
 import triton.language as tl
 
+from pdserve_kernels.kv_scales import FP8, FP8_MAX, NO_SCALES, KVScales, check_kv_dtype
+
+# Of `to_fp8`.
+_FP8_MAX = tl.constexpr(FP8_MAX)
+
 
 def kv_tile_format(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
     """Return "row_major"; see the reference's contract."""
@@ -18,8 +23,10 @@ def reshape_and_cache(
     kv_cache: torch.Tensor,
     layer: int,
     slot_mapping: torch.Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> None:
     """Write each token's key and value of one layer into its slot; see the reference's contract."""
+    check_kv_dtype(kv_cache, key.dtype, scales)
     num_tokens, num_kv_heads, head_dim = key.shape
     if not kv_cache.is_contiguous() or key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError("kv_cache must be contiguous, and key and value in their last dimension")
@@ -35,9 +42,21 @@ def reshape_and_cache(
         value.stride(1),
         kv_cache.stride(0),
         kv_cache.stride(1),
+        1.0 / scales.key,
+        1.0 / scales.value,
+        IS_FP8=kv_cache.dtype == FP8,
         BLOCK_SIZE=kv_cache.shape[4],
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+
+
+@triton.jit
+def to_fp8(x, inverse_scale):
+    """Numbers as a cache in FP8 holds them; NaN stays NaN."""
+    scaled = x.to(tl.float32) * inverse_scale
+    return tl.clamp(scaled, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(
+        tl.float8e4nv
     )
 
 
@@ -54,6 +73,9 @@ def _reshape_and_cache_kernel(
     stride_value_head,
     stride_block,
     stride_head,
+    inverse_key_scale,
+    inverse_value_scale,
+    IS_FP8: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -69,6 +91,8 @@ def _reshape_and_cache_kernel(
     value = tl.load(
         value_ptr + token * stride_value_token + head * stride_value_head + dim, mask=inside
     )
+    if IS_FP8:
+        key, value = to_fp8(key, inverse_key_scale), to_fp8(value, inverse_value_scale)
     row = (slot // BLOCK_SIZE) * stride_block + head * stride_head
     row += layer * (2 * BLOCK_SIZE * HEAD_DIM) + (slot % BLOCK_SIZE) * HEAD_DIM
     tl.store(kv_cache_ptr + row + dim, key, mask=inside)

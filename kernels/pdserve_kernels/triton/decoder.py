@@ -63,7 +63,13 @@ def run_decoder(
         qkv = products.linear("qkv", x)
         query = prepare_heads(qkv, packed, layer, positions, kv_cache, step.slot_mapping)
         attended = paged_attention(
-            query, kv_cache, layer.slot, step, packed.scale, window=layer.window
+            query,
+            kv_cache,
+            layer.slot,
+            step,
+            packed.scale,
+            window=layer.window,
+            scales=layer.kv_scales,
         )
         x = products.linear_of_ranks("attention_output", attended.view(num_tokens, -1))
         x = add_rms_norm_(x, residual, layer.post_attention_norm, eps)

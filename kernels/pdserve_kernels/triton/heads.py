@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.kv_scales import FP8, check_kv_dtype
+from pdserve_kernels.triton.cache import to_fp8
 
 # Heads per program.
 BLOCK_HEADS = 8
@@ -27,6 +29,7 @@ def prepare_heads(
     The arithmetic is that of rms_norm, rotary_embedding and reshape_and_cache, rounding included.
     positions and slot_mapping are int64 [T]; a slot of -1 is not written.
     """
+    check_kv_dtype(kv_cache, qkv.dtype, layer.kv_scales)
     num_tokens, head_dim = qkv.shape[0], decoder.head_dim
     num_heads, num_kv_heads = decoder.num_heads, decoder.num_kv_heads
     half = decoder.cos_sin_cache.shape[1] // 2
@@ -44,6 +47,9 @@ def prepare_heads(
         qkv.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
+        1.0 / layer.kv_scales.key,
+        1.0 / layer.kv_scales.value,
+        IS_FP8=kv_cache.dtype == FP8,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -81,6 +87,9 @@ def _heads_kernel(
     stride_token,
     stride_block,
     stride_head,
+    inverse_key_scale,
+    inverse_value_scale,
+    IS_FP8: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -144,10 +153,15 @@ def _heads_kernel(
     row += (2 * layer + is_v.to(tl.int32)) * (BLOCK_SIZE * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
     cache_ptr = kv_cache_ptr + row[:, None]
     kv_mask = is_kv[:, None] & inside[None, :]
+    if IS_FP8:
+        inverse_scale = tl.where(is_v, inverse_value_scale, inverse_key_scale)[:, None]
+        first, second = to_fp8(first, inverse_scale), to_fp8(second, inverse_scale)
     tl.store(cache_ptr + column[None, :], first, mask=kv_mask)
     tl.store(cache_ptr + HALF + column[None, :], second, mask=kv_mask)
     if HAS_REST:
         rest_ptr = head_ptr + 2 * HALF + rest_column[None, :]
         tl.store(rest_ptr, rest, mask=is_q[:, None] & rest_inside[None, :])
+        if IS_FP8:
+            rest = to_fp8(rest, inverse_scale)
         cache_rest_ptr = cache_ptr + 2 * HALF + rest_column[None, :]
         tl.store(cache_rest_ptr, rest, mask=is_kv[:, None] & rest_inside[None, :])
