@@ -470,7 +470,9 @@ def on_device(value):
     if is_dataclass(value):
         names = [field.name for field in fields(value) if field.init]
         return replace(value, **{name: on_device(getattr(value, name)) for name in names})
-    return tuple(map(on_device, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple) and not isinstance(value, KVScales):
+        return tuple(map(on_device, value))
+    return value
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
