@@ -1120,6 +1120,15 @@ def router() -> Dashboard:
                 description="By the name clients ask for: the 50 most used, the others together.",
             ),
             Panel(
+                title="LoRA adapters added for their load",
+                unit="ops",
+                queries={"{{outcome}}": sum_rate("pdserve_lora_scale_outs_total", by="outcome")},
+                description=(
+                    "Added to another pair as all workers that hold them have much to do; refused: "
+                    "a worker has no room for another one, or not the same folders."
+                ),
+            ),
+            Panel(
                 title="Handoffs",
                 unit="reqps",
                 is_stacked=True,

@@ -93,6 +93,11 @@ class StackConfig(TlsConfig):
     lora_updates: bool | None = opt(
         None, "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, to all who may use the API."
     )
+    lora_scale_out_requests: int | None = opt(
+        None,
+        "With lora_updates: when each worker that holds an adapter has more requests than this, "
+        "the router adds it to another pair that has room; 0: never.",
+    )
     api_keys_file: str | None = opt(
         None, "File with one API key a line; requests without one of them are refused."
     )

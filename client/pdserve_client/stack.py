@@ -301,6 +301,7 @@ class Stack:
             "require-transport": config.require_transport,
             "api-keys-file": config.api_keys_file,
             "lora-updates": config.lora_updates,
+            "lora-scale-out-requests": config.lora_scale_out_requests,
             "drain-timeout-s": config.drain_timeout_s,
             "log-level": config.log_level,
             **_tls_flags(config),

@@ -76,13 +76,31 @@ class EngineLoraMetrics:
         )
 
 
-def lora_requests(registry: CollectorRegistry) -> MostUsed:
-    """Return what counts a router's requests by their adapter's name."""
-    return MostUsed(
-        Counter(
-            "pdserve_lora_requests_total",
-            "Requests with a LoRA adapter, by its name: the 50 most used and the others together",
-            ["adapter"],
+class ScaleOuts:
+    """How often adapters were added to more workers, or were not because one refused."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = Counter(
+            "pdserve_lora_scale_outs_total",
+            "LoRA adapters that the router added to more workers for their load, by outcome",
+            ["outcome"],
             registry=registry,
         )
-    )
+        self.added, self.refused = map(counter.labels, ("added", "refused"))
+
+
+class RouterLoraMetrics:
+    """What a router does with adapters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        # By their adapter's name.
+        self.requests = MostUsed(
+            Counter(
+                "pdserve_lora_requests_total",
+                "Requests with a LoRA adapter, by its name: the 50 most used and the others "
+                "together",
+                ["adapter"],
+                registry=registry,
+            )
+        )
+        self.scale_outs = ScaleOuts(registry)

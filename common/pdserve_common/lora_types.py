@@ -24,6 +24,8 @@ class LoRAAdapter:
     digest: str
     # The largest of its linears.
     rank: int
+    # What AddLora loads it from, on workers with the same folders or the hub; empty: it cannot.
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pdserve_common.draft_metrics import DraftMetrics
 from pdserve_common.engine_types import FinishReason
 from pdserve_common.limits import LIMITS
-from pdserve_common.lora_metrics import EngineLoraMetrics, lora_requests
+from pdserve_common.lora_metrics import EngineLoraMetrics, RouterLoraMetrics
 from pdserve_common.metric_buckets import (
     BATCH_BUCKETS,
     REQUEST_BUCKETS,
@@ -172,7 +172,7 @@ class RouterMetrics:
             ["path", "reason"],
             registry=registry,
         )
-        self.lora_requests = lora_requests(registry)
+        self.lora = RouterLoraMetrics(registry)
         self.handoffs = Counter(
             "pdserve_handoffs_total",
             "Disaggregated requests by how the handoff ended",

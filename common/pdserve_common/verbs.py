@@ -121,14 +121,17 @@ class Profile(Call[str]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddLora(Call[LoRAAdapter]):
-    """Load an adapter from a folder below the worker's `lora_root`, by default that of its name.
+    """Load an adapter from a folder below the worker's `lora_root`, by default that of its name,
+    or from the hub.
 
     A name that is taken stands for the new one from then on; older requests keep theirs. Fails if
     the folder is no such adapter, if it has another digest than the one that is asked for, and if
-    nothing can go to make room. Raises InvalidRequestError for a name that cannot be one.
+    there is no room: with `keep_others` nothing goes to make some. Raises InvalidRequestError for a
+    name that cannot be one.
     """
 
     lora_request: LoRARequest
+    keep_others: bool = False
 
     def __post_init__(self) -> None:
         _check_adapter_name("lora_request.lora_name", self.lora_request.lora_name)

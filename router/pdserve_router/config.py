@@ -171,6 +171,11 @@ class RouterConfig(TlsConfig):
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: whoever may send requests may "
         "then change the adapters of all workers.",
     )
+    lora_scale_out_requests: int = opt(
+        32,
+        "With lora_updates: when each worker that holds an adapter has more requests than this, "
+        "the router adds it to another pair that has room; 0: never.",
+    )
     drain_timeout_s: float = opt(30.0, "How long running requests may take after SIGTERM.")
     log_level: LogLevel = opt("info", "What is logged.")
     log_requests: bool = opt(
@@ -249,6 +254,7 @@ class RouterConfig(TlsConfig):
             raise ValueError("cell_size is 1, must be 0 or at least 2: a worker of each role")
         for name in (
             "cell_size",
+            "lora_scale_out_requests",
             "drain_timeout_s",
             "disaggregation_threshold_tokens",
             "max_prefill_queue_tokens",

@@ -28,6 +28,7 @@ from pdserve_router.requests.request_metrics import (
 from pdserve_router.requests.single_completion import SingleCompletion
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
+from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.model_limits import ModelLimits
 from pdserve_router.workers.route_chooser import LocalReason, Route, RoutePath
 from pdserve_router.workers.worker_pool import WorkerPool
@@ -57,6 +58,7 @@ class Router:
         *,
         pool: WorkerPool,
         adapters: AdapterRollout,
+        scale_out: AdapterScaleOut,
         tokenizer: Tokenizer,
         input_processor: InputProcessor,
         metrics: RouterMetrics,
@@ -67,6 +69,7 @@ class Router:
     ) -> None:
         self.pool = pool
         self.adapters = adapters
+        self._scale_out = scale_out
         self.tokenizer = tokenizer
         self.input_processor = input_processor
         self.model_name = model_name
@@ -223,8 +226,9 @@ class Router:
         self._unobserved.add(live)
         self._metrics.requests_in_flight.inc()
         self._metrics.requests_routed.labels(path=route.path, reason=route.reason).inc()
-        if processed.core_request.lora_request is not None:
-            self._metrics.lora_requests.inc(processed.core_request.lora_request.lora_name)
+        if (lora := processed.core_request.lora_request) is not None:
+            self._metrics.lora.requests.inc(lora.lora_name)
+            self._scale_out.on_request(lora)
         num_prompt_tokens = len(processed.core_request.prompt_token_ids)
         self._metrics.prompt_tokens.labels(model=self.model_name).inc(num_prompt_tokens)
         # The last, as it may end at once.

@@ -34,6 +34,7 @@ from pdserve_router.router import Router
 from pdserve_router.text.served_model import ServedModel
 from pdserve_router.text.tokenizer import Tokenizer
 from pdserve_router.workers.adapter_rollout import AdapterRollout
+from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
 from pdserve_router.workers.attach_client import LinkTimings
 from pdserve_router.workers.cells import Cell
 from pdserve_router.workers.control_client import ControlClient
@@ -120,9 +121,17 @@ class RouterServer:
         self.edge_processes = EdgeProcesses(
             input_processor, EdgeSettings.from_config(config), metrics
         )
+        adapters = AdapterRollout(self.pool, ControlClient(workers_tls))
+        self._scale_out = AdapterScaleOut(
+            self.pool,
+            adapters,
+            max_requests=config.lora_scale_out_requests if config.lora_updates else 0,
+            outcomes=metrics.lora.scale_outs,
+        )
         self.router = Router(
             pool=self.pool,
-            adapters=AdapterRollout(self.pool, ControlClient(workers_tls)),
+            adapters=adapters,
+            scale_out=self._scale_out,
             tokenizer=self._tokenizer,
             input_processor=input_processor,
             metrics=metrics,
@@ -234,6 +243,7 @@ class RouterServer:
             closing.append(asyncio.create_task(self._http.close(grace_s=grace_s)))
         await asyncio.gather(*closing)
         await self.edge_processes.close()
+        await self._scale_out.close()
         await self.pool.close()
         await asyncio.gather(*self._health_tasks)
         if self._metrics_server is not None:

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from pdserve_common import lora_metrics
-from pdserve_common.lora_metrics import MAX_SHOWN, OTHER, lora_requests
+from pdserve_common.lora_metrics import MAX_SHOWN, OTHER, RouterLoraMetrics
 
 NAME = "pdserve_lora_requests_total"
 
@@ -15,7 +15,7 @@ def series(registry: CollectorRegistry) -> dict[str, float]:
 
 def test_the_most_used_have_series_and_none_is_counted_twice() -> None:
     registry = CollectorRegistry()
-    requests = lora_requests(registry)
+    requests = RouterLoraMetrics(registry).requests
     assert series(registry) == {OTHER: 0}
     num = 0
     for number in range(MAX_SHOWN + 10):
@@ -39,7 +39,7 @@ def test_the_most_used_have_series_and_none_is_counted_twice() -> None:
 
 def test_names_that_come_and_go_for_ever_take_no_memory() -> None:
     registry = CollectorRegistry()
-    requests = lora_requests(registry)
+    requests = RouterLoraMetrics(registry).requests
     num = 5 * lora_metrics.MAX_COUNTED
     for number in range(num):
         requests.inc(str(number))

@@ -27,6 +27,8 @@ NUM_TOKENS = 60
 PROMPT = random.Random(0).choices(range(3, 290), k=75)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 TIMEOUT_S = 120.0
+DECODES = ("decode-0", "decode-1")
+SCALE_OUT_REQUESTS = 3
 
 
 class Served(NamedTuple):
@@ -62,6 +64,7 @@ def served(
         max_num_batched_tokens=32,
         lora_root=str(root),
         lora_updates=True,
+        lora_scale_out_requests=SCALE_OUT_REQUESTS,
         max_loras=4,
     ) as stack:
         yield Served(stack, root, expected)
@@ -249,6 +252,33 @@ async def test_answers_go_on_elsewhere_when_d_dies_and_end_typed_where_nobody_ha
         assert await generate(stub, "both") == served.expected["one"]
         assert (await unload(http, "both")).status_code == 200
         ctl(served, "prefill-0", "lora", "remove", "alone")
+
+
+async def test_an_adapter_comes_to_another_pair_when_those_that_hold_it_have_much_to_do(
+    served: Served,
+) -> None:
+    async with clients(served) as (http, stub):
+        answer = await load(http, "a", "one", num_workers=1)
+        assert answer.status_code == 200, answer.text
+        holders = [name for name in DECODES if ctl(served, name, "lora", "list")]
+        assert len(holders) == 1
+        is_over = False
+
+        async def ask() -> None:
+            while not is_over:
+                assert await generate(stub, "a") == served.expected["one"]
+
+        asking = [asyncio.create_task(ask()) for _ in range(2 * SCALE_OUT_REQUESTS + 2)]
+        for name in DECODES:
+            await asyncio.to_thread(served.stack.wait_for, name, "pdserve_loras", 1)
+        scaled = 'pdserve_lora_scale_outs_total{outcome="added"}'
+        await asyncio.to_thread(served.stack.wait_for, "router", scaled, 1)
+        is_over = True
+        await asyncio.gather(*asking)
+        # It goes from where the router has put it as well.
+        assert (await unload(http, "a")).status_code == 200
+    for name in served.stack.worker_names():
+        served.stack.wait_for(name, "pdserve_loras", 0)
 
 
 async def come_and_go(served: Served, num_adapters: int) -> None:

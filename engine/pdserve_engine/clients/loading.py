@@ -262,12 +262,13 @@ def _load_adapters(
     pool = AdapterPool(executor.adapters, max_loras=config.max_loras)
     for name, path in config.adapter_paths.items():
         assert pool.store is not None, "the config or the model is refused otherwise"
-        folder = Path(path)
+        # Other folders than those of the hub are this machine's own.
+        folder, shared_path = Path(path), ""
         if is_hub_path(path):
             assert hub is not None, "the config is refused otherwise"
-            folder = hub(HubPath.parse(path)).future.result()
+            folder, shared_path = hub(HubPath.parse(path)).future.result(), path
         reading = pool.store.read(folder)
-        pool.add(name, reading.result())
+        pool.add(name, reading.result(), shared_path)
         pool.store.discard(reading)
         pool.pin(name)
     return pool

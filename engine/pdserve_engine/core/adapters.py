@@ -17,6 +17,8 @@ from pdserve_engine.request.request import Request
 @dataclass(slots=True)
 class _Held:
     rank: int
+    # What it can be loaded from again.
+    path: str
     # By the clock.
     last_used: float
     requests: set[Request] = field(default_factory=set)
@@ -79,16 +81,22 @@ class AdapterPool:
 
     # ---- an operator's calls
 
-    def add(self, name: str, adapter: PackedAdapter) -> LoRAAdapter:
-        """Have a name stand for an adapter. Raises FailedPreconditionError if there is no room."""
+    def add(
+        self, name: str, adapter: PackedAdapter, path: str = "", *, keep_others: bool = False
+    ) -> LoRAAdapter:
+        """Have a name stand for an adapter. Raises FailedPreconditionError if there is no room; to
+        make some, another one may have to go.
+        """
         assert self.store is not None
         digest = adapter.digest
         if digest not in self._held:
-            self._make_room()
+            self._make_room(keep_others=keep_others)
             self.store.add(adapter)
-            self._held[digest] = _Held(adapter.rank, self._clock())
+            self._held[digest] = _Held(adapter.rank, path, self._clock())
             self.num_loads += 1
-        self._held[digest].is_removed = False
+        held = self._held[digest]
+        held.is_removed = False
+        held.path = path or held.path
         digests = self._digests.setdefault(name, [])
         if digest in digests:
             digests.remove(digest)
@@ -137,15 +145,16 @@ class AdapterPool:
 
     # ---- room
 
-    def _make_room(self) -> None:
+    def _make_room(self, *, keep_others: bool) -> None:
         if len(self._held) < self._max_loras:
             return
         pinned = self._pinned_digests()
         free = [d for d, held in self._held.items() if d not in pinned and not held.requests]
-        if not free:
+        if not free or keep_others:
+            states = "loaded, to be kept" if keep_others else "loaded, pinned or in use"
             raise FailedPreconditionError(
-                f"{len(self._held)} adapters are loaded, pinned or in use, at most "
-                f"{self._max_loras} may be (max_loras)"
+                f"{len(self._held)} adapters are {states}, at most {self._max_loras} may be "
+                "(max_loras)"
             )
         current = self._current()
         # What no name stands for any more goes first.
@@ -192,7 +201,8 @@ class AdapterPool:
 
     def _adapter(self, name: str) -> LoRAAdapter:
         digest = self._digests[name][-1]
-        return LoRAAdapter(name=name, digest=digest, rank=self._held[digest].rank)
+        held = self._held[digest]
+        return LoRAAdapter(name=name, digest=digest, rank=held.rank, path=held.path)
 
     def _nameless(self, *, is_removed: bool) -> Iterator[LoRAAdapter]:
         current = self._current()

@@ -181,7 +181,10 @@ class EngineControl:
             reading = store.read(await self._adapter_folder(lora))
             try:
                 adapter = await self._read_adapter(lora, reading)
-                return self._adapters.add(lora.lora_name, adapter)
+                path = lora.lora_path or lora.lora_name
+                return self._adapters.add(
+                    lora.lora_name, adapter, path, keep_others=verb.keep_others
+                )
             finally:
                 store.discard(reading)
         except HubUnreachableError as error:

@@ -104,10 +104,12 @@ class ProfileResponse(_message.Message):
     def __init__(self, path: _Optional[str] = ...) -> None: ...
 
 class AddLoraRequest(_message.Message):
-    __slots__ = ("lora_request",)
+    __slots__ = ("lora_request", "keep_others")
     LORA_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KEEP_OTHERS_FIELD_NUMBER: _ClassVar[int]
     lora_request: _engine_core_pb2.LoraRequest
-    def __init__(self, lora_request: _Optional[_Union[_engine_core_pb2.LoraRequest, _Mapping]] = ...) -> None: ...
+    keep_others: bool
+    def __init__(self, lora_request: _Optional[_Union[_engine_core_pb2.LoraRequest, _Mapping]] = ..., keep_others: bool = ...) -> None: ...
 
 class AddLoraResponse(_message.Message):
     __slots__ = ("adapter",)

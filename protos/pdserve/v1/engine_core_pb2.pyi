@@ -235,14 +235,16 @@ class LoraRequest(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., lora_int_id: _Optional[int] = ..., lora_path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class LoraAdapter(_message.Message):
-    __slots__ = ("name", "digest", "rank")
+    __slots__ = ("name", "digest", "rank", "path")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     rank: int
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    path: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class LoadedLora(_message.Message):
     __slots__ = ("adapter", "is_pinned", "is_removed", "num_requests")

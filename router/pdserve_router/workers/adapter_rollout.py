@@ -28,7 +28,9 @@ _POLL_S = 0.02
 class Control(Protocol):
     """ControlClient."""
 
-    async def add_lora(self, address: str, lora: LoRARequest) -> LoRAAdapter: ...
+    async def add_lora(
+        self, address: str, lora: LoRARequest, *, keep_others: bool = False
+    ) -> LoRAAdapter: ...
 
     async def remove_lora(self, address: str, name: str, digest: str = "") -> None: ...
 
@@ -64,6 +66,38 @@ class AdapterRollout:
                 raise failures[0]
             await self._until_listed(adapter)
             return adapter
+
+    async def extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+        """Load an adapter on more workers, from where others have it, if they have room; False, and
+        nothing, if by now its name stands for another one, or on one of them for any. Raises as
+        `load` does.
+        """
+        async with self._lock:
+            if not self.may_extend(adapter, workers):
+                return False
+            lora = LoRARequest(
+                lora_name=adapter.name, digest=adapter.digest, lora_path=adapter.path
+            )
+            answers = await asyncio.gather(
+                *(self._control.add_lora(w.address, lora, keep_others=True) for w in workers),
+                return_exceptions=True,
+            )
+            failures = [answer for answer in answers if isinstance(answer, BaseException)]
+            if failures:
+                loaded = [w for w, a in zip(workers, answers, strict=True) if a not in failures]
+                await self._take_back(loaded, dict.fromkeys(loaded, ""), adapter)
+                raise failures[0]
+            await self._until(lambda: all(_digest_of(w, adapter.name) for w in workers))
+            return True
+
+    def may_extend(self, adapter: LoRAAdapter, workers: Sequence[WorkerClient]) -> bool:
+        """Does its name stand for it, and on these workers for nothing?"""
+        current = self._pool.limits.adapter(adapter.name) if self._pool.limits else None
+        return (
+            current is not None
+            and current.digest == adapter.digest
+            and all(self._pool.serves(w) and not _digest_of(w, adapter.name) for w in workers)
+        )
 
     async def unload(self, name: str) -> None:
         """Remove a name's adapters from all workers that have them. Raises ModelNotFoundError if

@@ -28,8 +28,11 @@ class ControlClient:
     def __init__(self, tls: Tls | None) -> None:
         self._tls = tls
 
-    async def add_lora(self, address: str, lora: LoRARequest) -> LoRAAdapter:
-        request: control_pb2.AddLoraRequest = to_proto(AddLora(lora_request=lora))
+    async def add_lora(
+        self, address: str, lora: LoRARequest, *, keep_others: bool = False
+    ) -> LoRAAdapter:
+        verb = AddLora(lora_request=lora, keep_others=keep_others)
+        request: control_pb2.AddLoraRequest = to_proto(verb)
         async with self._stub(address) as stub:
             response = await stub.AddLora(request, timeout=LOAD_TIMEOUT_S)
         return from_proto(LoRAAdapter, response.adapter)

@@ -105,11 +105,15 @@ class SharedLimits:
 
 def _adapters_of(every: Mapping[ModelLimits, int]) -> tuple[LoRAAdapter, ...]:
     """Return the adapter of each name; where workers differ, the one that most of them hold."""
-    holders: Counter[LoRAAdapter] = Counter()
+    holders: Counter[tuple[str, str]] = Counter()
+    known: dict[tuple[str, str], LoRAAdapter] = {}
     for limits, num_workers in every.items():
         for adapter in limits.adapters:
-            holders[adapter] += num_workers
+            key = (adapter.name, adapter.digest)
+            holders[key] += num_workers
+            # Not all of them know where it can be had.
+            known[key] = max(known.get(key, adapter), adapter, key=lambda each: each.path)
     chosen: dict[str, LoRAAdapter] = {}
-    for adapter in sorted(holders, key=lambda each: (-holders[each], each.name, each.digest)):
-        chosen.setdefault(adapter.name, adapter)
+    for key in sorted(holders, key=lambda each: (-holders[each], each)):
+        chosen.setdefault(key[0], known[key])
     return tuple(sorted(chosen.values(), key=lambda each: each.name))

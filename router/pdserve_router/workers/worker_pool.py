@@ -236,6 +236,10 @@ class WorkerPool:
         """True if it is listed and ready, with the weights that serve."""
         return worker.is_ready and self._weights.serves(worker)
 
+    def holders(self, role: WorkerRole, digest: str) -> Collection[WorkerClient]:
+        """Return those that new requests with an adapter may go to."""
+        return self._table.workers(role, name_with_adapter(self._weights.name, digest)).items
+
     def partners(self, worker: WorkerClient) -> Collection[WorkerClient]:
         """Return those that it is proven to work with."""
         return self._table.partners(worker, self._weights.name).items
@@ -491,4 +495,4 @@ class WorkerPool:
             num_failing = sum(worker.role is role for worker in self._failing)
             self._metrics.workers_failing.labels(role=name).set(num_failing)
         for adapter in self.limits.adapters if self.limits is not None else ():
-            self._metrics.lora_requests.begin(adapter.name)
+            self._metrics.lora.requests.begin(adapter.name)

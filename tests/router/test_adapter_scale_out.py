@@ -1,0 +1,275 @@
+"""An adapter comes to more workers when all that hold it have much to do, and only then."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from pdserve_common.engine_types import SchedulerStats, WorkerRole
+from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.lora_metrics import ScaleOuts
+from pdserve_common.lora_types import LoRAAdapter, LoRARequest
+from pdserve_router.workers import adapter_rollout, adapter_scale_out
+from pdserve_router.workers.adapter_rollout import AdapterRollout
+from pdserve_router.workers.adapter_scale_out import AdapterScaleOut
+from pdserve_router.workers.worker_client import WorkerClient
+from support.modelled_adapters import NEW, ModelledAdapters
+from support.modelled_pool import ModelledPool, modelled
+
+MAX_REQUESTS = 8
+LORA = LoRARequest(lora_name="a", lora_path="x", digest="")
+REQUEST = LoRARequest(lora_name="a", digest=NEW)
+
+
+@pytest.fixture(autouse=True)
+async def models(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(adapter_rollout, "LISTED_TIMEOUT_S", 0.1)
+    with modelled():
+        yield
+
+
+class Stage:
+    """A pool, its workers' adapters, and what is tested, on a clock of its own."""
+
+    def __init__(self, num_prefill: int, num_decode: int, **rules: Any) -> None:
+        self.now = 1000.0
+        self.pools = ModelledPool(num_prefill, num_decode, **rules)
+        self.pool = self.pools.pool
+        self.workers = ModelledAdapters(self.pools)
+        self.rollout = AdapterRollout(self.pool, self.workers)
+        self.registry = CollectorRegistry()
+        self.scale_out = AdapterScaleOut(
+            self.pool,
+            self.rollout,
+            max_requests=MAX_REQUESTS,
+            outcomes=ScaleOuts(self.registry),
+            clock=lambda: self.now,
+        )
+
+    async def start(self) -> None:
+        for worker in self.pools.workers:
+            self.pools.attach(worker)
+            self.load(worker, 0)
+        await self.pools.proven()
+
+    async def close(self) -> None:
+        await self.scale_out.close()
+        await self.pool.close()
+
+    def load(self, worker: WorkerClient, num_requests: int) -> None:
+        worker.stats = SchedulerStats(num_running_reqs=num_requests)
+
+    def load_holders(self, num_requests: int) -> None:
+        for worker in self.holders():
+            self.load(worker, num_requests)
+
+    async def request(self, lora: LoRARequest = REQUEST, *, after_s: float = 0) -> list[str]:
+        """Have a request come; return who was asked to load what."""
+        self.now += after_s
+        num_calls = len(self.workers.calls)
+        self.scale_out.on_request(lora)
+        await self.idle()
+        return self.workers.calls[num_calls:]
+
+    async def idle(self) -> None:
+        while self.scale_out._task is not None:
+            await asyncio.wait([self.scale_out._task])
+
+    def holders(self) -> list[WorkerClient]:
+        return self.workers.holders(NEW)
+
+    def counted(self) -> tuple[float, float]:
+        """Return how often an adapter was added, and how often a worker refused."""
+        name = "pdserve_lora_scale_outs_total"
+        values = [
+            self.registry.get_sample_value(name, {"outcome": o}) for o in ("added", "refused")
+        ]
+        added, refused = values
+        assert added is not None
+        assert refused is not None
+        return added, refused
+
+
+def num_requests(worker: WorkerClient) -> int:
+    assert worker.stats is not None
+    return worker.stats.num_running_reqs
+
+
+def of_role(workers: Iterable[WorkerClient], role: WorkerRole) -> list[WorkerClient]:
+    return [worker for worker in workers if worker.role is role]
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_whatever_the_load_the_least_loaded_get_it_and_only_where_it_is_wanted(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    stage = Stage(rng.randint(0, 4), rng.randint(1, 4))
+    await stage.start()
+    num_workers = rng.randint(1, min(len(stage.pool.decode), len(stage.pool.prefill) or 4))
+    await stage.rollout.load(LORA, num_workers=num_workers)
+    for worker in stage.pools.workers:
+        stage.load(worker, rng.choice((0, 1, MAX_REQUESTS, MAX_REQUESTS + 1, 50)))
+    before = stage.holders()
+    refusing = [w for w in stage.pools.workers if w not in before and rng.random() < 0.2]
+    stage.workers.refusals = {w.address: FailedPreconditionError("full") for w in refusing}
+    calls = await stage.request()
+    added = [worker for worker in stage.holders() if worker not in before]
+
+    def is_busy(worker: WorkerClient) -> bool:
+        return num_requests(worker) > MAX_REQUESTS
+
+    wanted = [
+        role
+        for role in (WorkerRole.DECODE, WorkerRole.PREFILL)
+        if of_role(before, role) and all(map(is_busy, of_role(before, role)))
+    ]
+    free = {
+        role: [w for w in of_role(stage.pools.workers, role) if w not in before and not is_busy(w)]
+        for role in wanted
+    }
+    if not wanted or not free[wanted[0]]:
+        assert (calls, added, stage.counted()) == ([], [], (0, 0))
+    elif any(worker.address in calls for worker in refusing):
+        assert (added, stage.counted()) == ([], (0, 1))
+    else:
+        assert stage.counted() == (1, 0)
+        (best,) = of_role(added, wanted[0])
+        assert num_requests(best) == min(map(num_requests, free[wanted[0]]))
+        others = [worker for worker in added if worker is not best]
+        assert len(others) <= 1
+        # A partner with little to do needs nobody beside it.
+        role_of_others = {WorkerRole.DECODE: WorkerRole.PREFILL}.get(best.role, WorkerRole.DECODE)
+        if any(not is_busy(worker) for worker in of_role(before, role_of_others)):
+            assert others == []
+        assert all(worker.role is role_of_others for worker in others)
+    assert set(before) <= set(stage.holders())
+    assert len(calls) <= 3  # two, of whom one takes it back
+    await stage.close()
+
+
+async def test_load_is_looked_at_once_in_a_while_and_new_workers_are_given_time() -> None:
+    stage = Stage(3, 3)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    assert await stage.request() == []
+    stage.load_holders(50)
+    assert await stage.request(after_s=adapter_scale_out.LOOK_S / 2) == []
+    assert len(await stage.request(after_s=adapter_scale_out.LOOK_S)) == 2
+    assert len(stage.holders()) == 4
+    stage.load_holders(50)
+    assert await stage.request(after_s=adapter_scale_out.LOOK_S) == []
+    assert len(await stage.request(after_s=adapter_scale_out.SETTLE_S)) == 2
+    # All have it.
+    stage.load_holders(50)
+    assert await stage.request(after_s=100) == []
+    assert stage.counted() == (2, 0)
+    await stage.close()
+
+
+async def test_who_refuses_is_asked_less_and_less_often() -> None:
+    stage = Stage(2, 2)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    # Full, of adapters that nobody uses: none of them goes for this.
+    stage.workers.max_loras = 0
+    asked = []
+    for second in range(2000):
+        if await stage.request(after_s=1):
+            asked.append(second)
+    waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert waits[:6] == [10, 20, 40, 80, 160, 320]
+    assert max(waits) == adapter_scale_out.MAX_BACKOFF_S
+    assert len(stage.holders()) == 2
+    assert stage.counted() == (0, len(asked))
+    stage.workers.max_loras = 16
+    assert len(await stage.request(after_s=adapter_scale_out.MAX_BACKOFF_S)) == 2
+    assert stage.counted()[0] == 1
+    await stage.close()
+
+
+async def test_where_one_of_a_pair_refuses_neither_has_it() -> None:
+    stage = Stage(2, 2)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    before = stage.holders()
+    (refusing,) = [w for w in stage.pool.prefill if w not in before]
+    stage.workers.refusals[refusing.address] = FailedPreconditionError("other folders")
+    assert len(await stage.request()) == 3
+    assert stage.holders() == before
+    await stage.close()
+
+
+async def test_one_is_added_at_a_time_and_what_has_changed_meanwhile_counts() -> None:
+    stage = Stage(2, 2)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    num_calls = len(stage.workers.calls)
+    stage.scale_out.on_request(REQUEST)
+    # It has begun when the name is taken away.
+    unload = asyncio.create_task(stage.rollout.unload("a"))
+    for _ in range(5):
+        stage.now += 100
+        stage.scale_out.on_request(REQUEST)
+    await asyncio.gather(unload, stage.idle())
+    assert len(stage.workers.calls) - num_calls in (2, 6)
+    assert stage.holders() == []
+    # The other way round: nothing is loaded for a name that has gone.
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    unload = asyncio.create_task(stage.rollout.unload("a"))
+    await asyncio.sleep(0)
+    await stage.request(after_s=100)
+    await unload
+    assert stage.holders() == []
+    assert stage.counted()[1] == 0
+    await stage.close()
+
+
+async def test_what_cannot_be_had_elsewhere_stays_where_it_is() -> None:
+    stage = Stage(2, 2)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=1)
+    stage.load_holders(50)
+    for lora in (
+        LoRARequest(lora_name="b", digest=NEW),
+        LoRARequest(lora_name="a", digest="d" * 64),  # its name stands for another one
+    ):
+        assert await stage.request(lora) == []
+    for worker in stage.holders():
+        assert worker.info is not None
+        # One of --lora: its folder is the worker's own.
+        own = (LoRAAdapter(name="a", digest=NEW, rank=8),)
+        stage.pools.attach(worker, adapters=own)
+        stage.load(worker, 50)
+    assert await stage.request(after_s=100) == []
+    assert stage.counted() == (0, 0)
+    await stage.close()
+
+
+async def test_who_has_another_one_under_the_name_keeps_it() -> None:
+    stage = Stage(2, 3)
+    await stage.start()
+    await stage.rollout.load(LORA, num_workers=2)
+    other = next(w for w in stage.pool.decode if w not in stage.holders())
+    stage.workers.contents[other.address] = "d" * 64
+    await stage.workers.add_lora(other.address, LORA)
+    stage.load_holders(50)
+    assert await stage.request() == []
+    await stage.close()
+
+
+async def test_adapters_without_end_are_not_remembered_for_ever() -> None:
+    stage = Stage(1, 1)
+    await stage.start()
+    for number in range(3 * adapter_scale_out.MAX_REMEMBERED):
+        await stage.request(LoRARequest(lora_name="a", digest=str(number)), after_s=0.001)
+    assert len(stage.scale_out._turns) <= adapter_scale_out.MAX_REMEMBERED
+    await stage.close()
