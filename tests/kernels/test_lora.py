@@ -9,6 +9,7 @@ from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
 
 from pdserve_kernels import cpu, reference
 from pdserve_kernels.cpu.decoder import FUNCTIONS
+from pdserve_kernels.cpu.linear_int import PANEL
 from pdserve_kernels.decoder import run_layer_by_layer
 from pdserve_kernels.lora import LoraRows, LoraSegment
 
@@ -43,6 +44,57 @@ def segments(chunks, adapters) -> list[LoraSegment]:
 
 def adapters_of(kernels, model, dtype=torch.bfloat16):
     return [None if rank is None else make_adapter(kernels, model, rank, dtype) for rank in RANKS]
+
+
+def panels_one_by_one(parts, packed):
+    """For each panel: the first rank of those with outputs in it, and their rows of B."""
+    outputs_of_part = packed.out_features // packed.num_parts
+    found = []
+    for start in range(0, packed.out_features, outputs_of_part):
+        for first in range(start, start + outputs_of_part, PANEL):
+            end = min(first + PANEL, start + outputs_of_part)
+            rank, first_rank, rows = 0, 0, []
+            for part in parts:
+                for index in range(len(part.a)):
+                    row = torch.zeros(PANEL, dtype=torch.bfloat16)
+                    is_in = False
+                    for output in range(first, end):
+                        if 0 <= output - part.first_output < len(part.b):
+                            row[output - first] = part.b[output - part.first_output, index]
+                            is_in = True
+                    if is_in:
+                        first_rank = first_rank if rows else rank
+                        rows.append(row)
+                rank += len(part.a)
+            found.append((first_rank, rows))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_panels_are_packed_as_one_by_one(seed):
+    rng = random.Random(seed)
+    num_parts = rng.choice((1, 1, 2, 3))
+    if num_parts == 1:
+        sizes = [(rng.randint(1, 50), rng.random() < 0.8) for _ in range(rng.randint(1, 4))]
+    else:
+        sizes = [(rng.randint(1, 50), True)] * num_parts
+    num_outputs = sum(size for size, _ in sizes)
+    parts = make_parts(sizes, 24, rng.randint(1, 5), torch.bfloat16, seed=seed)
+    weight = torch.randn(num_outputs, 24).bfloat16()
+    packed = cpu.pack_linear(weight, num_parts=num_parts)
+    lora = cpu.pack_lora(parts, packed)
+    if not parts:
+        assert lora is None
+        return
+    expected = panels_one_by_one(parts, packed)
+    assert lora.panels[:, 1:].tolist() == [[first, len(rows)] for first, rows in expected]
+    assert torch.equal(lora.b, torch.stack([row for _, rows in expected for row in rows]))
+    row_bytes = PANEL * lora.b.element_size()
+    starts = [sum(len(rows) for _, rows in expected[:index]) for index in range(len(expected))]
+    for moved in (lora, lora.moved(torch.zeros(lora.num_elements, dtype=torch.bfloat16))):
+        assert torch.equal(moved.b, lora.b)
+        addresses = [(address - moved.b.data_ptr()) / row_bytes for address, *_ in moved.panels]
+        assert addresses == starts
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

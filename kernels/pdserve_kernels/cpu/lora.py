@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +19,13 @@ PAIRS = 32  # inputs that are multiplied at a time, two a lane
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Panel(ctypes.Structure):
-    """`LoraPanel` of csrc/lora.h."""
-
-    _fields_ = (("b", _POINTER), ("first_rank", _INT), ("num_ranks", _INT))
-
-
 class _Weight(ctypes.Structure):
     """`LoraWeight` of csrc/lora.h."""
 
     _fields_ = (
         ("a", _POINTER),
         ("scales", _POINTER),
-        ("panels", ctypes.POINTER(_Panel)),
+        ("panels", _POINTER),
         ("num_ranks", _INT),
     )
 
@@ -39,7 +33,8 @@ class _Weight(ctypes.Structure):
     def of(cls, weight: "LoraWeight | None") -> "_Weight":
         if weight is None:
             return cls()
-        return cls(weight.a.data_ptr(), weight.scales.data_ptr(), weight.native, len(weight.a))
+        arrays = (weight.a, weight.scales, weight.panels)
+        return cls(*(array.data_ptr() for array in arrays), len(weight.a))
 
 
 class _Layer(ctypes.Structure):
@@ -68,28 +63,14 @@ class Segment(ctypes.Structure):
 class LoraWeight:
     """What an adapter adds to a LinearWeight. a: bf16 [ranks, in_features, rounded up to PAIRS];
     scales: fp32 [ranks]; b: bf16 [.., PANEL], for each panel of the weight a row for each rank that
-    it has outputs of. `native` is what the C++ sees of the panels.
+    it has outputs of. panels: int64 [panels, 3], each a `LoraPanel` of csrc/lora.h: the address of
+    its rows, the first of its ranks, and how many.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scales: torch.Tensor
-    native: Any
-
-    @classmethod
-    def of(
-        cls,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scales: torch.Tensor,
-        first_ranks: Sequence[int],
-        sizes: Sequence[int],
-    ) -> "LoraWeight":
-        """`first_ranks` and `sizes` are of each panel: the first of its ranks, and how many."""
-        starts = accumulate([0, *sizes[:-1]])
-        addresses = [b.data_ptr() + b.element_size() * PANEL * start for start in starts]
-        panels = map(_Panel, addresses, first_ranks, sizes)
-        return cls(a=a, b=b, scales=scales, native=(_Panel * len(sizes))(*panels))
+    panels: torch.Tensor
 
     def moved(self, memory: torch.Tensor) -> "LoraWeight":
         """Return the same in the first elements of `memory`."""
@@ -97,13 +78,24 @@ class LoraWeight:
         b = memory[self.a.numel() : self.num_elements].view(self.b.shape)
         a.copy_(self.a)
         b.copy_(self.b)
-        first_ranks = [panel.first_rank for panel in self.native]
-        sizes = [panel.num_ranks for panel in self.native]
-        return LoraWeight.of(a, b, self.scales, first_ranks, sizes)
+        panels = self.panels.clone()
+        panels[:, 0] += b.data_ptr() - self.b.data_ptr()
+        return LoraWeight(a=a, b=b, scales=self.scales, panels=panels)
 
     @property
     def num_elements(self) -> int:
         return self.a.numel() + self.b.numel()
+
+
+class _Piece(NamedTuple):
+    """Where a part's B goes."""
+
+    # The panels with outputs of it.
+    touched: slice
+    # In each of them, the ranks before it.
+    offsets: torch.Tensor
+    # Of each output, the lane: those of the first such panel are 0 to PANEL - 1.
+    places: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +122,8 @@ def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> Any:
     a = torch.zeros(sum(ranks), num_inputs, dtype=torch.bfloat16)
     a[:, : packed.in_features] = torch.cat([part.a for part in parts])
     scales = torch.tensor([part.scale for part in parts]).repeat_interleave(torch.tensor(ranks))
-    firsts, pieces = zip(*_panels(parts, packed), strict=True)
-    # One behind the other, as they are read.
-    return LoraWeight.of(a, torch.cat(pieces), scales, firsts, [len(piece) for piece in pieces])
+    b, panels = _panels(parts, packed)
+    return LoraWeight(a=a, b=b, scales=scales, panels=panels)
 
 
 def pack_adapter(layers: Sequence[LoraLayer]) -> PackedAdapter:
@@ -196,24 +187,36 @@ def segments_of(lora: Sequence[LoraSegment], num_tokens: int) -> Any:
     return (Segment * len(lora))(*described)
 
 
-def _panels(parts: Sequence[LoraPart], packed: LinearWeight) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield for each panel of the weight the first rank of those that it has outputs of, and B."""
+def _panels(parts: Sequence[LoraPart], packed: LinearWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return B, panel by panel as it is read, and `panels`, as LoraWeight has them.
+
+    In few calls for each part, however many panels it has: each call waits for the GIL, and steps
+    wait for it in turn.
+    """
     outputs_of_part = packed.out_features // packed.num_parts
-    for start in range(0, packed.out_features, outputs_of_part):
-        for first in range(start, start + outputs_of_part, PANEL):
-            yield _panel(parts, first, min(first + PANEL, start + outputs_of_part))
-
-
-def _panel(parts: Sequence[LoraPart], first: int, end: int) -> tuple[int, torch.Tensor]:
-    rank, first_rank = 0, 0
-    pieces: list[torch.Tensor] = []
+    panels_of_part = -(-outputs_of_part // PANEL)
+    num_panels = packed.num_parts * panels_of_part
+    sizes = torch.zeros(num_panels, dtype=torch.int64)
+    first_ranks = torch.zeros(num_panels, dtype=torch.int64)
+    pieces: list[_Piece] = []
+    num_ranks = 0
     for part in parts:
-        outputs = range(max(first, part.first_output), min(end, part.first_output + len(part.b)))
-        if outputs:
-            first_rank = first_rank if pieces else rank
-            piece = torch.zeros(len(part.a), PANEL, dtype=torch.bfloat16)
-            rows = slice(outputs.start - part.first_output, outputs.stop - part.first_output)
-            piece[:, outputs.start - first : outputs.stop - first] = part.b[rows].t()
-            pieces.append(piece)
-        rank += len(part.a)
-    return first_rank, torch.cat(pieces) if pieces else torch.zeros(0, PANEL, dtype=torch.bfloat16)
+        outputs = torch.arange(part.first_output, part.first_output + len(part.b))
+        places = outputs // outputs_of_part * panels_of_part * PANEL + outputs % outputs_of_part
+        touched = slice(int(places[0]) // PANEL, int(places[-1]) // PANEL + 1)
+        # The parts before it in a panel come first.
+        firsts = first_ranks[touched]
+        firsts.copy_(torch.where(sizes[touched] == 0, num_ranks, firsts))
+        pieces.append(_Piece(touched, sizes[touched].clone(), places - touched.start * PANEL))
+        sizes[touched] += len(part.a)
+        num_ranks += len(part.a)
+    starts = sizes.cumsum(0) - sizes
+    b = torch.zeros(int(sizes.sum()), PANEL, dtype=torch.bfloat16)
+    for part, piece in zip(parts, pieces, strict=True):
+        rank = len(part.a)
+        lanes = torch.zeros(len(piece.offsets) * PANEL, rank, dtype=torch.bfloat16)
+        lanes[piece.places] = part.b
+        rows = (starts[piece.touched] + piece.offsets).unsqueeze(1) + torch.arange(rank)
+        b[rows.flatten()] = lanes.view(-1, PANEL, rank).transpose(1, 2).reshape(-1, PANEL)
+    addresses = b.data_ptr() + b.element_size() * PANEL * starts
+    return b, torch.stack((addresses, first_ranks, sizes), dim=1)
