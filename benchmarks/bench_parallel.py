@@ -108,7 +108,9 @@ def _time_steps() -> None:
         preempted_req_ids=frozenset(),
     )
     submit = engine.core.executor.submit
-    print(f"a step to two ranks and back: {_microseconds(lambda: submit(step).result()):.0f} us")
+    times = _times(lambda: submit(step).result())
+    p99 = statistics.quantiles(times, n=100)[-1]
+    print(f"a step to two ranks and back: {statistics.median(times):.0f} us, p99 {p99:.0f} us")
     engine.close()
 
 
@@ -130,19 +132,19 @@ def _sum_rows(rank: int, memory_fd: int) -> None:
     group = SharedGroup(memory_fd, rank=rank, size=2, slot_bytes=SLOT_BYTES)
     for shape in SUMS:
         partial = torch.randn(shape)
-        microseconds = _microseconds(functools.partial(group.sum_rows, partial))
+        microseconds = statistics.median(_times(functools.partial(group.sum_rows, partial)))
         if rank == 0:
             print(f"the sum of two ranks' {list(shape)}: {microseconds:.1f} us")
 
 
-def _microseconds(function: Callable[[], object]) -> float:
-    """The median of NUM_CALLS calls."""
-    seconds = []
+def _times(function: Callable[[], object]) -> list[float]:
+    """The microseconds of NUM_CALLS calls."""
+    times = []
     for _ in range(NUM_CALLS):
         start = time.perf_counter()
         function()
-        seconds.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(seconds)
+        times.append(1e6 * (time.perf_counter() - start))
+    return times
 
 
 def _parse_args() -> argparse.Namespace:

@@ -6,10 +6,12 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, ClassVar
 
 import pytest
 
+from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages, ranks
 from pdserve_engine.executor.messages import Failed, Message
 from pdserve_engine.executor.ranks import Ranks
@@ -34,26 +36,29 @@ class FakeProcess:
         self.rank, self.pid = rank, 0
         self._codec: FrameCodec[Message] = codec
         self._reader = codec.reader()
-        self.connection, self._theirs = socket.socketpair()
+        self.connection, calls = socket.socketpair()
+        self.steps, steps = socket.socketpair()
+        self._theirs = (calls, steps)
         self.is_killed = False
         self.taken: list[Message] = []
         FakeProcess.all.append(self)
-        threading.Thread(target=self._run, daemon=True).start()
+        for theirs in self._theirs:
+            threading.Thread(target=self._run, args=(theirs,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, theirs: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it was killed
-            self._serve()
+            self._serve(theirs)
 
-    def _serve(self) -> None:
+    def _serve(self, theirs: socket.socket) -> None:
         reader = messages.make_codec(NO_GRAMMAR).reader()
-        while data := self._theirs.recv(1 << 16):
+        while data := theirs.recv(1 << 16):
             for message, number in reader.feed(data):
                 self.taken.append(message)
                 answer = self.scripts[self.rank](message)
                 if isinstance(answer, bytes):
-                    self._theirs.sendall(answer)
+                    theirs.sendall(answer)
                 elif answer is not None:
-                    self._theirs.sendall(self._codec.encode(answer, number))
+                    theirs.sendall(self._codec.encode(answer, number))
 
     def send(self, frame: bytes) -> None:
         self.connection.sendall(frame)
@@ -66,7 +71,8 @@ class FakeProcess:
 
     def kill(self) -> None:
         self.is_killed = True
-        self._theirs.shutdown(socket.SHUT_RDWR)
+        for theirs in self._theirs:
+            theirs.shutdown(socket.SHUT_RDWR)
 
     def describe_end(self) -> str:
         return "it was ended by SIGKILL" if self.is_killed else ""
@@ -109,6 +115,9 @@ def is_silent(message: Message) -> None:
 
 
 ASKED = messages.DetermineNumBlocks()
+# How ranks may be asked: at once, or behind steps, when the thread that waits reads itself.
+Ask = Callable[[Ranks, Message], Pending[list[Any]]]
+both_ways = pytest.mark.parametrize("ask", [Ranks.ask, Ranks.ask_behind_steps])
 
 
 def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ranks]) -> None:
@@ -129,34 +138,78 @@ def test_an_answer_is_there_when_all_have_answered(make_ranks: Callable[..., Ran
 def test_each_may_be_asked_something_of_its_own(make_ranks: Callable[..., Ranks]) -> None:
     both = make_ranks(says(True), says(True))
     both.ask(messages.SleepRank(1), messages.SleepRank(2)).result(TIMEOUT_S)
-    both.tell(messages.Recover(), ranks=[1])
-    wait_until(lambda: FakeProcess.all[1].taken == [messages.SleepRank(2), messages.Recover()])
+    both.tell(messages.Poke(), ranks=[1])
+    wait_until(lambda: FakeProcess.all[1].taken == [messages.SleepRank(2), messages.Poke()])
     assert FakeProcess.all[0].taken == [messages.SleepRank(1)]
 
 
-def test_what_fails_in_all_ranks_is_no_loss(make_ranks: Callable[..., Ranks]) -> None:
+def test_what_comes_behind_steps_is_there_when_all_have_answered(
+    make_ranks: Callable[..., Ranks],
+) -> None:
+    may_answer = threading.Event()
+
+    def answers_late(message: Message) -> Message | None:
+        assert may_answer.wait(TIMEOUT_S)
+        return None if isinstance(message, messages.Recover) else Answer.of(2)
+
+    both = make_ranks(says(1), answers_late)
+    asked = [both.ask_behind_steps(ASKED) for _ in range(2)]
+    both.tell_behind_steps(messages.Recover())
+    with pytest.raises(FutureTimeoutError):
+        asked[1].result(0.1)
+    may_answer.set()
+    # In any order.
+    for each in reversed(asked):
+        assert [answer.result_of(ASKED) for answer in each.result(TIMEOUT_S)] == [1, 2]
+    wait_until(lambda: FakeProcess.all[1].taken == [ASKED, ASKED, messages.Recover()])
+
+
+def test_large_messages_pass_while_no_side_reads(make_ranks: Callable[..., Ranks]) -> None:
+    """A rank that computes does not read, and neither does an engine that plans."""
+    large = "x" * (4 << 20)
+    may_answer = threading.Event()
+
+    def answers_late(message: Message) -> Message:
+        assert may_answer.wait(TIMEOUT_S)
+        return Answer.of(large)
+
+    both = make_ranks(answers_late, says(large))
+    asked = [both.ask_behind_steps(messages.RemovePeer(large)) for _ in range(3)]
+    may_answer.set()
+    for each in asked:
+        assert each.result(TIMEOUT_S) == [Answer.of(large)] * 2
+    assert FakeProcess.all[0].taken == [messages.RemovePeer(large)] * 3
+
+
+@both_ways
+def test_what_fails_in_all_ranks_is_no_loss(make_ranks: Callable[..., Ranks], ask: Ask) -> None:
     both = make_ranks(fails, fails)
     for _ in range(2):
-        assert str(both.ask(ASKED).exception(TIMEOUT_S)) == "out of luck"
+        assert str(ask(both, ASKED).exception(TIMEOUT_S)) == "out of luck"
     assert both.failure is None
 
 
-def test_a_rank_that_fails_alone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
+@both_ways
+def test_a_rank_that_fails_alone_ends_all(make_ranks: Callable[..., Ranks], ask: Ask) -> None:
     both = make_ranks(says(1), fails)
-    assert both.ask(ASKED).exception(TIMEOUT_S) is not None
+    assert ask(both, ASKED).exception(TIMEOUT_S) is not None
     wait_until(lambda: both.failure is not None)
     assert both.failure == "rank 1 has failed where others have not: out of luck"
     assert all(process.is_killed for process in FakeProcess.all)
-    assert str(both.ask(ASKED).exception(TIMEOUT_S)) == both.failure
+    assert str(ask(both, ASKED).exception(TIMEOUT_S)) == both.failure
 
 
+@both_ways
 def test_so_does_one_that_fails_while_others_compute(
-    make_ranks: Callable[..., Ranks], clock: Clock
+    make_ranks: Callable[..., Ranks], ask: Ask, clock: Clock
 ) -> None:
     both = make_ranks(fails, is_silent)
-    asked = both.ask(ASKED)
+    asked = ask(both, ASKED)
+    errors: list[BaseException | None] = []
+    waiting = threading.Thread(target=lambda: errors.append(asked.exception(TIMEOUT_S)))
+    waiting.start()
     wait_until(lambda: len(FakeProcess.all[0].taken) == 1)
-    assert not asked.done()
+    assert not errors
 
     def is_lost() -> bool:
         clock.now_s += ranks.FAILURE_GRACE_S / 4  # its answer may still be on its way
@@ -164,9 +217,11 @@ def test_so_does_one_that_fails_while_others_compute(
 
     wait_until(is_lost)
     assert both.failure == "rank 0 has failed, others still compute: out of luck"
-    assert str(asked.exception(TIMEOUT_S)) == both.failure
+    waiting.join(TIMEOUT_S)
+    assert [str(error) for error in errors] == [both.failure]
 
 
+@both_ways
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -175,12 +230,12 @@ def test_so_does_one_that_fails_while_others_compute(
     ],
 )
 def test_garbage_is_a_loss_and_half_a_frame_is_waited_for(
-    answer: bytes, reason: str | None, make_ranks: Callable[..., Ranks]
+    answer: bytes, reason: str | None, make_ranks: Callable[..., Ranks], ask: Ask
 ) -> None:
     both = make_ranks(says(1), lambda message: answer)
-    asked = both.ask(ASKED)
+    asked = ask(both, ASKED)
     if reason is None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(FutureTimeoutError):
             asked.result(0.1)
         return
     assert str(asked.exception(TIMEOUT_S)).startswith(reason)
@@ -188,12 +243,13 @@ def test_garbage_is_a_loss_and_half_a_frame_is_waited_for(
 
 def test_a_rank_that_is_gone_ends_all(make_ranks: Callable[..., Ranks]) -> None:
     both = make_ranks(is_silent, is_silent)
-    asked = [both.ask(ASKED), both.ask(ASKED)]
+    asked = [both.ask(ASKED), both.ask_behind_steps(ASKED)]
     FakeProcess.all[1].kill()
     reasons = {str(future.exception(TIMEOUT_S)) for future in asked}
     assert reasons == {"rank 1 is gone: it was ended by SIGKILL"}
     assert FakeProcess.all[0].is_killed
-    both.tell(messages.Recover())  # nothing happens
+    both.tell(messages.Poke())  # nothing happens
+    both.tell_behind_steps(messages.Recover())
 
 
 def test_an_end_that_is_expected_is_no_loss(make_ranks: Callable[..., Ranks]) -> None:

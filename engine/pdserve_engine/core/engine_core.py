@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 from pdserve_common.engine_types import EngineCoreRequest, SchedulerStats
@@ -12,7 +11,7 @@ from pdserve_common.errors import DrainingError
 from pdserve_common.kv_types import KVCacheEvents
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.core.dump import dump_step
-from pdserve_engine.core.executor import ExecutedStep, Executor
+from pdserve_engine.core.executor import ExecutedStep, Executor, Pending
 from pdserve_engine.core.scheduler import Scheduler
 from pdserve_engine.request.outputs import ClientOutputs
 from pdserve_engine.request.request import Request, RequestStatus
@@ -53,7 +52,7 @@ class _Batch(NamedTuple):
 
     scheduled: SchedulerOutput
     work: int
-    future: Future[ExecutedStep]
+    pending: Pending[ExecutedStep]
 
 
 class _Taken(NamedTuple):
@@ -167,11 +166,11 @@ class EngineCore:
         while self._batch_queue:
             self._take_oldest()
 
-    def wait_for(self, future: "Future[T]", work: int | None = None) -> T:
+    def wait_for(self, pending: Pending[T], work: int | None = None) -> T:
         """Return the result of a step, or of a call that comes behind steps."""
         self.running_step = RunningStep(self._clock(), work)
         try:
-            return future.result()
+            return pending.result()
         finally:
             self.running_step = None
 
@@ -196,14 +195,14 @@ class EngineCore:
     def _submit(self, scheduled: SchedulerOutput) -> None:
         work = work_of(scheduled)
         self.running_step = RunningStep(self._clock(), work)  # it may be over on return
-        future = self.executor.submit(scheduled)
+        pending = self.executor.submit(scheduled)
         self.running_step = None
-        self._batch_queue.append(_Batch(scheduled, work, future))
+        self._batch_queue.append(_Batch(scheduled, work, pending))
 
     def _take_oldest(self) -> _Taken:
-        scheduled, work, future = self._batch_queue.popleft()
+        scheduled, work, pending = self._batch_queue.popleft()
         try:
-            output, duration_s = self.wait_for(future, work)
+            output, duration_s = self.wait_for(pending, work)
         except Exception as error:  # whatever a model, a kernel or a plugin may raise
             self._isolate(scheduled, error)
             return _Taken(has_progressed=True)
@@ -248,7 +247,7 @@ class EngineCore:
         steps = [scheduled]
         while self._batch_queue:
             batch = self._batch_queue.popleft()
-            batch.future.exception()
+            batch.pending.exception()
             steps.append(batch.scheduled)
         self.executor.recover()
         self.scheduler.discard_steps(steps, f"the model failed on this request: {error!r}")

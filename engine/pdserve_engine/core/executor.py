@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import ModelRunnerOutput, SchedulerOutput
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class ExecutedStep(NamedTuple):
@@ -34,6 +36,20 @@ class PackedAdapter(NamedTuple):
     # The largest of its linears.
     rank: int
     weights: Any
+
+
+class Pending(Protocol[T_co]):
+    """What comes of a step, or of a call behind steps: a Future, or what the thread that waits
+    reads itself. Only one thread waits.
+    """
+
+    def result(self, timeout: float | None = None) -> T_co:
+        """Wait for it, and return it or raise the exception. Raises TimeoutError."""
+        ...
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for it, and return the exception, if there is one. Raises TimeoutError."""
+        ...
 
 
 class AdapterStore(Protocol):
@@ -106,10 +122,10 @@ class Executor(Protocol):
         """Do several steps run at once, each in another part of the model?"""
         ...
 
-    def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
-        """Run a step behind those in flight. It is over when the future is: its KV is written.
+    def submit(self, scheduler_output: SchedulerOutput) -> Pending[ExecutedStep]:
+        """Run a step behind those in flight. It is over when there is a result: its KV is written.
 
-        The future holds any exception of the model. Steps behind one that failed fail, too, as
+        The result may be any exception of the model. Steps behind one that failed fail, too, as
         the model lacks what that one would have told it; until `recover`.
         """
         ...
@@ -142,14 +158,14 @@ class Executor(Protocol):
         """
         ...
 
-    def start_profile(self) -> "Future[None]":
-        """Record what the model does, from behind the steps in flight on. The future's exception
-        may be FailedPreconditionError.
+    def start_profile(self) -> Pending[None]:
+        """Record what the model does, from behind the steps in flight on. Its exception may be
+        FailedPreconditionError.
         """
         ...
 
-    def stop_profile(self) -> "Future[str]":
-        """Bring the trace's path. The future's exception may be FailedPreconditionError."""
+    def stop_profile(self) -> Pending[str]:
+        """Bring the trace's path. Its exception may be FailedPreconditionError."""
         ...
 
     # ---- tools for tests

@@ -108,8 +108,8 @@ class BlockChecksums(Call[tuple[int, ...]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Poison:
-    """As Executor.poison; there is no answer."""
+class Poison(Call[None]):
+    """As Executor.poison."""
 
     block_ids: tuple[int, ...]
 
@@ -292,7 +292,7 @@ TransportCommand = ExpectPeer | SetExporting | Poke | AddPeer | RemovePeer | Rea
 AdapterCommand = AddAdapter | DiscardAdapter | RemoveAdapter
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (
-    SchedulerOutput | Poison | Recover | AdapterCommand | TransportCommand
+    SchedulerOutput | Recover | AdapterCommand | TransportCommand
     | ExecutedStep | Answer | Failed | TransportEvent
 )  # fmt: skip
 Message = _OneWay | Call[Any]
@@ -300,7 +300,8 @@ Message = _OneWay | Call[Any]
 MESSAGES: tuple[type, ...] = (
     *get_args(_OneWay),
     LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
-    StartProfile, StopProfile, ReadAdapter, BlockChecksums, OpenTransport, CloseTransport, StopRank,
+    StartProfile, StopProfile, ReadAdapter, Poison, BlockChecksums, OpenTransport, CloseTransport,
+    StopRank,
     CloseRank,
 )  # fmt: skip
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pdserve_common.call_thread import CallThread
 from pdserve_common.cores import cpu_limit, format_cores, share_cores, usable_cores
 from pdserve_common.kv_types import KVShard
 from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.config import EngineConfig
-from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
+from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
@@ -56,9 +56,6 @@ class MultiprocExecutor:
         self._transports: list[RemoteTransport] = []
         self._shards: list[KVShard] = []
         self._num_kv_heads = 0
-        self.adapters: AdapterStore | None = None
-        if config.has_adapters:
-            self.adapters = RemoteAdapters(ask=self._begin, tell=self._tell)
         self._events = CallThread("kv-transfer")
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-ranks-")
         with placed_ranks(
@@ -73,6 +70,10 @@ class MultiprocExecutor:
                 for config, place in zip(self._configs, self._places, strict=True)
             ]
             self._ranks = Ranks(commands, self._on_event)
+        self.adapters: AdapterStore | None = None
+        if config.has_adapters:
+            ask, tell = self._ranks.ask, self._ranks.tell_behind_steps
+            self.adapters = RemoteAdapters(ask=ask, tell=tell)
 
     @property
     def pids(self) -> list[int]:
@@ -115,16 +116,16 @@ class MultiprocExecutor:
 
     # ---- steps
 
-    def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
+    def submit(self, scheduler_output: SchedulerOutput) -> Pending[ExecutedStep]:
         if scheduler_output.is_empty:  # pipelines have many while all requests are on their way
             nothing: Future[ExecutedStep] = Future()
             nothing.set_result(ExecutedStep(EMPTY_MODEL_RUNNER_OUTPUT, 0.0))
             return nothing
-        steps = self._ranks.ask(scheduler_output)
-        return _then(steps, lambda answers: answers[self._output_rank])
+        steps = self._ranks.ask_behind_steps(scheduler_output)
+        return _Then(steps, lambda answers: answers[self._output_rank])
 
     def recover(self) -> None:
-        self._ranks.tell(messages.Recover())
+        self._ranks.tell_behind_steps(messages.Recover())
 
     def failure(self) -> str | None:
         return self._ranks.failure
@@ -140,16 +141,17 @@ class MultiprocExecutor:
     def restore_kv_cache(self) -> None:
         self._call(messages.RestoreKVCache())
 
-    def start_profile(self) -> "Future[None]":
+    def start_profile(self) -> Pending[None]:
         return self._first(messages.StartProfile())
 
-    def stop_profile(self) -> "Future[str]":
+    def stop_profile(self) -> Pending[str]:
         return self._first(messages.StopProfile())
 
     # ---- tools for tests
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        self._ranks.tell(messages.Poison(tuple(block_ids)))
+        # Answered: a later step, and a READ into these blocks, go another way.
+        self._call(messages.Poison(tuple(block_ids)))
 
     def block_checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         parts = self._call(messages.BlockChecksums(tuple(block_ids)))
@@ -162,7 +164,7 @@ class MultiprocExecutor:
             return True
         stop = messages.StopRank()
         try:
-            stopped: list[bool] = _results(self._ranks.ask(stop), stop, STOP_TIMEOUT_S)
+            stopped: list[bool] = _results(self._ranks.ask_behind_steps(stop), stop, STOP_TIMEOUT_S)
         except Exception as error:  # a rank that hangs, or that is gone
             logger.error("the ranks do not stop: %s", error)
             return False
@@ -188,16 +190,10 @@ class MultiprocExecutor:
     def _call(self, call: Call[ResultT]) -> list[ResultT]:
         return _results(self._ranks.ask(call), call)
 
-    def _begin(self, call: Call[ResultT]) -> "Future[list[ResultT]]":
-        return _then(
-            self._ranks.ask(call), lambda answers: [answer.result_of(call) for answer in answers]
-        )
-
-    def _tell(self, message: messages.Message) -> None:
-        self._ranks.tell(message)
-
-    def _first(self, call: Call[ResultT]) -> "Future[ResultT]":
-        return _then(self._ranks.ask(call), lambda answers: answers[0].result_of(call))
+    def _first(self, call: Call[ResultT]) -> Pending[ResultT]:
+        """What rank 0 answers to what all do, behind steps."""
+        answers = self._ranks.ask_behind_steps(call)
+        return _Then(answers, lambda answers: answers[0].result_of(call))
 
     def _close_transport(self, rank: int) -> None:
         if self.failure() is not None:
@@ -232,20 +228,22 @@ def rank_configs(config: EngineConfig) -> list[EngineConfig]:
 
 
 def _results(
-    answers: "Future[list[Any]]", call: Call[ResultT], timeout_s: float = CALL_TIMEOUT_S
+    answers: Pending[list[Any]], call: Call[ResultT], timeout_s: float = CALL_TIMEOUT_S
 ) -> list[ResultT]:
     return [answer.result_of(call) for answer in answers.result(timeout_s)]
 
 
-def _then(future: "Future[list[Any]]", function: Callable[[list[Any]], T]) -> "Future[T]":
-    """Return a future of what the function makes of the answers."""
-    result: Future[T] = Future()
+class _Then(Generic[T]):
+    """What a function makes of the answers. Implements core.executor.Pending."""
 
-    def pass_on(done: "Future[list[Any]]") -> None:
-        try:
-            result.set_result(function(done.result()))
-        except Exception as error:  # whoever waits gets it
-            result.set_exception(error)
+    def __init__(self, answers: Pending[list[Any]], function: Callable[[list[Any]], T]) -> None:
+        self._answers = answers
+        self._function = function
 
-    future.add_done_callback(pass_on)
-    return result
+    def result(self, timeout: float | None = None) -> T:
+        """See Pending."""
+        return self._function(self._answers.result(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See Pending."""
+        return self._answers.exception(timeout)

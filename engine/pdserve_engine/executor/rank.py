@@ -1,4 +1,4 @@
-"""python -m pdserve_engine.executor.rank FD CORES: started by MultiprocExecutor alone."""
+"""python -m pdserve_engine.executor.rank CALLS STEPS CORES: started by MultiprocExecutor alone."""
 
 import os
 import signal
@@ -10,19 +10,19 @@ from pdserve_common.cores import confine_process, parse_cores
 
 
 def main() -> int:
-    """Serve on the inherited socket, on CORES unless that is empty; the process's exit status."""
+    """Serve on the inherited sockets, on CORES unless that is empty; the process's exit status."""
     # The worker decides when its ranks end, also when a signal goes to the whole group.
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    # The socket tells as well, but not while the engine is being imported.
+    # The sockets tell as well, but not while the engine is being imported.
     die_with_parent()
-    if cores := sys.argv[2]:
+    if cores := sys.argv[3]:
         confine_process(parse_cores(cores))  # before OpenMP counts them
     # gloo listens on the address of the host's name otherwise.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from pdserve_engine.executor.rank_server import serve  # takes seconds: after all that
 
-    return serve(socket.socket(fileno=int(sys.argv[1])))
+    return serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))
 
 
 if __name__ == "__main__":

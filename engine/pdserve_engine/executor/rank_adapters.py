@@ -18,11 +18,12 @@ from pdserve_engine.executor.messages import (
     ReadAdapterResult,
     RemoveAdapter,
 )
+from pdserve_engine.frames import Answer
 from pdserve_engine.kv.memory import out_of_memory_reason
 from pdserve_engine.lora.adapter_config import LoraError
 
 # Asks all ranks; the future holds their answers.
-AskRanks = Callable[[ReadAdapter], "Future[list[ReadAdapterResult]]"]
+AskRanks = Callable[[ReadAdapter], "Future[list[Answer]]"]
 
 
 class RemoteAdapters:
@@ -43,9 +44,10 @@ class RemoteAdapters:
         number = next(self._numbers)
         reading: Future[PackedAdapter] = Future()
 
-        def end(answers: "Future[list[ReadAdapterResult]]") -> None:
+        def end(answers: "Future[list[Answer]]") -> None:
             try:
-                reading.set_result(self._agree(folder, number, answers.result()))
+                results = [answer.result_of(call) for answer in answers.result()]
+                reading.set_result(self._agree(folder, number, results))
             except Exception as error:  # whoever waits gets it
                 reading.set_exception(error)
 

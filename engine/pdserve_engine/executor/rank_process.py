@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.frames import FrameCodec
 
-# A rank reads all the time: this long nothing but a stopped process takes.
+# A rank reads calls all the time: this long nothing but a stopped process takes.
 SEND_TIMEOUT_S = 10.0
-RECEIVE_BYTES = 1 << 20
+# More takes longer to allocate than to fill.
+RECEIVE_BYTES = 1 << 16
 # A process whose socket has closed is on its way out.
 DESCRIBE_TIMEOUT_S = 1.0
 
@@ -25,14 +26,16 @@ class RankProcess:
         """`cores` is a list like 0-3,8, or empty; the process inherits the descriptors."""
         self.rank = rank
         self._reader = codec.reader()
-        self.connection, theirs = socket.socketpair()
+        self.connection, calls = socket.socketpair()
         self.connection.settimeout(SEND_TIMEOUT_S)
-        with theirs:
-            fd = theirs.fileno()
+        # For steps and what comes behind them: StepSockets writes and reads it.
+        self.steps, steps = socket.socketpair()
+        with calls, steps:
+            fds = [calls.fileno(), steps.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve_engine.executor.rank", str(fd), cores],
+                [sys.executable, "-m", "pdserve_engine.executor.rank", *map(str, fds), cores],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[fd, *descriptors],
+                pass_fds=[*fds, *descriptors],
             )
 
     @property
@@ -72,3 +75,4 @@ class RankProcess:
             self._process.kill()
             self._process.wait()
         self.connection.close()
+        self.steps.close()

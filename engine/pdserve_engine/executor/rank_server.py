@@ -1,7 +1,8 @@
-"""One rank's process: a UniprocExecutor behind a MultiprocExecutor's socket.
+"""One rank's process: a UniprocExecutor behind a MultiprocExecutor's sockets.
 
-This thread reads. Steps run on the executor's own, and calls that take their time on a thread that
-ends with them: OpenMP keeps a team for every thread that has used one.
+Steps, and what comes behind them, have a socket of their own: the thread that reads it runs them.
+The process's first thread reads all else. Calls that take their time run on a thread that ends with
+them: OpenMP keeps a team for every thread that has used one.
 """
 
 import logging
@@ -9,10 +10,11 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from pdserve_common.call_thread import CallerThread
 from pdserve_common.logging import setup_logging
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
@@ -21,7 +23,7 @@ from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.rank_adapters import AdapterHost
 from pdserve_engine.executor.rank_transport import TransportHost
 from pdserve_engine.executor.uniproc import UniprocExecutor
-from pdserve_engine.frames import Answer
+from pdserve_engine.frames import Answer, FrameCodec
 from pdserve_engine.grammar.native import CompiledGrammar, TokenizerInfo
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -32,31 +34,51 @@ from pdserve_engine.runner.rank import Rank
 logger = logging.getLogger(__name__)
 
 EXIT_LOST = 3
-RECEIVE_BYTES = 1 << 20
+# More takes longer to allocate than to fill.
+RECEIVE_BYTES = 1 << 16
 # How often the transport is looked at.
 CHECK_S = 0.5
 
 
-def serve(connection: socket.socket) -> int:
+def serve(calls: socket.socket, steps: socket.socket) -> int:
     """Serve until the engine says that it is over, and return 0. Ends the process at once when the
     other end is gone.
     """
-    server = _RankServer(connection)
-    reader = messages.make_codec(server.read_grammar).reader()
+    server = _RankServer(calls, steps)
+    threading.Thread(target=server.run_steps, name="model", daemon=True).start()
     while True:
-        if not select.select([connection], [], [], CHECK_S)[0]:
+        if not select.select([calls], [], [], CHECK_S)[0]:
             server.check()
             continue
-        data = connection.recv(RECEIVE_BYTES)
-        if not data:
-            logger.error("no connection to the engine any more")
-            os._exit(EXIT_LOST)
-        for message, number in reader.feed(data):
+        for message, number in server.calls.receive():
             if isinstance(message, messages.CloseRank):
-                server.answer(number, server.close)
+                server.answer(server.calls, number, server.close)
                 return 0
             server.handle(message, number)
         server.check()
+
+
+class _Connection:
+    """An end of a socket. Any thread may send."""
+
+    def __init__(self, connection: socket.socket, codec: FrameCodec[Message]) -> None:
+        self._connection = connection
+        self._codec = codec
+        self._reader = codec.reader()
+        self._send_lock = threading.Lock()
+
+    def send(self, message: Message, number: int) -> None:
+        frame = self._codec.encode(message, number)
+        with self._send_lock:
+            self._connection.sendall(frame)
+
+    def receive(self) -> Iterator[tuple[Message, int]]:
+        """Wait, and yield what has come. Ends the process if the other end is gone."""
+        data = self._connection.recv(RECEIVE_BYTES)
+        if not data:
+            logger.error("no connection to the engine any more")
+            os._exit(EXIT_LOST)
+        yield from self._reader.feed(data)
 
 
 class _RankServer:
@@ -67,10 +89,9 @@ class _RankServer:
     _tokenizer_info: TokenizerInfo | None = None
     _transport: TransportHost | None = None
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._codec = messages.make_codec(self.read_grammar)
-        self._send_lock = threading.Lock()
+    def __init__(self, calls: socket.socket, steps: socket.socket) -> None:
+        codec = messages.make_codec(self.read_grammar)
+        self.calls, self._steps = _Connection(calls, codec), _Connection(steps, codec)
         self._perform: dict[type, Callable[[Any], object]] = {
             messages.LoadRank: self._load,
             messages.DetermineNumBlocks: lambda call: self._executor.determine_num_blocks(),
@@ -83,6 +104,7 @@ class _RankServer:
             messages.StartProfile: lambda call: self._executor.start_profile().result(),
             messages.StopProfile: lambda call: self._executor.stop_profile().result(),
             messages.ReadAdapter: lambda call: self._adapters.read(call),
+            messages.Poison: lambda call: self._executor.poison(call.block_ids),
             messages.BlockChecksums: lambda call: self._executor.block_checksums(call.block_ids),
             messages.OpenTransport: self._open_transport,
             messages.CloseTransport: self._close_transport,
@@ -96,24 +118,38 @@ class _RankServer:
         return CompiledGrammar.deserialize(text, self._tokenizer_info, first_mask_s)
 
     def handle(self, message: Message, number: int) -> None:
-        """Begin to do what a message asks for."""
+        """Begin to do what a message asks for, beside steps."""
+        if isinstance(message, messages.TransportCommand):
+            assert self._transport is not None, message
+            self._transport.handle(message)
+        else:
+            args = (self.calls, number, self._perform[type(message)], message)
+            threading.Thread(target=self.answer, args=args).start()
+
+    def run_steps(self) -> None:
+        """Run steps, and do what comes behind them, one after the other. Never returns."""
+        try:
+            while True:
+                for message, number in self._steps.receive():
+                    self._run(message, number)
+        except BaseException:  # nobody would answer any more
+            logger.exception("the thread that runs steps has died")
+            os._exit(EXIT_LOST)
+
+    def _run(self, message: Message, number: int) -> None:
         if isinstance(message, SchedulerOutput):
             step = self._executor.submit(message)
             step.add_done_callback(lambda future: self._answer_step(number, future))
-        elif isinstance(message, messages.TransportCommand):
-            assert self._transport is not None, message
-            self._transport.handle(message)
         elif isinstance(message, messages.AdapterCommand):
             self._adapters.handle(message)
-        elif isinstance(message, messages.Poison):
-            self._executor.poison(message.block_ids)
         elif isinstance(message, messages.Recover):
             self._executor.recover()
         else:
-            perform = self._perform[type(message)]
-            threading.Thread(target=self.answer, args=(number, perform, message)).start()
+            self.answer(self._steps, number, self._perform[type(message)], message)
 
-    def answer(self, number: int, perform: Callable[..., object], *args: object) -> None:
+    def answer(
+        self, connection: _Connection, number: int, perform: Callable[..., object], *args: object
+    ) -> None:
         """Do what a call asks for, and send what comes of it."""
         try:
             answer: Message = Answer.of(perform(*args))
@@ -121,7 +157,7 @@ class _RankServer:
             if not isinstance(error, ValueError | OSError):
                 logger.exception("%s failed", args)
             answer = messages.Failed.of(error)
-        self._send(answer, number)
+        connection.send(answer, number)
 
     def check(self) -> None:
         """Look whether all is well; to be called often."""
@@ -135,15 +171,10 @@ class _RankServer:
     def _answer_step(self, number: int, step: "Future[ExecutedStep]") -> None:
         error = step.exception()
         if error is None:
-            self._send(step.result(), number)
+            self._steps.send(step.result(), number)
         else:
             logger.error("a step failed", exc_info=error)
-            self._send(messages.Failed.of(RuntimeError(str(error))), number)
-
-    def _send(self, message: Message, number: int) -> None:
-        frame = self._codec.encode(message, number)
-        with self._send_lock:
-            self._connection.sendall(frame)
+            self._steps.send(messages.Failed.of(RuntimeError(str(error))), number)
 
     def _make_pool(self, call: messages.MakePool) -> None:
         self._executor.make_pool(call.num_blocks, max_model_len=call.max_model_len)
@@ -152,7 +183,7 @@ class _RankServer:
 
     def _open_transport(self, call: messages.OpenTransport) -> object:
         (transport,) = self._executor.open_transports(call.identity)
-        self._transport = TransportHost(transport, lambda event: self._send(event, 0))
+        self._transport = TransportHost(transport, lambda event: self.calls.send(event, 0))
         return transport.endpoint()
 
     def _close_transport(self, call: messages.CloseTransport) -> None:
@@ -172,5 +203,6 @@ class _RankServer:
         self._executor = UniprocExecutor(
             Rank(call.config, self._source, name=f"{call.name}-{place.rank}"),
             async_scheduling=True,
+            model_thread=CallerThread(),
         )
         return self._executor.load()

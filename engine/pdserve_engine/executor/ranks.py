@@ -1,17 +1,19 @@
-"""The processes of an executor: one thread starts them and reads what they say."""
+"""The processes of an executor: one thread starts them and reads what they answer to calls."""
 
 import logging
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve_engine.core.executor import Pending
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.messages import Message, TransportEvent
 from pdserve_engine.executor.rank_process import RankProcess
+from pdserve_engine.executor.step_sockets import StepSockets
 from pdserve_engine.frames import ProtocolError
 from pdserve_engine.grammar.native import CompiledGrammar
 
@@ -38,9 +40,32 @@ class _Pending:
     failed_at: float | None = None
 
 
+class StepAnswers:
+    """What all ranks answer to what was asked behind steps. Implements core.executor.Pending."""
+
+    def __init__(
+        self,
+        future: "Future[list[Any]]",
+        read_until: Callable[["Future[list[Any]]", float | None], None],
+    ) -> None:
+        self._future = future
+        self._read_until = read_until
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """See Pending; `timeout` is how long no rank may say anything."""
+        self._read_until(self._future, timeout)
+        return self._future.result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `result`."""
+        self._read_until(self._future, timeout)
+        return self._future.exception(0)
+
+
 class Ranks:
-    """Any thread may ask them. What is asked is over when all who were asked have answered; one
-    that is gone, or that fails alone, is the end of all of them (`failure`).
+    """Any thread may ask and tell them something at once. One thread has them do something behind
+    steps, and reads their answers to it. What is asked is over when all who were asked have
+    answered; one that is gone, or that fails alone, is the end of all of them (`failure`).
     """
 
     def __init__(
@@ -69,6 +94,7 @@ class Ranks:
         )
         self._thread.start()
         started.result()
+        self._steps = StepSockets([process.steps for process in self._processes], self._codec)
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -81,11 +107,25 @@ class Ranks:
         """Send all, or those of `ranks`, the same message, or each its own. The future holds their
         answers, or the exception that all of them have raised.
         """
-        return self._begin(asked, ranks, is_answered=True)
+        future: Future[list[Any]] = Future()
+        self._begin(self._send, asked, ranks, future)
+        return future
 
     def tell(self, message: Message, ranks: Sequence[int] | None = None) -> None:
         """Send what has no answer. Nothing happens if they are lost."""
-        self._begin([message], ranks, is_answered=False)
+        self._begin(self._send, [message], ranks, None)
+
+    def ask_behind_steps(self, message: Message) -> Pending[list[Any]]:
+        """Ask all for a step, or for what is to come behind those in flight."""
+        future: Future[list[Any]] = Future()
+        self._begin(self._send_behind_steps, [message], None, future)
+        return StepAnswers(future, self._read_until)
+
+    def tell_behind_steps(self, message: Message) -> None:
+        """Tell all, behind the steps in flight, what has no answer. Nothing happens if they are
+        lost.
+        """
+        self._begin(self._send_behind_steps, [message], None, None)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the processes to end, which were told to, and kill those that do not."""
@@ -113,31 +153,54 @@ class Ranks:
             each.future.set_exception(RuntimeError(reason))
 
     def _begin(
-        self, asked: Sequence[Message], ranks: Sequence[int] | None, *, is_answered: bool
-    ) -> "Future[list[Any]]":
-        future: Future[list[Any]] = Future()
+        self,
+        send: Callable[[int, bytes], None],
+        asked: Sequence[Message],
+        ranks: Sequence[int] | None,
+        future: "Future[list[Any]] | None",
+    ) -> None:
+        """`future` is None if nobody answers."""
         if ranks is None:
             ranks = range(len(self._processes))
         with self._lock:
             if self.failure is not None:
-                future.set_exception(RuntimeError(self.failure))
-                return future
+                if future is not None:
+                    future.set_exception(RuntimeError(self.failure))
+                return
             number = self._next_number
             self._next_number += 1
-            if is_answered:
+            if future is not None:
                 self._pending[number] = _Pending(future, ranks)
             frames = [self._codec.encode(message, number) for message in asked]
             if len(frames) == 1:
                 frames *= len(ranks)
             try:
                 for rank, frame in zip(ranks, frames, strict=True):
-                    self._processes[rank].send(frame)
+                    send(rank, frame)
             except OSError as error:
                 reason = f"rank {rank} takes nothing any more: {error}"
             else:
-                return future
+                return
         self.kill(reason)
-        return future
+
+    def _send(self, rank: int, frame: bytes) -> None:
+        self._processes[rank].send(frame)
+
+    def _send_behind_steps(self, rank: int, frame: bytes) -> None:
+        self._steps.send(rank, frame)
+
+    def _read_until(self, future: "Future[list[Any]]", timeout_s: float | None) -> None:
+        """Read what ranks say of steps until that is there, or none says anything for so long. Ends
+        when they are lost, too.
+        """
+        while not future.done():
+            ranks = self._steps.wait(timeout_s)
+            if not ranks:
+                return
+            for rank in ranks:
+                if not self._take_in(self._processes[rank], self._steps.receive(rank)):
+                    wait([future], timeout_s)  # whoever has noticed ends all that is pending
+                    return
 
     # ---- the thread
 
@@ -163,14 +226,14 @@ class Ranks:
                 selector.register(process.connection, selectors.EVENT_READ, process)
             while selector.get_map():
                 for key, _ in selector.select(TICK_S):
-                    if not self._read(key.data):
+                    if not self._take_in(key.data, key.data.receive()):
                         selector.unregister(key.fileobj)
                 self._check_failures()
 
-    def _read(self, process: RankProcess) -> bool:
-        """Take in what a rank has said; False if it is gone."""
+    def _take_in(self, process: RankProcess, said: Iterable[tuple[Message, int]]) -> bool:
+        """Take in what a rank says; False if it is gone."""
         try:
-            for message, number in process.receive():
+            for message, number in said:
                 if isinstance(message, messages.TransportEvent):
                     self._on_event(process.rank, message)
                 else:

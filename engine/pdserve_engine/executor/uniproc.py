@@ -5,9 +5,8 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
-from pdserve_common.call_thread import CallThread
+from pdserve_common.call_thread import CallerThread, CallThread
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.request.sched_output import (
@@ -19,13 +18,11 @@ from pdserve_engine.runner.rank import Rank
 
 STOP_TIMEOUT_S = 30.0
 
-T = TypeVar("T")
-
 
 class UniprocExecutor:
     """Calls its only rank on the caller's thread. With `async_scheduling` steps and profiles run
-    on a thread of their own until `stop`, and one may wait behind another; a third thread waits for
-    what a device computes, so that the next step is launched meanwhile.
+    on a thread of their own (`model_thread`) until `stop`, and one may wait behind another; a third
+    thread waits for what a device computes, so that the next step is launched meanwhile.
     """
 
     def __init__(
@@ -33,11 +30,15 @@ class UniprocExecutor:
         rank: Rank,
         *,
         async_scheduling: bool,
+        model_thread: CallThread | CallerThread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self._clock = clock
-        self._model_thread = CallThread("model") if async_scheduling else None
+        self._has_async_scheduling = async_scheduling
+        if model_thread is None:
+            model_thread = CallThread("model") if async_scheduling else CallerThread()
+        self._model_thread = model_thread
         self._results_thread = CallThread("model-results")
         self._last_end = 0.0
         self.is_pipelined = False
@@ -53,14 +54,14 @@ class UniprocExecutor:
 
     def make_pool(self, num_blocks: int, *, max_model_len: int) -> None:
         self.rank.make_pool(num_blocks, max_model_len=max_model_len)
-        self.adapters = self.rank.adapter_store(behind_steps=self._call)
+        self.adapters = self.rank.adapter_store(behind_steps=self._model_thread.submit)
 
     def open_transports(self, identity: KVIdentity) -> list[RankTransport]:
         return [self.rank.open_transport(identity)]
 
     def submit(self, scheduler_output: SchedulerOutput) -> "Future[ExecutedStep]":
-        if self._model_thread is None:
-            return self._call(lambda: self._finish(*self._launch(scheduler_output)))
+        if not self._has_async_scheduling:
+            return self._model_thread.submit(lambda: self._finish(*self._launch(scheduler_output)))
         future: Future[ExecutedStep] = Future()
         self._model_thread.submit(functools.partial(self._launch_for, scheduler_output, future))
         return future
@@ -81,10 +82,10 @@ class UniprocExecutor:
         self.rank.restore_kv_cache()
 
     def start_profile(self) -> "Future[None]":
-        return self._call(self.rank.profiler.start)
+        return self._model_thread.submit(self.rank.profiler.start)
 
     def stop_profile(self) -> "Future[str]":
-        return self._call(self.rank.profiler.stop)
+        return self._model_thread.submit(self.rank.profiler.stop)
 
     def poison(self, block_ids: Sequence[int]) -> None:
         self.rank.kv_cache.poison(block_ids)
@@ -93,8 +94,6 @@ class UniprocExecutor:
         return self.rank.kv_cache.block_checksums(block_ids)
 
     def stop(self) -> bool:
-        if self._model_thread is None:
-            return True
         # What the one has launched, the other waits for.
         is_over = self._model_thread.close(STOP_TIMEOUT_S)
         return is_over and self._results_thread.close(STOP_TIMEOUT_S)
@@ -150,13 +149,3 @@ class UniprocExecutor:
         except Exception:  # whatever a model raises: those behind lack what it would have told them
             self._is_broken_off = True
             raise
-
-    def _call(self, function: Callable[[], T]) -> "Future[T]":
-        if self._model_thread is not None:
-            return self._model_thread.submit(function)
-        future: Future[T] = Future()
-        try:
-            future.set_result(function())
-        except Exception as error:  # kept for whoever waits, as the thread's would be
-            future.set_exception(error)
-        return future
