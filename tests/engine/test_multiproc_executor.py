@@ -16,9 +16,13 @@ from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_engine.clients import loading
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
+from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
+from pdserve_engine.runner.model_source import ModelSource
+from pdserve_kernels.cpu.compiled import library_file
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -132,6 +136,41 @@ def test_a_rank_that_is_killed_ends_the_engine(engine: LoadedEngine) -> None:
     assert executor.failure() == "rank 1 is gone: it was ended by SIGKILL"
     with pytest.raises(RuntimeError, match="rank 1 is gone"):
         tokens_of(engine, "a")
+
+
+def test_ranks_that_run_other_code_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = library_file()
+    monkeypatch.setenv("PDSERVE_CPU_ISA", "reference")  # this process has its kernels already
+    expected = f"CPU kernels of rank 0 is none, the engine's is {kernels}"
+    with pytest.raises(ValueError, match=expected):
+        load(model, tensor_parallel_size=2, kv_connector="none")
+
+
+def test_so_are_ranks_that_find_another_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherSource(ModelSource):
+        """A model that changes behind the engine's look at it."""
+
+        def _hash(self) -> str:
+            return "another"
+
+    monkeypatch.setattr(loading, "ModelSource", OtherSource)
+    with pytest.raises(
+        ValueError, match=r"compatibility_hash of rank 0 is \w+, the engine's is an"
+    ):
+        load(model, tensor_parallel_size=2, kv_connector="none")
+
+
+def test_differences_are_named() -> None:
+    ours = {"a": 1, "b": 2}
+    check_equal("the engine", ours, [ours, dict(ours)])
+    with pytest.raises(ValueError, match="b of rank 1 is 3, the engine's is 2"):
+        check_equal("the engine", ours, [ours, ours | {"b": 3}])
+    with pytest.raises(ValueError, match="b of rank 0 is None, the engine's is 2"):
+        check_equal("the engine", ours, [{"a": 1}])
+    with pytest.raises(ValueError, match="c of rank 0 is 3, the engine's is None"):
+        check_equal("the engine", ours, [ours | {"c": 3}])
 
 
 def test_ranks_that_cannot_load_leave_nothing_behind(model: Path) -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pdserve_kernels.cpu.shared_group import SharedGroup
+from pdserve_kernels.distributed_group import DistributedGroup
 from pdserve_kernels.groups import Group
 
 # Imports torch once, has never run it, and so may be forked.
@@ -59,6 +61,25 @@ class SharedMemory:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+@dataclass
+class Gloo:
+    """Ranks that find each other by a file, on loopback."""
+
+    size: int
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+
+    def __call__(self, rank: int) -> DistributedGroup:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        path = os.path.join(self._folder, "store")
+        return DistributedGroup(path, rank=rank, size=self.size, timeout_s=self.timeout_s)
+
+    def close(self) -> None:
+        """The file is the ranks'."""
 
 
 class Ranks:

@@ -104,7 +104,12 @@ def make_executor(config: EngineConfig, source: ModelSource, name: str) -> Execu
     if config.num_ranks == 1:
         rank = Rank(config, source, name=name)
         return UniprocExecutor(rank, async_scheduling=config.has_async_scheduling)
-    return MultiprocExecutor(config, name=name, hidden_size=source.config.hidden_size)
+    return MultiprocExecutor(
+        config,
+        name=name,
+        hidden_size=source.config.hidden_size,
+        compatibility_hash=source.compatibility_hash,
+    )
 
 
 MakeExecutor = Callable[[EngineConfig, ModelSource, str], Executor]

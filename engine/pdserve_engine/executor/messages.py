@@ -5,7 +5,7 @@ A message of the engine has a number; the answer refers to it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, error_from_engine
@@ -49,9 +49,21 @@ class RankPlace:
 # ---- to a rank
 
 
+@dataclass(frozen=True, slots=True)
+class DescribeBuild(Call[dict[str, str]]):
+    """The first message: what does the rank run (`this_build`)? Another version answers, too."""
+
+
+class LoadedRank(NamedTuple):
+    """What a rank has loaded, and the hash of the model that it has found."""
+
+    model: LoadedModel
+    compatibility_hash: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRank(Call[LoadedModel]):
-    """The first message. `name` begins the names of traces."""
+class LoadRank(Call[LoadedRank]):
+    """The second message. `name` begins the names of traces."""
 
     config: EngineConfig
     name: str
@@ -293,16 +305,16 @@ AdapterCommand = AddAdapter | DiscardAdapter | RemoveAdapter
 TransportEvent = PeerLost | ReadStalled | ReadEnded | TransportFailed
 _OneWay = (
     SchedulerOutput | Recover | AdapterCommand | TransportCommand
-    | ExecutedStep | Answer | Failed | TransportEvent
+    | ExecutedStep | TransportEvent
 )  # fmt: skip
-Message = _OneWay | Call[Any]
+Message = Answer | Failed | _OneWay | Call[Any]
 
+# Their places are their numbers. The first three have them in all versions.
 MESSAGES: tuple[type, ...] = (
-    *get_args(_OneWay),
+    DescribeBuild, Answer, Failed, *get_args(_OneWay),
     LoadRank, DetermineNumBlocks, MakePool, SleepRank, RestoreWeights, RestoreKVCache,
     StartProfile, StopProfile, ReadAdapter, Poison, BlockChecksums, OpenTransport, CloseTransport,
-    StopRank,
-    CloseRank,
+    StopRank, CloseRank,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pdserve_common.verbs import Call, ResultT
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages
+from pdserve_engine.executor.build import check_equal, this_build
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_adapters import RemoteAdapters
@@ -41,9 +42,11 @@ class MultiprocExecutor:
     have answered.
     """
 
-    def __init__(self, config: EngineConfig, *, name: str, hidden_size: int) -> None:
-        """`name` begins the names of traces. Raises ValueError for cores that do not suffice,
-        OSError if a process cannot be started.
+    def __init__(
+        self, config: EngineConfig, *, name: str, hidden_size: int, compatibility_hash: str
+    ) -> None:
+        """`name` begins the names of traces. The ranks have to find the model of that hash. Raises
+        ValueError for cores that do not suffice, OSError if a process cannot be started.
         """
         num_stages = config.pipeline_parallel_size
         self.is_pipelined = num_stages > 1
@@ -52,6 +55,7 @@ class MultiprocExecutor:
         self._output_rank = config.tensor_parallel_size * (num_stages - 1)
         self._configs = rank_configs(config)
         self._name = name
+        self._compatibility_hash = compatibility_hash
         # By rank.
         self._transports: list[RemoteTransport] = []
         self._shards: list[KVShard] = []
@@ -83,15 +87,20 @@ class MultiprocExecutor:
     # ---- loading
 
     def load(self) -> LoadedModel:
+        builds: list[dict[str, str]] = self._call(messages.DescribeBuild())
+        check_equal("the engine", this_build(), builds)
         log_level = logging.getLevelName(logging.getLogger().level).lower()
         calls = [
             messages.LoadRank(config=config, name=self._name, place=place, log_level=log_level)
             for config, place in zip(self._configs, self._places, strict=True)
         ]
         loaded = _results(self._ranks.ask(*calls), calls[0])
-        if len(set(loaded)) > 1:
-            raise ValueError(f"the ranks differ in what they have loaded: {loaded}")
-        return loaded[0]
+        model = {"compatibility_hash": self._compatibility_hash}
+        hashes = [{"compatibility_hash": rank.compatibility_hash} for rank in loaded]
+        check_equal("the engine", model, hashes)
+        models = [rank.model._asdict() for rank in loaded]
+        check_equal("rank 0", models[0], models)
+        return loaded[0].model
 
     def determine_num_blocks(self) -> int:
         return min(self._call(messages.DetermineNumBlocks()))

@@ -18,6 +18,7 @@ from pdserve_common.call_thread import CallerThread
 from pdserve_common.logging import setup_logging
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
+from pdserve_engine.executor.build import this_build
 from pdserve_engine.executor.groups import join_group
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.rank_adapters import AdapterHost
@@ -93,6 +94,7 @@ class _RankServer:
         codec = messages.make_codec(self.read_grammar)
         self.calls, self._steps = _Connection(calls, codec), _Connection(steps, codec)
         self._perform: dict[type, Callable[[Any], object]] = {
+            messages.DescribeBuild: lambda call: this_build(),
             messages.LoadRank: self._load,
             messages.DetermineNumBlocks: lambda call: self._executor.determine_num_blocks(),
             messages.MakePool: self._make_pool,
@@ -205,4 +207,4 @@ class _RankServer:
             async_scheduling=True,
             model_thread=CallerThread(),
         )
-        return self._executor.load()
+        return messages.LoadedRank(self._executor.load(), self._source.compatibility_hash)

@@ -85,6 +85,15 @@ def loaded_isa() -> str:
     return _loaded().isa
 
 
+def library_file() -> str:
+    """Return the name of the file of `library`, which has the instruction set and a digest of the
+    sources in it.
+
+    Raises as `library` does.
+    """
+    return Path(_loaded().functions._name).name
+
+
 def pin_threads(cores: Sequence[int]) -> None:
     """Have the compute thread of each rank but 0, the caller's own, run on cores[rank] from now on.
 
