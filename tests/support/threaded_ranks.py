@@ -12,6 +12,7 @@ from pdserve_engine.executor.groups import join_group, placed_ranks
 from pdserve_engine.executor.messages import AdapterCommand, RankPlace
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
 from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.frames import Answer
 from pdserve_engine.kv_transfer.base import KVIdentity, RankTransport
 from pdserve_engine.models.stage import Stage
 from pdserve_engine.request.sched_output import SchedulerOutput
@@ -55,7 +56,7 @@ class ThreadedRanks:
 
         if hosts:
             self.adapters = RemoteAdapters(
-                ask=lambda call: self._pool.submit(lambda: [host.read(call) for host in hosts]),
+                ask=lambda call: self._pool.submit(lambda: [Answer.of(host.read(call)) for host in hosts]),
                 tell=tell,
             )
 
