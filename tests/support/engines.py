@@ -65,10 +65,11 @@ async def linked(p: WorkerEngine, d: WorkerEngine) -> AsyncIterator[int]:
 
 @contextlib.contextmanager
 def counted_drafts() -> Iterator[Counter[str]]:
-    """Within it the drafts of all steps of this process's engines are counted: how many there were
-    (`drafts`), and how many of them the model sampled (`accepted`).
+    """Within it the drafts of draft models in all steps of this process's engines are counted: how
+    many there were (`drafts`), and how many of them the model sampled (`accepted`).
     """
     counts: Counter[str] = Counter()
+    proposed: dict[str, tuple[int, ...]] = {}
     execute = Rank.execute_model
 
     def count(rank: Rank, scheduled: SchedulerOutput) -> AsyncModelRunnerOutput:
@@ -76,8 +77,11 @@ def counted_drafts() -> Iterator[Counter[str]]:
         result = output.get_output()
         sampled = dict(zip(result.request_ids, result.sampled_token_ids, strict=True))
         for request_id, drafts in scheduled.scheduled_spec_decode_tokens.items():
-            counts["drafts"] += len(drafts)
-            counts["accepted"] += max(0, len(sampled[request_id]) - 1)
+            if proposed.get(request_id, ())[: len(drafts)] == drafts:
+                counts["drafts"] += len(drafts)
+                counts["accepted"] += max(0, len(sampled[request_id]) - 1)
+        for request_id in scheduled.num_scheduled_tokens:
+            proposed[request_id] = result.draft_token_ids.get(request_id, ())
         return output
 
     with pytest.MonkeyPatch.context() as patch:

@@ -50,6 +50,7 @@ class Results:
             status = _append_tokens(request, token_ids)
         num_new = request.num_tokens - num_before
         request.spec_token_ids = result.draft_token_ids.get(request.request_id, ())
+        request.forced_token_ids = result.forced_token_ids.get(request.request_id, ())
         if scheduled.num_sampled_tokens:
             self._settle_length(request, scheduled, num_new)
         if scheduled.draft_source is not None:

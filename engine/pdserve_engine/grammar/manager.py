@@ -1,11 +1,13 @@
 """The masks of a batch: which tokens each row's grammar allows next."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from pdserve_common.call_thread import CallThread
 from pdserve_common.engine_types import EngineError
 from pdserve_common.errors import PdserveError, RequestFailedError
 from pdserve_engine.grammar.native import Bitmask, CompiledGrammar, Matcher
+from pdserve_engine.grammar.vocabulary import Encode
 
 # How long a step waits for masks, and how often a row may be left out of it.
 MAX_WAIT_S = 0.005
@@ -27,8 +30,13 @@ SLOW_NICENESS = 10
 # made of them: some 10 MB a second. Others take 5 s for a million tokens.
 MAX_ACCEPT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
+# Of what a grammar forces. A longer text takes its time, which a larger grammar may have.
+MAX_FORCED_CHARS = 256
+MAX_FORCING_GRAMMAR_BYTES = 2 * 1024 * 1024
 ALL_ALLOWED = -1
 NOTHING: Mapping[int, Sequence[int]] = MappingProxyType({})
+
+T = TypeVar("T")
 
 
 class TokenMasks(NamedTuple):
@@ -55,14 +63,20 @@ class _Row:
     mask: Bitmask
     # Where its turns are taken, one behind the other.
     thread: CallThread
+    # Is it asked what it forces?
+    is_forcing: bool
     num_tokens: int = 0
+    # CPU time of all tokens, and of the turn so far.
     accept_s: float = 0.0
+    turn_s: float = 0.0
     is_slow: bool = False
     is_removed: bool = False
     error: PdserveError | None = None
     asked_at: float = 0.0
     # Over when `mask` is of the tokens so far; its exception says why there is none.
     ready: "Future[None]" = field(default_factory=Future)
+    # What has to follow the tokens so far.
+    forced: "Future[tuple[int, ...]]" = field(default_factory=Future)
     # What may follow each of the drafts it was last told of, as far as those fit.
     ahead: "Future[list[Bitmask]] | None" = None
 
@@ -87,6 +101,9 @@ class StructuredOutputManager:
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else ALL_ALLOWED)
         self._clock = clock
         self._cpu_clock = cpu_clock
+        self._vocab_size = vocab_size
+        # Cuts into tokens what grammars force; None: nobody asks for that.
+        self.encode: Encode | None = None
         self._rows: dict[int, _Row] = {}
         self._quick = CallThread("grammar-masks")
         self._slow = CallThread("grammar-slow-masks", niceness=SLOW_NICENESS)
@@ -106,21 +123,40 @@ class StructuredOutputManager:
         mask = np.empty(self._num_words, dtype=np.int32)
         is_slow = len(output_token_ids) > SLOW_NUM_TOKENS or grammar.first_mask_s > SLOW_S
         thread = self._slow if is_slow else self._quick
-        self._rows[row] = _Row(Matcher(grammar), mask, thread)
-        self._advance(self._rows[row], output_token_ids)
+        is_forcing = self.encode is not None and grammar.num_bytes <= MAX_FORCING_GRAMMAR_BYTES
+        self._rows[row] = _Row(Matcher(grammar), mask, thread, is_forcing)
+        self._advance({row: output_token_ids})
 
     def remove(self, row: int) -> None:
         """Forget a row; no-op for one that is not constrained."""
         if (known := self._rows.pop(row, None)) is not None:
             known.is_removed = True
 
-    def accept(self, row: int, token_id: int) -> None:
-        """Go on by a row's next token; no-op for one that is not constrained."""
-        if (known := self._rows.get(row)) is None:
-            return
-        if known.ready.done() and (known.ahead is None or known.ahead.done()):
-            known.thread = self._slow if known.is_slow else self._quick
-        self._advance(known, (token_id,))
+    def accept(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Go on by the next tokens of each of some rows, of which some may not be constrained."""
+        token_ids = {row: ids for row, ids in token_ids.items() if row in self._rows}
+        for row in map(self._rows.__getitem__, token_ids):
+            if row.ready.done() and (row.ahead is None or row.ahead.done()):
+                row.thread = self._slow if row.is_slow else self._quick
+        self._advance(token_ids)
+
+    def forced(self, rows: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that have to come next, as texts are cut usually, of those of these
+        rows whose grammars leave no choice. May wait MAX_WAIT_S; of slow rows nothing is known.
+        """
+        forced: dict[int, tuple[int, ...]] = {}
+        deadline = self._clock() + MAX_WAIT_S
+        for row in rows:
+            known = self._rows.get(row)
+            if known is None or not known.is_forcing or known.thread is self._slow:
+                continue
+            try:
+                token_ids = known.forced.result(max(0.0, deadline - self._clock()))
+            except TimeoutError:
+                break  # what comes behind it is not there either
+            if token_ids:
+                forced[row] = token_ids
+        return forced
 
     def look_ahead(self, row: int, drafts: Sequence[int]) -> None:
         """Make the masks behind drafts of a row's next tokens as well; no-op for one that is not
@@ -184,28 +220,49 @@ class StructuredOutputManager:
                 raise _too_slow(late_s) from None
             raise
 
-    def _advance(self, row: _Row, token_ids: Sequence[int]) -> None:
-        row.asked_at = self._clock()
-        row.ready = row.thread.submit(lambda: self._match(row, token_ids))
+    def _advance(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """What rows force is known before the first of their masks is made: it is waited for."""
+        for index, ids in token_ids.items():
+            row = self._rows[index]
+            row.asked_at = self._clock()
+            row.forced = row.thread.submit(partial(self._match, row, ids))
+        for row in map(self._rows.__getitem__, token_ids):
+            row.ready = row.thread.submit(partial(self._make_mask, row))
 
     # ---- on the threads
 
-    def _match(self, row: _Row, token_ids: Sequence[int]) -> None:
-        start = self._cpu_clock()
-        try:
-            self._accept(row, token_ids)
-            self._fill(row)
-        except PdserveError as error:
-            row.error = error
-            raise
-        except RuntimeError as error:  # the library's own checks
-            row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
-            raise row.error from error
-        row.is_slow = self._cpu_clock() - start > SLOW_S
+    def _match(self, row: _Row, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return what has to follow these tokens, nothing if they do not fit."""
 
-    def _accept(self, row: _Row, token_ids: Sequence[int]) -> None:
+        def match() -> tuple[int, ...]:
+            self._accept(row, token_ids)
+            return self._find_forced(row)
+
+        row.turn_s = 0.0
+        return self._do(row, match) or ()
+
+    def _make_mask(self, row: _Row) -> None:
+        self._do(row, partial(self._fill, row))
         if row.error is not None:
             raise row.error
+        row.is_slow = row.turn_s > SLOW_S
+
+    def _do(self, row: _Row, part: Callable[[], T]) -> T | None:
+        """Do a part of a row's turn. What goes wrong is kept: the row has come to its end."""
+        if row.error is not None:
+            return None
+        start = self._cpu_clock()
+        try:
+            return part()
+        except PdserveError as error:
+            row.error = error
+        except RuntimeError as error:  # the library's own checks
+            row.error = RequestFailedError(f"structured_outputs cannot be matched: {error}")
+        finally:
+            row.turn_s += self._cpu_clock() - start
+        return None
+
+    def _accept(self, row: _Row, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if row.is_removed:
                 raise RequestFailedError("the request has ended")
@@ -226,6 +283,20 @@ class StructuredOutputManager:
                 f"structured_outputs took more than {MAX_ACCEPT_S:g} s of CPU time for "
                 f"{row.num_tokens} tokens: the grammar is ambiguous"
             )
+
+    def _find_forced(self, row: _Row) -> tuple[int, ...]:
+        if not row.is_forcing or row.matcher.is_terminated:
+            return ()
+        try:
+            text = row.matcher.find_jump_forward_string()[:MAX_FORCED_CHARS]
+        except RuntimeError:  # the library's own checks: if it matters, the mask fails as well
+            return ()
+        if not text:
+            return ()
+        assert self.encode is not None, "no row is asked"
+        # What the tokenizer knows, but not the model, ends it.
+        is_known = self._vocab_size.__gt__
+        return tuple(itertools.takewhile(is_known, self.encode(text)))
 
     def _masks_behind(self, row: _Row, drafts: Sequence[int]) -> list[Bitmask]:
         """Return what may follow each of the drafts, up to the first that does not fit or behind

@@ -119,6 +119,17 @@ class Matcher:
         """Write which tokens fit next into an int32 [ceil(vocab_size / 32)]."""
         self._handle.fill_next_token_bitmask(bitmask, 0, False)
 
+    def find_jump_forward_string(self) -> str:
+        """Return what has to come next, whichever tokens it is made of; empty if there is a choice.
+        Nothing changes. Takes some 100 ns for each character.
+        """
+        try:
+            return str(self._handle.find_jump_forward_string())
+        except UnicodeDecodeError as error:
+            # The library's bytes begin or end within a character.
+            whole: bytes = error.object[: error.start]
+            return whole.decode()
+
     def rollback(self, num_tokens: int) -> None:
         """Go back to where the text was before its last tokens."""
         self._handle.rollback(num_tokens)

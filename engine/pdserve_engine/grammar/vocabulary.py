@@ -1,7 +1,9 @@
 """A model's vocabulary as grammars match it: the bytes of each token."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -11,6 +13,9 @@ from pdserve_engine.grammar.native import TokenizerInfo
 # Begins what special tokens stand for. No text has this byte, so that a grammar reaches them by
 # their ids alone: clients do not see them, and what is left must fit.
 SPECIAL = b"\xff"
+
+# Returns the ids of a text's tokens.
+Encode = Callable[[str], Sequence[int]]
 
 
 def make_tokenizer_info(
@@ -31,6 +36,45 @@ def make_tokenizer_info(
         if token_id < vocab_size
     }
     return TokenizerInfo.make(_vocabulary(backend, vocab_size), eos_token_ids, added)
+
+
+def make_encoder(model_dir: str | Path) -> Encode:
+    """Return what cuts texts into tokens as they are in the middle of another: it puts nothing
+    before them. Raises ValueError if the model has no tokenizer.
+    """
+    path = Path(model_dir) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{model_dir} has no tokenizer.json")
+    content = json.loads(path.read_text())
+    for part in ("normalizer", "pre_tokenizer"):
+        content[part] = _without_prefix(content.get(part))
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.no_truncation()
+    backend.no_padding()
+
+    def encode(text: str) -> Sequence[int]:
+        token_ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return token_ids
+
+    return encode
+
+
+def _without_prefix(part: Any) -> Any:
+    """Return a normalizer or a pre-tokenizer that puts no blank before a text."""
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    part = dict(part)
+    if "add_prefix_space" in part:
+        part["add_prefix_space"] = False
+    if "prepend_scheme" in part:
+        part["prepend_scheme"] = "never"
+    for parts in ("normalizers", "pretokenizers"):
+        if parts in part:
+            kept = map(_without_prefix, part[parts])
+            part[parts] = [each for each in kept if each is not None]
+    return part
 
 
 def _vocabulary(backend: tokenizers.Tokenizer, vocab_size: int) -> list[bytes]:

@@ -108,6 +108,7 @@ class Request:
         "error",
         "events",
         "first_scheduled_time",
+        "forced_token_ids",
         "grammar",
         "held_result",
         "held_up_before_s",
@@ -165,8 +166,10 @@ class Request:
         # Its next result may have fewer tokens than planned: it has drafts, or the last one had
         # none, as its grammar had not got so far. Nothing is planned ahead of that.
         self.is_length_open = False
-        # What the draft model guesses behind the last token.
+        # What may come behind the last token: by the draft model, and by the grammar, which leaves
+        # no choice but how its text is cut into tokens.
         self.spec_token_ids: tuple[int, ...] = ()
+        self.forced_token_ids: tuple[int, ...] = ()
         self.seed = seed
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._all_token_ids = list(request.prompt_token_ids)

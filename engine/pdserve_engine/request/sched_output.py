@@ -108,6 +108,9 @@ class ModelRunnerOutput:
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     # Of a draft model: guesses of what follows the sampled tokens, in order, of some requests.
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # Of requests whose grammars leave no choice: what has to follow the sampled tokens, as a text
+    # is usually cut into tokens.
+    forced_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def get_output(self) -> "ModelRunnerOutput":
         """Return itself: there is nothing to wait for."""

@@ -1,5 +1,6 @@
 """Runs the model on what the scheduler chose: builds a step's tensors, computes, samples."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 from pdserve_common.engine_types import LogprobsLists
 from pdserve_engine.grammar.manager import TokenMasks
+from pdserve_engine.grammar.vocabulary import Encode
 from pdserve_engine.kv.kv_cache import KVCache
 from pdserve_engine.models.base import ForwardInputs, Model
 from pdserve_engine.request.sched_output import (
@@ -102,6 +104,10 @@ class ModelRunner:
         )
         return self.drafter
 
+    def use_grammar_drafts(self, encode: Encode) -> None:
+        """Tell behind each step what grammars force, cut into tokens."""
+        self._batch.sampling.grammars.encode = encode
+
     def _make_sampling(
         self, max_num_seqs: int, logits_processors: Mapping[str, LogitsProcessorFactory]
     ) -> SamplingState:
@@ -119,7 +125,7 @@ class ModelRunner:
         When the output is there, the device has finished: the KV of this step may be announced.
         """
         self._update_state(scheduler_output)
-        output = self._execute(scheduler_output)
+        output = self._with_forced(self._execute(scheduler_output))
         if self.drafter is None:
             return output
         return self.drafter.draft(scheduler_output, output)
@@ -130,6 +136,19 @@ class ModelRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         drafts = scheduler_output.scheduled_spec_decode_tokens
         return self._compute(self._plan(scheduled, drafts))
+
+    def _with_forced(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Add what grammars force behind the step's tokens."""
+        grammars = self._batch.sampling.grammars
+        if grammars.encode is None or not grammars.num_rows:
+            return output
+        found = zip(output.request_ids, output.sampled_token_ids, strict=True)
+        rows = {self._batch.row_of(request_id): request_id for request_id, ids in found if ids}
+        forced = grammars.forced(list(rows))
+        if not forced:
+            return output
+        by_id = {rows[row]: token_ids for row, token_ids in forced.items()}
+        return dataclasses.replace(output, forced_token_ids=by_id)
 
     def _compute(self, plan: StepPlan) -> ModelRunnerOutput:
         hidden_states = self.model.forward(self._make_inputs(plan))

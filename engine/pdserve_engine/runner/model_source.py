@@ -8,7 +8,7 @@ import torch
 from pdserve_common.kv_types import KVShard, new_epoch
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.grammar.native import TokenizerInfo
-from pdserve_engine.grammar.vocabulary import make_tokenizer_info
+from pdserve_engine.grammar.vocabulary import Encode, make_encoder, make_tokenizer_info
 from pdserve_engine.kv.kv_cache import KVCacheSpec
 from pdserve_engine.kv_transfer.base import KVIdentity
 from pdserve_engine.kv_transfer.compatibility import compatibility_hash, model_digest
@@ -92,6 +92,10 @@ class ModelSource:
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.config.eos_token_ids,
         )
+
+    def encoder(self) -> Encode:
+        """Return what cuts texts into the model's tokens. Raises ValueError if it has none."""
+        return make_encoder(self._model_dir)
 
     def load(self) -> Model:
         group, stage = self._group, self._stage

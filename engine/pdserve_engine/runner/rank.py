@@ -75,6 +75,7 @@ class Rank:
             max_model_len=max_model_len,
             logits_processors=source.logits_processors,
         )
+        self._use_grammar_drafts()
         del self._model  # the runner's alone: a sleep gives it back
         memory = SleepingMemory(
             self._runner,
@@ -95,6 +96,14 @@ class Rank:
         if not self._config.has_adapters:
             return None
         return RunnerAdapters(self._runner, self._source.read_adapter, behind_steps)
+
+    def _use_grammar_drafts(self) -> None:
+        if self._config.speculation == "none":
+            return
+        try:
+            self._runner.use_grammar_drafts(self._source.encoder())
+        except ValueError as error:
+            logger.warning("grammars propose no drafts: %s", error)
 
     def _use_draft_model(self, draft: DraftModel, source: DraftModelSource) -> None:
         max_num_batched_tokens = self._config.scheduler.max_num_batched_tokens

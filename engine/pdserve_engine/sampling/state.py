@@ -131,8 +131,10 @@ class SamplingState:
         """Take in an output token for each of `batch_rows`, which may be there several times."""
         self._penalties.count(batch_rows, token_ids)
         if self.grammars.num_rows:
+            by_row: dict[int, list[int]] = {}
             for row, token_id in zip(batch_rows.tolist(), token_ids.tolist(), strict=True):
-                self.grammars.accept(row, token_id)
+                by_row.setdefault(row, []).append(token_id)
+            self.grammars.accept(by_row)
 
     def take_masks(self, rows: LogitsRows) -> TokenMasks | None:
         """Return what grammars allow next; None if there are none among the rows."""

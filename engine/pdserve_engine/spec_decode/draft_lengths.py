@@ -57,15 +57,16 @@ class DraftLengths:
     def __init__(self, costs: StepCosts, rng: random.Random) -> None:
         self._costs = costs
         self._rng = rng
-        # Of each place in a draft, how often it was accepted. They go with their requests.
-        self._acceptance: WeakKeyDictionary[Request, list[float]] = WeakKeyDictionary()
+        # By source: of each place in a draft, how often it was accepted. They go with their
+        # requests.
+        self._acceptance: WeakKeyDictionary[Request, dict[str, list[float]]] = WeakKeyDictionary()
         # Of all requests, by source.
         self._usual: dict[str, list[float]] = {}
 
     def observe(self, request: Request, source: str, num_drafts: int, num_accepted: int) -> None:
         """Of a draft the first `num_accepted` tokens were accepted."""
         usual = self._usual.setdefault(source, [])
-        means = self._acceptance.setdefault(request, list(usual))
+        means = self._acceptance.setdefault(request, {}).setdefault(source, list(usual))
         for found in (means, usual):
             for place in range(num_drafts):
                 if place == len(found):
@@ -100,7 +101,7 @@ class DraftLengths:
         gains = []
         for request, draft in drafts.items():
             usual = self._usual.get(draft.source, [])
-            found = list(self._acceptance.get(request, usual))
+            found = list(self._acceptance.get(request, {}).get(draft.source, usual))
             gain = 1.0
             for place in range(len(draft.token_ids)):
                 if place == len(found):

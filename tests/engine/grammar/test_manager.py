@@ -112,7 +112,7 @@ def walk(manager: Manager, row: int, rng: random.Random, num_tokens: int) -> lis
         if not choices:
             break
         token_ids.append(rng.choice(choices))
-        manager.accept(row, token_ids[-1])
+        manager.accept({row: [token_ids[-1]]})
     return token_ids
 
 
@@ -133,7 +133,7 @@ def test_a_mask_is_what_a_regex_library_says(
         if not (choices := sorted(allowed - {EOS})):
             break
         token_id = rng.choice(choices)
-        manager.accept(0, token_id)
+        manager.accept({0: [token_id]})
         text += vocabulary[token_id].decode()
 
 
@@ -171,7 +171,7 @@ def test_a_row_made_anew_is_where_the_one_that_went_on_is(
         if not (choices := sorted(allowed_ids(masks.bitmask[0]) - {EOS})):
             break
         token_ids.append(rng.choice(choices))
-        manager.accept(0, token_ids[-1])
+        manager.accept({0: [token_ids[-1]]})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -188,7 +188,7 @@ def test_answers_that_end_are_valid(compile_format: Compile, manager: Manager, s
             token_ids.append(ending[0])
         else:
             token_ids.append(rng.choice(sorted(allowed)))
-        manager.accept(0, token_ids[-1])
+        manager.accept({0: [token_ids[-1]]})
         if token_ids[-1] == EOS:
             break
     jsonschema.validate(json.loads(tokenizer.decode(token_ids)), SCHEMA)
@@ -198,12 +198,12 @@ def test_the_end_allows_eos_alone_and_nothing_follows_it(
     compile_format: Compile, manager: Manager, vocabulary: list[bytes]
 ) -> None:
     manager.add(0, compile_format({"type": "regex", "pattern": "a"}), ())
-    manager.accept(0, vocabulary.index(b"a"))
+    manager.accept({0: [vocabulary.index(b"a")]})
     assert manager.allowed(0) == {EOS}
-    manager.accept(0, EOS)
+    manager.accept({0: [EOS]})
     assert "no token behind EOS" in manager.error(0)
     manager.add(1, compile_format({"type": "regex", "pattern": "a"}), ())
-    manager.accept(1, EOS)
+    manager.accept({1: [EOS]})
     assert "output token 0 (2) does not fit" in manager.error(1)
 
 
@@ -229,7 +229,7 @@ def test_rows_without_a_grammar_may_have_any_token(
     masks = manager.masks(0, 1, 2)
     assert (masks.bitmask[[0, 2]] == ALL_ALLOWED).all()
     assert len(allowed_ids(masks.bitmask[1])) == 1
-    manager.accept(0, 7)
+    manager.accept({0: [7]})
     manager.remove(0)
     manager.remove(1)
     assert manager.take([0, 1, 2]) is None
@@ -244,13 +244,13 @@ def test_what_does_not_fit_ends_that_row_alone(
     manager.add(1, grammar, (a, one, a))
     manager.add(2, grammar, (a,))
     manager.masks(0, 1, 2)
-    manager.accept(2, one)
+    manager.accept({2: [one]})
     masks = manager.masks(0, 1, 2)
     assert list(masks.errors) == [1, 2]
     assert all("output token 1" in error.message for error in masks.errors.values())
     assert allowed_ids(masks.bitmask[0])
     # What the step made of them all the same changes nothing.
-    manager.accept(1, a)
+    manager.accept({1: [a]})
     assert "output token 1" in manager.error(1)
 
 
@@ -321,14 +321,14 @@ def test_a_row_whose_masks_are_slow_leaves_the_others_alone(
     manager.masks(0)
     blocked = threading.Event()
     hold_masks(manager, blocked, slow_only=True)
-    manager.accept(0, a)
+    manager.accept({0: [a]})
     assert not manager.row(0).ready.done()
     blocked.set()
     manager.masks(0)
     # That turn was quick.
     blocked.clear()
     hold_masks(manager, blocked, slow_only=True)
-    manager.accept(0, a)
+    manager.accept({0: [a]})
     manager.masks(0)
     blocked.set()
     assert manager.close()

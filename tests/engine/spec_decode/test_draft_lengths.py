@@ -73,6 +73,17 @@ def test_a_new_request_is_expected_to_be_like_the_others() -> None:
     assert choose(lengths, make_request()) == [NUM_DRAFTS]
 
 
+def test_of_each_source_it_is_counted_apart() -> None:
+    request = make_request()
+    lengths = DraftLengths(StepCosts(), NoProbes())
+    teach(lengths, request, 0)
+    for _ in range(40):
+        lengths.observe(request, "grammar", NUM_DRAFTS, NUM_DRAFTS)
+    assert choose(lengths, request) == [0]
+    forced = DRAFT._replace(source="grammar")
+    assert lengths.choose({request: forced}, 1, 1, 100) == {request: NUM_DRAFTS}
+
+
 def test_no_more_than_there_is_room_for_the_likeliest_first() -> None:
     good, better = make_request("good"), make_request("better")
     lengths = DraftLengths(make_costs(dict.fromkeys(range(1, 13), 1.0), 2), NoProbes())

@@ -18,7 +18,7 @@ from pdserve_engine.request.request import Request
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths
 from pdserve_engine.spec_decode.proposer import Draft, Proposer
 
-KINDS = ("right", "wrong", "mixed", "empty", "hostile")
+KINDS = ("right", "wrong", "mixed", "empty", "hostile", "forced")
 VOCAB_SIZE = 1392
 EOS = 2
 
@@ -90,6 +90,8 @@ class FileProposer:
         kind = random.Random(request.request_id).choice(KINDS)
         if kind == "mixed":
             kind = self._rng.choice(KINDS)
+        if kind == "forced":
+            return request.forced_token_ids
         right, rng = self._right(request, limit), self._rng
         if kind == "wrong" and right:
             index = rng.randrange(len(right))

@@ -1,0 +1,192 @@
+"""Drafts of grammars in whole engines: they are accepted, and change nothing that a client sees."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from test_draft_model import Answer, make_prompt, make_request, random_requests
+
+from pdserve_common.engine_types import DraftStats, EngineCoreOutput, EngineCoreRequest
+from pdserve_common.metrics import KVTransferMetrics
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
+from pdserve_engine.clients.loading import LoadedEngine, load_engine
+from pdserve_engine.config import EngineConfig
+from pdserve_engine.core.drafts import Drafts
+from pdserve_engine.executor.uniproc import UniprocExecutor
+from pdserve_engine.request.request import Request
+from support.drafts import compute_all_drafts
+from support.grammars import EOS, MODEL, VOCAB_SIZE
+from support.steps import batch_of
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = """{
+    "type": "object",
+    "properties": {
+        "first_name": {"enum": ["Mia", "Theo", "Oscar"]},
+        "afternoon": {"type": "integer", "minimum": 0, "maximum": 120},
+        "garden": {"type": "array", "items": {"enum": ["a kite", "a boat"]}, "maxItems": 3}
+    },
+    "required": ["first_name", "afternoon", "garden"],
+    "additionalProperties": false
+}"""
+CONSTRAINTS = (
+    StructuredOutputsParams(json_schema=SCHEMA),
+    StructuredOutputsParams(choice=("a kite in the garden of 北京", "two cats in 南京")),
+    StructuredOutputsParams(grammar='root ::= "Mia and " root "Theo found" | "two cats"'),
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "suffix": {},
+    "chunks of 24": {"max_num_batched_tokens": 24},
+    "async, preempted": {"async_scheduling": True, "num_blocks": 12},
+    "preempted": {"num_blocks": 12},
+    "a draft model": {"speculation": "draft_model", "draft_model": str(MODEL)},
+    "a draft model, preempted": {
+        "speculation": "draft_model",
+        "draft_model": str(MODEL),
+        "num_blocks": 12,
+    },
+}
+Encode = Callable[[str], Sequence[int]]
+
+
+@contextmanager
+def loaded(speculation: str = "suffix", **fields: Any) -> Iterator[LoadedEngine]:
+    config = EngineConfig(
+        num_threads=1,
+        kv_connector="none",
+        max_model_len=160,
+        max_num_seqs=8,
+        kv_watermark=0.0,
+        **{"model": str(MODEL), "speculation": speculation, "num_blocks": 96, **fields},  # type: ignore[arg-type]
+    )
+    metrics = KVTransferMetrics(CollectorRegistry())
+    engine = load_engine(config, role="decode", engine_id="d", metrics=metrics)
+    if speculation != "none":
+        compute_all_drafts(engine.core.scheduler)
+    try:
+        yield engine
+    finally:
+        engine.core.close()
+        engine.close()
+
+
+def answers(engine: LoadedEngine, requests: Sequence[EngineCoreRequest]) -> dict[str, Answer]:
+    """Run requests to their ends, of which two come at a time."""
+    core, left, outputs = engine.core, list(requests), dict[str, list[EngineCoreOutput]]()
+    while left or core.scheduler.has_requests():
+        for request in left[:2]:
+            core.add_request(request)
+        del left[:2]
+        if not core.has_work():  # grammars are being compiled
+            time.sleep(0.001)
+        result = core.step() if core.has_work() else core.poll()
+        for output in (each for some in result.outputs.values() for each in some):
+            outputs.setdefault(output.request_id, []).append(output)
+    core.scheduler.kv.check_integrity()
+    assert len(outputs) == len(requests)
+    return {name: Answer.of(some) for name, some in outputs.items()}
+
+
+@contextmanager
+def counted_by_source() -> Iterator[Counter[str]]:
+    """Within it tokens of drafts are counted by source, and those that were accepted."""
+    counts: Counter[str] = Counter()
+
+    def count(self: Drafts, request: Request, stats: DraftStats) -> None:
+        counts[stats.source] += stats.num_draft_tokens
+        counts[f"accepted {stats.source}"] += stats.num_accepted_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafts, "observe_draft", count)
+        yield counts
+
+
+def constrained_requests() -> list[EngineCoreRequest]:
+    """A half of them follow grammars that force a lot."""
+    rng, requests = random.Random(5), []
+    for index, request in enumerate(random_requests()[:80]):
+        params = request.sampling_params
+        if index % 2:
+            params = replace(
+                params,
+                structured_outputs=rng.choice(CONSTRAINTS),
+                max_tokens=60,
+                stop_token_ids=(),
+            )
+        requests.append(replace(request, sampling_params=params))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Answer]:
+    with loaded("none") as engine:
+        return answers(engine, constrained_requests())
+
+
+def encode_with(engine: LoadedEngine, encode: Encode) -> None:
+    assert isinstance(engine.core.executor, UniprocExecutor)
+    batch_of(engine.core.executor).sampling.grammars.encode = encode
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_draft_changes_what_a_client_sees(way: str, expected: dict[str, Answer]) -> None:
+    with loaded(**WAYS[way]) as engine, counted_by_source() as counts:
+        found = answers(engine, constrained_requests())
+        assert (engine.core.scheduler.num_preemptions > 0) == ("preempted" in way)
+    for name, answer in expected.items():
+        assert found[name] == answer, name
+    assert counts["grammar"] > 100
+    assert counts["accepted grammar"] > 0.3 * counts["grammar"]
+    assert (counts["draft_model"] > 0) == ("model" in way)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tokenizer_that_lies_changes_nothing_either(
+    seed: int, expected: dict[str, Answer]
+) -> None:
+    rng = random.Random(seed)
+    ids = [EOS, 0, VOCAB_SIZE - 1, VOCAB_SIZE, 1 << 40]
+
+    def lie(text: str) -> list[int]:
+        return [rng.choice([*ids, rng.randrange(VOCAB_SIZE)]) for _ in range(rng.randrange(9))]
+
+    with loaded() as engine, counted_by_source() as counts:
+        encode_with(engine, lie)
+        found = answers(engine, constrained_requests())
+    assert found == expected
+    assert counts["grammar"] > 100
+    assert counts["accepted grammar"] < 0.3 * counts["grammar"]
+
+
+def test_a_text_that_is_forced_takes_a_step_for_a_few_tokens() -> None:
+    choice = ("One afternoon Mia found a kite in the garden of 北京 and Theo found a boat.",)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=100, structured_outputs=StructuredOutputsParams(choice=choice)
+    )
+    request = make_request("a", make_prompt(5), params)
+    with loaded() as engine, counted_by_source() as counts:
+        (answer,) = answers(engine, [request]).values()
+    assert counts["accepted grammar"] > 0.5 * len(answer.token_ids)
+
+
+def test_without_speculation_nobody_asks_grammars() -> None:
+    with loaded("none") as engine:
+        assert isinstance(engine.core.executor, UniprocExecutor)
+        assert batch_of(engine.core.executor).sampling.grammars.encode is None
+
+
+def test_a_model_whose_tokenizer_is_not_there_has_drafts_of_its_texts(
+    make_model: Callable[..., Path],
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with loaded(model=str(make_model())) as engine:
+        (answer,) = answers(engine, [make_request("a", [5, 6, 7], params)]).values()
+    assert len(answer.token_ids) == 40
