@@ -56,7 +56,9 @@ class ThreadedRanks:
 
         if hosts:
             self.adapters = RemoteAdapters(
-                ask=lambda call: self._pool.submit(lambda: [Answer.of(host.read(call)) for host in hosts]),
+                ask=lambda call: self._pool.submit(
+                    lambda: [Answer.of(host.read(call)) for host in hosts]
+                ),
                 tell=tell,
             )
 
