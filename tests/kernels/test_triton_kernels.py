@@ -310,6 +310,25 @@ def check_tokens(kernels, logits, mask=None, **wanted):
     assert drawn.tolist() == reference.sample(logits, batch, mask=mask).tolist()
 
 
+@pytest.mark.parametrize("first_id", [0, 32, 2048])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_draws_of_a_part_of_the_vocabulary_are_those_of_the_reference(kernels, first_id, has_mask):
+    generator = np.random.default_rng(first_id)
+    logits = make_logits(8, 1500)
+    logits[3] = 0.0  # many are equal
+    batch = make_sampling_batch(
+        8,
+        temperature=[0.0, 0.7, 1.0, 0.0, 1.0, 2.0, 1e-6, 1.0],
+        seeds=generator.integers(2**62, size=8),
+    )
+    mask = pack_mask(torch.rand(8, 1500) < 0.1) if has_mask else None
+    expected = reference.sample_part(logits, batch, first_id=first_id, mask=mask)
+    mask = None if mask is None else mask.to(DEVICE)
+    drawn = kernels.sample_part(logits.to(DEVICE), batch, first_id=first_id, mask=mask)
+    assert torch.equal(drawn.token_ids.cpu(), expected.token_ids)
+    assert torch.equal(drawn.values.cpu(), expected.values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_draws_are_those_of_the_reference(kernels, dtype, vocab_size):
@@ -433,6 +452,17 @@ def test_linears_of_integers_agree_with_fp64(kernels, dtype, kind, num_rows):
         assert_close(out, expected.to(dtype), dtype)
         sums = kernels.linear_sums(x.to(DEVICE), packed)
         assert_close(sums.double(), expected - bias.double(), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears_of_some_inputs_of_integers_agree_with_fp64(kernels, kind):
+    """A rank's part, which is no memory of its own."""
+    whole = replace(make_weight(70, 768, *kind), dtype=torch.float32)
+    part = whole.columns(slice(384, 768))
+    x = torch.randn(3, 384) * 384**-0.5
+    out = kernels.linear(x.to(DEVICE), kernels.pack_linear(on_device(part)))
+    expected = x.double() @ exact(whole)[:, 384:].T
+    assert_close(out, expected.float(), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,6 @@ same: nothing is tuned at run time, and launches say whether a multiplication an
 fused, as versions of Triton differ in that.
 """
 
-from pdserve_kernels.reference.sampling import sample_part
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.cache import kv_tile_format, reshape_and_cache
 from pdserve_kernels.triton.decoder import pack_decoder, run_decoder
@@ -26,7 +25,7 @@ from pdserve_kernels.triton.linear import (
     pack_linear,
 )
 from pdserve_kernels.triton.lora import linear_lora, pack_adapter, pack_lora
-from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample
+from pdserve_kernels.triton.sampling import argmax, count_nans, linear_argmax, sample, sample_part
 
 __all__ = [
     "LinearWeight",

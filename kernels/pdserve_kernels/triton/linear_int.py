@@ -52,16 +52,18 @@ class IntLinearWeight:
 
 
 def pack_integers(weight: QuantizedWeight, bias: torch.Tensor | None) -> IntLinearWeight:
-    """Copy the integers as the kernels read them; scales, zeros and bias share their memory."""
+    """Copy the integers as the kernels read them; scales, zeros and bias share their memory if they
+    are dense: a rank's part of the inputs is not.
+    """
     out_features, in_features = weight.shape
-    values = F.pad(weight.values, (0, -in_features % BLOCK_K))
+    values = F.pad(weight.values, (0, -in_features % BLOCK_K)).contiguous()
     if weight.bits == 4:
         halves = (values + 8).to(torch.uint8).view(out_features, -1, 2, BLOCK_K // 2)
         values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     return IntLinearWeight(
         values=values,
-        scales=weight.scales,
-        zeros=weight.zeros,
+        scales=weight.scales.contiguous(),
+        zeros=None if weight.zeros is None else weight.zeros.contiguous(),
         bias=None if bias is None else bias.detach(),
         bits=weight.bits,
         group_size=weight.group_size,

@@ -11,14 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.sampling_batch import Argmax, SamplingBatch
+from pdserve_kernels.sampling_batch import Argmax, Sampled, SamplingBatch
 from pdserve_kernels.triton.device_batch import DeviceSamplingBatch, has_filter
 from pdserve_kernels.triton.filters import find_thresholds
 from pdserve_kernels.triton.gumbel import gumbel_noise
 from pdserve_kernels.triton.linear import AnyLinearWeight, linear
 from pdserve_kernels.triton.masks import from_key, load_logits, readable, scaled, to_key
 
-__all__ = ["argmax", "count_nans", "linear_argmax", "sample", "sample_staged"]
+__all__ = [
+    "argmax",
+    "count_nans",
+    "linear_argmax",
+    "sample",
+    "sample_part",
+    "sample_part_staged",
+    "sample_staged",
+]
 
 BLOCK = 1024
 # Below all tokens.
@@ -82,6 +90,45 @@ def sample_staged(
 
     Unless `is_filtered`, no row of the batch may have a filter.
     """
+    return _draw(logits, batch, mask, is_filtered=is_filtered)
+
+
+def sample_part(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    *,
+    first_id: int,
+    mask: torch.Tensor | None = None,
+) -> Sampled:
+    """See the reference."""
+    staged = DeviceSamplingBatch.stage(batch, logits.device)
+    return sample_part_staged(logits, staged, first_id=first_id, mask=mask)
+
+
+def sample_part_staged(
+    logits: torch.Tensor,
+    batch: DeviceSamplingBatch,
+    *,
+    first_id: int,
+    mask: torch.Tensor | None = None,
+) -> Sampled:
+    """Return what `sample_part` does; nothing that the host does depends on what the batch
+    holds.
+    """
+    values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    chosen = _draw(logits, batch, mask, is_filtered=False, first_id=first_id, values=values)
+    return Sampled(chosen[0], values)
+
+
+def _draw(
+    logits: torch.Tensor,
+    batch: DeviceSamplingBatch,
+    mask: torch.Tensor | None,
+    *,
+    is_filtered: bool,
+    first_id: int = 0,
+    values: torch.Tensor | None = None,
+) -> torch.Tensor:
     logits, mask = readable(logits, mask)
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, BLOCK)
@@ -92,6 +139,7 @@ def sample_staged(
             logits if mask is None else mask,
             logits.stride(0),
             vocab_size,
+            first_id,
             batch.divisors,
             batch.seeds,
             batch.positions,
@@ -103,7 +151,7 @@ def sample_staged(
             BLOCK=BLOCK,
             enable_fp_fusion=False,
         )
-        _choose(best, nans, chosen, None)
+        _choose(best, nans, chosen, values)
     return chosen
 
 
@@ -170,6 +218,7 @@ def _draw_kernel(
     mask_ptr,
     stride_row,
     vocab_size,
+    first_id,
     divisors_ptr,
     seeds_ptr,
     positions_ptr,
@@ -194,7 +243,7 @@ def _draw_kernel(
     # Filters and grammars leave nothing of most blocks.
     if is_random & (tl.max(x, axis=0) > float("-inf")):
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        x += gumbel_noise(seed, position, first, BLOCK)
+        x += gumbel_noise(seed, position, first_id + first, BLOCK)
     part = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(best_ptr + part, _find_best(x, token, vocab_size))
     tl.store(nans_ptr + part, num_nans)
