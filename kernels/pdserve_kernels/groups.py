@@ -26,7 +26,9 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     def sum_rows(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' fp32 [m, n], added as `tree_sum` does, on every rank."""
+        """Return the sum of all ranks' fp32 [m, n], added as `tree_sum` does, on every rank; of a
+        DeviceGroup see there.
+        """
         ...
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:

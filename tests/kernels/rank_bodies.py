@@ -64,6 +64,18 @@ def call_all(group, shapes):
     return group.rank, group.size
 
 
+def call_as_on_gpus(group, shapes):
+    """What NCCL has no order of its own for: sums may differ from the tree's, not between ranks."""
+    for seed, shape in enumerate(shapes):
+        check_gather(group, seed, shape)
+        check_broadcast(group, seed, shape)
+        parts = [random_rows(rank, seed, shape) for rank in range(group.size)]
+        total = group.sum_rows(parts[group.rank].clone())
+        torch.testing.assert_close(total, tree_sum(parts))
+        gathered = group.gather(total)
+        assert all(torch.equal(other, total) for other in gathered)
+
+
 def call_at_random(group, count):
     """The same calls in all ranks, each of which dawdles when it likes."""
     common, own = random.Random(0), random.Random(group.rank)

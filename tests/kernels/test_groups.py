@@ -10,7 +10,7 @@ import torch
 
 from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.groups import tree_sum
-from support.ranks import Gloo, Ranks, SharedMemory, run_ranks
+from support.ranks import Devices, Gloo, Ranks, SharedMemory, run_ranks
 
 # What makes a meeting of so many ranks.
 MEETINGS = [pytest.param(SharedMemory, id="shared memory"), pytest.param(Gloo, id="gloo")]
@@ -22,6 +22,11 @@ SHAPES = [(1,), (1, 1024), (3, 17), (2, 0), (64, 33), (5000,)]  # the last excee
 def test_all_ranks_get_the_sum_of_the_tree_and_what_others_have(meet, size):
     results = run_ranks(meet(size), rank_bodies.call_all, SHAPES)
     assert results == [(rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_on_gpus_get_one_sum_and_what_others_have(size):
+    run_ranks(Devices(size), rank_bodies.call_as_on_gpus, SHAPES)
 
 
 @pytest.mark.parametrize("meet", MEETINGS)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pdserve_kernels.cpu.shared_group import SharedGroup
-from pdserve_kernels.distributed_group import DistributedGroup
+from pdserve_kernels.distributed_group import DeviceGroup, DistributedGroup
 from pdserve_kernels.groups import Group
 
 # Imports torch once, has never run it, and so may be forked.
@@ -76,10 +76,23 @@ class Gloo:
     def __call__(self, rank: int) -> DistributedGroup:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         path = os.path.join(self._folder, "store")
-        return DistributedGroup(path, rank=rank, size=self.size, timeout_s=self.timeout_s)
+        return self._join(path, rank)
 
     def close(self) -> None:
         """The file is the ranks'."""
+
+    def _join(self, path: str, rank: int) -> DistributedGroup:
+        return DistributedGroup(path, rank=rank, size=self.size, timeout_s=self.timeout_s)
+
+
+@dataclass
+class Devices(Gloo):
+    """Ranks that meet as those on GPUs do, with gloo in NCCL's place."""
+
+    def _join(self, path: str, rank: int) -> DistributedGroup:
+        return DeviceGroup(
+            path, rank=rank, size=self.size, device=torch.device("cpu"), timeout_s=self.timeout_s
+        )
 
 
 class Ranks:

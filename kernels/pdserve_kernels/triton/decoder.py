@@ -1,18 +1,18 @@
 """The decoder as a sequence of this set's kernels, some of them fused."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from pdserve_kernels.decoder import Decoder, DecoderLayer, linear_of_ranks, norms_after
+from pdserve_kernels.decoder import Decoder, DecoderLayer, norms_after
 from pdserve_kernels.groups import Group
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
 from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm, silu_and_mul
-from pdserve_kernels.triton.linear import linear, linear_sums
+from pdserve_kernels.triton.linear import linear
 from pdserve_kernels.triton.lora import StepLora
 
 
@@ -34,7 +34,10 @@ class _Products:
     def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return self.linear(name, x)
-        return linear_of_ranks(linear, linear_sums, x, getattr(self.layer, name), self.group)
+        # In x's dtype: in fp32 there would be twice the bytes, of products that are rounded anyway.
+        packed = getattr(self.layer, name)
+        sums = self.group.sum_rows(linear(x, replace(packed, bias=None)))
+        return sums if packed.bias is None else sums.add_(packed.bias)
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
