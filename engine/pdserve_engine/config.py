@@ -93,7 +93,9 @@ class EngineConfig:
     )
     device: Device = opt("cpu", "Where the model runs.")
     tensor_parallel_size: int = opt(
-        1, "Cut each layer over so many processes, ranks: 1, 2, 4 or 8; on CPU, for our own models."
+        1,
+        "Cut each layer over so many processes, ranks: 1, 2, 4 or 8; on CUDA a GPU each. For our "
+        "own models.",
     )
     pipeline_parallel_size: int = opt(
         1, "Cut the layers into so many stages, processes of their own; on CPU, for our own models."
@@ -248,9 +250,11 @@ class EngineConfig:
             )
         if self.has_adapters:
             self._check_adapters()
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1 and self.device != "cpu":
-                raise ValueError(f"{name} is {getattr(self, name)}, must be 1 on {self.device}")
+        if self.pipeline_parallel_size > 1 and self.device != "cpu":
+            raise ValueError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, must be 1 on "
+                f"{self.device}"
+            )
         if self.kv_cache_dtype != "auto" and self.device != "cuda":
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}, must be auto on {self.device}"

@@ -4,17 +4,21 @@ What it launches ahead must bring the tokens that the plain runner brings, whate
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput
 from support.adapters import write_adapter
-from support.interpreted import convert_fp8_as_gpus_do, run_interpreted
+from support.interpreted import (
+    convert_fp8_as_gpus_do,
+    interpreted_kernels,
+    prompt_events,
+    run_interpreted,
+)
 from support.model_driver import Driver, make_prompt
 
 pytest.importorskip("triton")
@@ -35,43 +39,16 @@ def test_it_agrees_with_the_plain_runner_in_the_interpreter() -> None:
     run_interpreted(Path(__file__))
 
 
-class Event:
-    """Of a device that is never behind."""
-
-    def __init__(self, **options: object) -> None:
-        self.num_queries = 0
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        """Say once that it is not over, as a step that runs would."""
-        self.num_queries += 1
-        return self.num_queries > 1
-
-    def synchronize(self) -> None: ...
-
-
 @pytest.fixture
-def make_driver(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Driver]:
+def make_driver(make_model: Callable[..., Path]) -> Iterator[Callable[..., Driver]]:
     """Make a driver of the runner for CUDA, with a Driver's options."""
-    from pdserve_engine.models import llama
-    from pdserve_engine.runner.cuda_runner import CudaModelRunner
-    from pdserve_engine.sampling import state
-    from pdserve_kernels import triton
-    from support import model_driver
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
 
     def make(**options: Any) -> Driver:
-        with monkeypatch.context() as patched:
-            for module in (llama, state):
-                patched.setattr(module, "select", lambda device: triton)
-            patched.setattr(model_driver, "runner_class", lambda device: CudaModelRunner)
+        with interpreted_kernels():
             return Driver(make_model("Qwen3ForCausalLM"), **options)
 
-    return make
+    with prompt_events():
+        yield make
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")

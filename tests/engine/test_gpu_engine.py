@@ -44,6 +44,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(IS_CUDA and not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+needs_two_gpus = pytest.mark.skipif(
+    IS_CUDA and torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -221,10 +224,16 @@ def greedy_request(request_id: str, prompt: list[int], **fields: Any) -> EngineC
     )
 
 
-def generate(engine: LoadedEngine, prompts: list[list[int]]) -> list[list[int]]:
+def generate(
+    engine: LoadedEngine, prompts: list[list[int]], params: SamplingParams | None = None
+) -> list[list[int]]:
+    """Return what it says to each prompt; without parameters greedily."""
     tokens: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     for name, prompt in zip(tokens, prompts, strict=True):
-        engine.core.add_request(greedy_request(name, prompt))
+        request = greedy_request(name, prompt)
+        if params is not None:
+            request = dataclasses.replace(request, sampling_params=params)
+        engine.core.add_request(request)
     while engine.core.has_work():
         for outputs in engine.core.step().outputs.values():
             for output in outputs:
@@ -244,6 +253,36 @@ def test_an_engine_says_what_transformers_says_with_prefix_hits_and_preemptions(
         for _ in range(2):
             assert generate(engine, prompts) == expected
         assert engine.core.scheduler.kv.block_pool.num_free_blocks == 34
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("name", ["llama-biases", "llama-tied-sharded", "qwen3"])
+def test_two_ranks_say_what_transformers_says(
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+) -> None:
+    architecture, overrides = NATIVE_MODELS[name]
+    folder = make_model(architecture, **overrides)
+    prompts = [make_prompt(length) for length in (20, 90, 300, 5, 64, 33)]
+    expected = [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+    with loaded(folder, num_blocks=64, tensor_parallel_size=2) as engine:
+        for _ in range(2):
+            assert generate(engine, prompts) == expected
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("params", [*PARAMS.values(), SamplingParams(logprobs=2, top_k=9)])
+def test_two_ranks_sample_what_one_does(
+    make_model: Callable[..., Path], params: SamplingParams
+) -> None:
+    """In fp32, where a sum's order shows in no token here."""
+    folder = make_model("Qwen3ForCausalLM", vocab_size=5003)
+    params = dataclasses.replace(params, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts = [make_prompt(length) for length in (20, 90)]
+    answers = []
+    for size in (1, 2):
+        with loaded(folder, tensor_parallel_size=size) as engine:
+            answers.append(generate(engine, prompts, params))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -349,16 +388,21 @@ async def test_an_engine_in_its_own_process_serves(
         assert await client.tokens("a") == hf_greedy(folder, prompt, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-window"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen3", 1), ("qwen3-window", 1), pytest.param("qwen3", 2, marks=needs_two_gpus)],
+)
 async def test_p_hands_over_to_d_from_gpu_memory_to_gpu_memory(
-    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str
+    make_model: Callable[..., Path], hf_greedy: Callable[..., list[int]], name: str, size: int
 ) -> None:
-    """Each in a process of its own, as workers run them; prompts of one chunk and of several."""
+    """Each in a process of its own, as workers run them, or P in `size` ranks; prompts of one chunk
+    and of several.
+    """
     architecture, overrides = NATIVE_MODELS[name]
     folder = make_model(architecture, **overrides)
     fields = {"engine_process": "subprocess", "kv_connector": "nixl"}
     async with (
-        launched(folder, role="prefill", engine_id="p0", **fields) as p,
+        launched(folder, role="prefill", engine_id="p0", tensor_parallel_size=size, **fields) as p,
         launched(folder, role="decode", engine_id="d0", **fields) as d,
         linked(p, d) as port,
     ):

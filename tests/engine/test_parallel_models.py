@@ -234,5 +234,5 @@ def test_models_that_have_one_rank_say_so(make_model: Callable[..., Path]) -> No
     arch, overrides = BACKEND_MODELS["olmo2"]
     with pytest.raises(ModelError, match="tensor_parallel_size is 2, Olmo2ForCausalLM runs on the"):
         load(config_of(make_model(arch, **overrides), tensor_parallel_size=2))
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1 on cuda"):
-        config_of(Path("model"), tensor_parallel_size=2, device="cuda")
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 2, must be 1 on cuda"):
+        config_of(Path("model"), pipeline_parallel_size=2, device="cuda")

@@ -155,8 +155,9 @@ def test_pools_take_what_they_share_and_then_their_own() -> None:
 
 
 def test_gpus_are_asked_for_where_the_device_is_one() -> None:
-    for device, count in (("cuda", 1), ("cpu", None)):
-        manifests = render({"worker": {"config": {"device": device}}})
+    for device, size, count in (("cuda", 1, 1), ("cuda", 4, 4), ("cpu", 2, None)):
+        config = {"device": device, "tensor_parallel_size": size}
+        manifests = render({"worker": {"config": config, "gpu": {"count": count or 1}}})
         limits = container(find(manifests, "Deployment", "decode"))["resources"]["limits"]
         assert limits.get("nvidia.com/gpu") == count
 

@@ -92,12 +92,15 @@ def test_the_chart_is_of_this_version() -> None:
         ({"prometheusRule": {"runbookBaseUrl": "wiki/pdserve"}}, "runbookBaseUrl"),
         (
             {"worker": {"gpu": {"count": 2}}},
-            "prefill: gpu.count is 2, must be at most 1: an engine uses one GPU",
+            "prefill: gpu.count is 2, must be 1 (config.tensor_parallel_size)",
         ),
-        ({"decode": {"gpu": {"count": 8}}}, "decode: gpu.count is 8, must be at most 1"),
         (
             {"decode": {"config": {"tensor_parallel_size": 2}}},
-            "decode: config.tensor_parallel_size is 2, must be 1 with device cuda",
+            "decode: gpu.count is 1, must be 2 (config.tensor_parallel_size)",
+        ),
+        (
+            {"decode": {"config": {"pipeline_parallel_size": 2}}},
+            "decode: config.pipeline_parallel_size is 2, must be 1 with device cuda",
         ),
         ({"prometheusRule": {"alerts": {"PdserveNoSuch": {"enabled": True}}}}, "PdserveNoSuch"),
         ({"prometheusRule": {"alerts": {"PdserveErrorRatio": {"minCount": None}}}}, "minCount"),

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,46 @@ def convert_fp8_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
         return converted.numpy().view(unsigned).reshape(values.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_by_torch)
+
+
+class _Event:
+    """Of a device that is never behind."""
+
+    def __init__(self, **options: object) -> None:
+        self.num_queries = 0
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        """Say once that it is not over, as a step that runs would."""
+        self.num_queries += 1
+        return self.num_queries > 1
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def prompt_events() -> Iterator[None]:
+    """Within, CUDA's events are over at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", _Event)
+        yield
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    """A Driver that is made within has the kernels, the model and the runner of CUDA, on the CPU:
+    for the interpreter.
+    """
+    from pdserve_engine.models import llama
+    from pdserve_engine.runner.runner_class import cuda_runner_class
+    from pdserve_engine.sampling import state
+    from pdserve_kernels import triton
+    from support import model_driver
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (llama, state):
+            patch.setattr(module, "select", lambda device: triton)
+        patch.setattr(llama, "is_mapped", lambda device: False)
+        patch.setattr(model_driver, "runner_class", cuda_runner_class)
+        yield

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.models.base import SupportsLora
 from pdserve_engine.models.registry import load_model, read_model_config
+from pdserve_engine.models.stage import ALL_LAYERS
 from pdserve_engine.request.sched_output import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
+from pdserve_engine.runner.model_source import shard_of
 from pdserve_engine.runner.runner_class import runner_class
+from pdserve_engine.runner.sharded_model import ShardedModel
+from pdserve_kernels.groups import Group
 from pdserve_kernels.reference import argmax
 
 CPU = torch.device("cpu")
@@ -59,11 +63,18 @@ class Driver:
         num_blocks: int = 512,
         device: torch.device = CPU,
         adapters: Iterable[Path] = (),
+        group: Group | None = None,
         **config: Any,
     ) -> None:
+        """With a group it is one rank's; all ranks do the same, with the same requests."""
         self.config = read_model_config(model_dir, **config)
-        model = load_model(model_dir, self.config, device=device)
+        model = load_model(model_dir, self.config, device=device, group=group)
         spec = KVCacheSpec.from_model(self.config, block_size=BLOCK_SIZE, device=device)
+        if group is not None:
+            spec = replace(spec, shard=shard_of(spec, group, ALL_LAYERS))
+            if group.rank == 0:
+                assert isinstance(model, LlamaModel)
+                model = ShardedModel(model, group)
         self.cache = KVCache(spec, num_blocks=num_blocks, device=device)
         # What no test may read: memory that nobody has written.
         self.cache.tensor.fill_(torch.nan)

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel
 from pdserve_engine.executor.groups import join_group, placed_ranks
@@ -91,10 +93,9 @@ class ThreadedRanks:
         self._pool.shutdown()
 
     def _join(self, place: RankPlace) -> UniprocExecutor:
-        stage = Stage(
-            place.stage, place.num_stages, join_group(place.before), join_group(place.after)
-        )
-        group = join_group(place.tensor_parallel)
+        join = partial(join_group, device=torch.device("cpu"))
+        stage = Stage(place.stage, place.num_stages, join(place.before), join(place.after))
+        group = join(place.tensor_parallel)
         source = ModelSource(self._config, place.rank, group, stage)
         rank = Rank(self._config, source, name=f"rank-{place.rank}")
         return UniprocExecutor(rank, async_scheduling=True)

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from pdserve_engine.executor.messages import GroupPlace, RankPlace
 from pdserve_kernels.cpu.compiled import library
 from pdserve_kernels.cpu.isa import KernelsUnavailable
 from pdserve_kernels.cpu.shared_group import SharedGroup
-from pdserve_kernels.distributed_group import DistributedGroup
+from pdserve_kernels.distributed_group import DeviceGroup, DistributedGroup
 from pdserve_kernels.groups import Group
 
 # What is larger goes in pieces.
@@ -23,18 +25,24 @@ LINE = 64
 
 @contextmanager
 def placed_ranks(
-    tensor_parallel_size: int, pipeline_parallel_size: int, folder: Path, *, largest_bytes: int
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    folder: Path,
+    *,
+    largest_bytes: int,
+    is_on_cpu: bool = True,
 ) -> Iterator[list[RankPlace]]:
     """Yield where each rank is. Groups meet in memory, which the ranks inherit before this ends, or
-    where there is no compiled library by files in the folder. What they tell each other is
-    `largest_bytes` at most, mostly.
+    on GPUs and where there is no compiled library by files in the folder. What they tell each other
+    is `largest_bytes` at most, mostly.
     """
     size, num_stages = tensor_parallel_size, pipeline_parallel_size
     slot_bytes = -(-min(largest_bytes, MAX_SLOT_BYTES) // LINE) * LINE
+    has_memory = is_on_cpu and _has_library()
     memories: list[int] = []
 
     def make_group(group_size: int, name: str) -> list[GroupPlace]:
-        memory_fd = SharedGroup.create_memory(group_size, slot_bytes) if _has_library() else None
+        memory_fd = SharedGroup.create_memory(group_size, slot_bytes) if has_memory else None
         if memory_fd is not None:
             memories.append(memory_fd)
         path = str(folder / name)
@@ -72,10 +80,12 @@ def memories_of(place: RankPlace) -> list[int]:
     return [memory_fd for memory_fd in found if memory_fd is not None]
 
 
-def join_group(place: GroupPlace | None) -> Group | None:
-    """Return the group, once all of it have come; None for no place."""
+def join_group(place: GroupPlace | None, device: torch.device) -> Group | None:
+    """Return the group for tensors of a rank's device; None for no place."""
     if place is None:
         return None
+    if device.type == "cuda":
+        return DeviceGroup(place.store_path, rank=place.rank, size=place.size, device=device)
     if place.memory_fd is None:
         return DistributedGroup(place.store_path, rank=place.rank, size=place.size)
     return SharedGroup(

@@ -18,6 +18,7 @@ from pdserve_engine.config import EngineConfig
 from pdserve_engine.core.executor import AdapterStore, ExecutedStep, LoadedModel, Pending
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.build import check_equal, this_build
+from pdserve_engine.executor.gpus import check_gpus
 from pdserve_engine.executor.groups import memories_of, placed_ranks
 from pdserve_engine.executor.messages import TransportEvent
 from pdserve_engine.executor.rank_adapters import RemoteAdapters
@@ -46,8 +47,10 @@ class MultiprocExecutor:
         self, config: EngineConfig, *, name: str, hidden_size: int, compatibility_hash: str
     ) -> None:
         """`name` begins the names of traces. The ranks have to find the model of that hash. Raises
-        ValueError for cores that do not suffice, OSError if a process cannot be started.
+        ValueError for cores or GPUs that do not suffice, OSError if a process cannot be started.
         """
+        if config.device == "cuda":
+            check_gpus(config.num_ranks)
         num_stages = config.pipeline_parallel_size
         self.is_pipelined = num_stages > 1
         self.max_concurrent_batches = max(num_stages, 2 if config.has_async_scheduling else 1)
@@ -68,6 +71,7 @@ class MultiprocExecutor:
             Path(self._folder.name),
             # A step's sums, in fp32.
             largest_bytes=config.scheduler.max_num_batched_tokens * hidden_size * 4,
+            is_on_cpu=config.device == "cpu",
         ) as self._places:
             commands = [
                 (config.cpu_cores or "", memories_of(place))

@@ -18,8 +18,9 @@ def main() -> int:
     die_with_parent()
     if cores := sys.argv[3]:
         confine_process(parse_cores(cores))  # before OpenMP counts them
-    # gloo listens on the address of the host's name otherwise.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # gloo and NCCL listen on an address of the host otherwise.
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     from pdserve_engine.executor.rank_server import serve  # takes seconds: after all that
 
     return serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))

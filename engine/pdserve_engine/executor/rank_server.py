@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from pdserve_common.call_thread import CallerThread
 from pdserve_common.logging import setup_logging
 from pdserve_engine.core.executor import ExecutedStep
 from pdserve_engine.executor import messages
 from pdserve_engine.executor.build import this_build
+from pdserve_engine.executor.gpus import use_gpu
 from pdserve_engine.executor.groups import join_group
 from pdserve_engine.executor.messages import Message
 from pdserve_engine.executor.rank_adapters import AdapterHost
@@ -196,11 +199,17 @@ class _RankServer:
         place = call.place
         setup_logging(call.log_level, f"{call.name}.{place.rank}")
         load_general_plugins()
+        device = torch.device(call.config.device)
+        if device.type == "cuda":
+            use_gpu(place.rank)
         stage = Stage(
-            place.stage, place.num_stages, join_group(place.before), join_group(place.after)
+            place.stage,
+            place.num_stages,
+            join_group(place.before, device),
+            join_group(place.after, device),
         )
         self._source = ModelSource(
-            call.config, place.rank, join_group(place.tensor_parallel), stage
+            call.config, place.rank, join_group(place.tensor_parallel, device), stage
         )
         self._executor = UniprocExecutor(
             Rank(call.config, self._source, name=f"{call.name}-{place.rank}"),

@@ -210,8 +210,9 @@ class LlamaModel:
             group is None or self._kernels.is_shard_independent(config.dtype)
         )
         # The largest come first: while one is packed, memory holds it twice.
+        self._is_embedding_split = group is not None and not is_mapped(device)
         if stage.is_first:
-            self._embedding = checkpoint.map(EMBEDDING, dtype=config.dtype, device=device)
+            self._embedding = self._read_embedding()
         if stage.is_last:
             self._lm_head = self._kernels.pack_linear(self._read_lm_head(), None)
         decoder = self._read_decoder()
@@ -222,7 +223,7 @@ class LlamaModel:
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`."""
         if self.stage.is_first:
-            states = F.embedding(inputs.token_ids, self._embedding)
+            states = self._embed(inputs.token_ids)
         else:
             states = self.stage.receive(len(inputs.token_ids), self.config)
         states = self._kernels.run_decoder(
@@ -312,6 +313,20 @@ class LlamaModel:
     def _read(self, *weights: str | WeightPart) -> torch.Tensor:
         return self._checkpoint.read(*weights, dtype=self.config.dtype, device=self.device)
 
+    def _read_embedding(self) -> torch.Tensor:
+        if is_mapped(self.device):
+            return self._checkpoint.map(EMBEDDING, dtype=self.config.dtype, device=self.device)
+        return self._read(WeightPart(EMBEDDING, self.vocabulary))
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings, of which each rank may have those of its vocabulary."""
+        if self.group is None or not self._is_embedding_split:
+            return F.embedding(token_ids, self._embedding)
+        places = token_ids - self.vocabulary.start
+        is_elsewhere = (places < 0) | (places >= len(self._embedding))
+        states = F.embedding(places.masked_fill_(is_elsewhere, 0), self._embedding)
+        return self.group.sum_rows(states.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+
     def _read_decoder(self) -> Decoder:
         config, spec = self.config, _LayerSpec.of(self.config, self._shard)
         kv_heads = self._shard.kv_heads(config.num_kv_heads)
@@ -373,8 +388,8 @@ class LlamaModel:
 
     def _read_lm_head(self) -> torch.Tensor | QuantizedWeight:
         config, device = self.config, self.device
-        if config.tie_word_embeddings and device.type != "cpu":
-            return self._embedding  # on the CPU packing the map would pull all of it into memory
+        if config.tie_word_embeddings and self.stage.is_first and not is_mapped(device):
+            return self._embedding  # packing a map would pull all of it into memory
         name = EMBEDDING if config.tie_word_embeddings else LM_HEAD
         part = WeightPart(name.removesuffix(".weight"), self.vocabulary)
         return read_projection(
@@ -397,6 +412,11 @@ class LlamaModel:
         return self._kernels.pack_linear(
             weight, bias, num_parts=num_parts, num_sums=projection.num_sums
         )
+
+
+def is_mapped(device: torch.device) -> bool:
+    """Does the embedding stay in its file? It takes no memory there: every rank has all of it."""
+    return device.type == "cpu"
 
 
 def _warn_if_integers_save_nothing(config: LlamaConfig, kernels: KernelSet) -> None:

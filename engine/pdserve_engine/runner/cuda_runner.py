@@ -6,6 +6,7 @@ while that one runs. A step that needs to see tokens before it samples (penaltie
 logprobs and the like) waits, and runs as on a CPU.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,12 +30,13 @@ from pdserve_engine.runner.model_runner import (
     StepPlan,
     by_request,
 )
-from pdserve_engine.sampling.logits_rows import Rows
+from pdserve_engine.sampling.logits_rows import LogitsRows, Rows
 from pdserve_engine.sampling.state import SampledTokens
 from pdserve_kernels.lora import LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.device_batch import (
     DeviceSamplingBatch,
+    has_filter,
     sampling_columns,
     sampling_fields,
 )
@@ -51,6 +53,15 @@ ON_DEVICE = -1
 # longer than it takes to launch.
 SMALL_BATCHES = (1, 2, 4, 8)
 CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+class _Kind(NamedTuple):
+    """What steps differ in that a graph cannot leave open."""
+
+    # One token for each request, and a row of logits for each token.
+    is_decode: bool
+    # Some row may have a filter, and all logits are looked at.
+    is_filtered: bool
 
 
 class _Sizes(NamedTuple):
@@ -123,8 +134,6 @@ class _Graph:
 
     def __init__(self, sizes: _Sizes, device: torch.device) -> None:
         self.sizes = sizes
-        # One token for each request, and a row of logits for each token.
-        self.is_decode = sizes.num_tokens == sizes.num_reqs
         self.layout = sizes.layout()
         self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self.views = self.layout.views(self.buffer)
@@ -141,6 +150,9 @@ class _Graph:
 class CudaModelRunner(ModelRunner):
     """See ModelRunner. All calls come on one thread; results may be waited for on another."""
 
+    # Is there less to do where no row has a filter? Then there are graphs for that, too.
+    _tells_filters_apart = False
+
     def __init__(self, model: Model, kv_cache: KVCache, **sizes: Any) -> None:
         """Takes what ModelRunner takes."""
         super().__init__(model, kv_cache, **sizes)
@@ -151,8 +163,8 @@ class CudaModelRunner(ModelRunner):
             self._max_num_seqs + 1, dtype=torch.int64, device=model.device
         )
         self._launched: deque[_Launched] = deque()
-        # Of decodes and of steps with chunks, each from small to large.
-        self._graphs: dict[bool, list[_Graph]] = {}
+        # Of each kind from small to large.
+        self._graphs: dict[_Kind, list[_Graph]] = {}
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> AsyncModelRunnerOutput:
@@ -179,13 +191,16 @@ class CudaModelRunner(ModelRunner):
         # A chunk has two tokens at least.
         chunks = [(size, min(size - 1, self._max_num_seqs)) for size in CHUNK_TOKENS]
         pool = torch.cuda.graph_pool_handle()
-        graphs: dict[bool, list[_Graph]] = {True: [], False: []}
+        graphs: dict[_Kind, list[_Graph]] = {}
         # The largest first: the others fit into its memory.
-        for num_tokens, num_reqs in tqdm(
-            sorted(decodes + chunks, reverse=True), desc="capturing steps", unit="graph"
+        sizes = sorted(decodes + chunks, reverse=True)
+        filters = (True, False) if self._tells_filters_apart else (True,)
+        for (num_tokens, num_reqs), is_filtered in tqdm(
+            list(itertools.product(sizes, filters)), desc="capturing steps", unit="graph"
         ):
-            graph = self._capture(num_tokens, num_reqs, pool)
-            graphs[graph.is_decode].insert(0, graph)
+            kind = _Kind(num_tokens == num_reqs, is_filtered)
+            graph = self._capture(num_tokens, num_reqs, kind, pool)
+            graphs.setdefault(kind, []).insert(0, graph)
         self._graphs = graphs
 
     def release_graphs(self) -> None:
@@ -193,7 +208,7 @@ class CudaModelRunner(ModelRunner):
         self._apply_launched(wait=True)
         self._graphs.clear()
 
-    def _capture(self, num_tokens: int, num_reqs: int, pool: Any) -> _Graph:
+    def _capture(self, num_tokens: int, num_reqs: int, kind: _Kind, pool: Any) -> _Graph:
         sizes = _Sizes(num_tokens, num_reqs, num_reqs, self._num_groups, self._max_blocks)
         # What is launched depends on whether there are decodes and chunks, not on how long.
         query_lens = (1,) * (num_reqs - 1) + (num_tokens - num_reqs + 1,)
@@ -205,9 +220,7 @@ class CudaModelRunner(ModelRunner):
             spread_block_tables(
                 graph.views["tables"], graph.views["table_size"], graph.block_tables
             )
-            results = self._run(
-                graph.views, graph.block_tables, query_lens, is_decode=graph.is_decode
-            )
+            results = self._run(graph.views, graph.block_tables, query_lens, kind)
             assert results is not None
             return results
 
@@ -223,12 +236,15 @@ class CudaModelRunner(ModelRunner):
 
     def _launch(self, plan: StepPlan) -> AsyncModelRunnerOutput:
         rows = plan.logits_rows
-        is_decode = len(plan.positions) == len(plan.rows) == len(rows)
+        kind = _Kind(
+            is_decode=len(plan.positions) == len(plan.rows) == len(rows),
+            is_filtered=not self._tells_filters_apart or self._has_filter(rows),
+        )
         lora = self._lora_segments(plan) if self.adapters else ()
         # Which adapters there are is not recorded.
-        graph = None if lora else self._graph_for(plan, is_decode)
+        graph = None if lora else self._graph_for(plan, kind)
         if graph is None:
-            results = self._run_eagerly(plan, lora, is_decode=is_decode)
+            results = self._run_eagerly(plan, lora, kind)
         else:
             results = self._replay(plan, graph)
         launched = _Launched(plan, self._batch.generations[rows.batch_rows], results)
@@ -237,10 +253,14 @@ class CudaModelRunner(ModelRunner):
             self._batch.append_placeholders(rows, ON_DEVICE)
         return launched
 
-    def _graph_for(self, plan: StepPlan, is_decode: bool) -> _Graph | None:
+    def _has_filter(self, rows: LogitsRows) -> bool:
+        batch = self._batch.sampling.describe(rows)
+        return has_filter(batch, self.model.config.vocab_size)
+
+    def _graph_for(self, plan: StepPlan, kind: _Kind) -> _Graph | None:
         """Return the smallest graph with room for a step."""
         num_tokens, num_reqs = len(plan.positions), len(plan.rows)
-        for graph in self._graphs.get(is_decode, ()):
+        for graph in self._graphs.get(kind, ()):
             if num_tokens <= graph.sizes.num_tokens and num_reqs <= graph.sizes.num_reqs:
                 return graph
         return None
@@ -260,7 +280,7 @@ class CudaModelRunner(ModelRunner):
         return graph.results
 
     def _run_eagerly(
-        self, plan: StepPlan, lora: Sequence[LoraSegment], *, is_decode: bool
+        self, plan: StepPlan, lora: Sequence[LoraSegment], kind: _Kind
     ) -> torch.Tensor | None:
         num_reqs, width = len(plan.rows), -(-int(plan.seq_lens.max()) // self._block_size)
         sizes = _Sizes(
@@ -269,16 +289,15 @@ class CudaModelRunner(ModelRunner):
         views = sizes.layout().to_device(self._arrays(plan), self._device)
         tables = views["tables"].view(self._num_groups, num_reqs, width)
         query_lens = tuple(plan.query_lens.tolist())
-        return self._run(views, tables, query_lens, lora, is_decode=is_decode)
+        return self._run(views, tables, query_lens, kind, lora)
 
     def _run(
         self,
         views: Mapping[str, torch.Tensor],
         block_tables: torch.Tensor,
         query_lens: tuple[int, ...],
+        kind: _Kind,
         lora: Sequence[LoraSegment] = (),
-        *,
-        is_decode: bool,
     ) -> torch.Tensor | None:
         """Compute a step from its arrays on the device; enqueues only."""
         ids, seen = views["token_ids"], self._last_token_ids[views["token_rows"]]
@@ -303,12 +322,21 @@ class CudaModelRunner(ModelRunner):
         hidden_states = self.model.forward(inputs)
         if not len(views["batch_rows"]):
             return None
-        if not is_decode:
+        if not kind.is_decode:
             hidden_states = hidden_states[views["hidden_rows"]]
-        logits = self.model.compute_logits(hidden_states)
-        results = sample_staged(logits, DeviceSamplingBatch.of(views))
+        batch = DeviceSamplingBatch.of(views)
+        results = self._sample_on_device(hidden_states, batch, kind.is_filtered)
         self._last_token_ids[views["batch_rows"]] = results[0]
         return results
+
+    def _sample_on_device(
+        self, hidden_rows: torch.Tensor, batch: DeviceSamplingBatch, is_filtered: bool
+    ) -> torch.Tensor:
+        """Return int64 [2, n]: the tokens of the hidden rows, and the NaN in their logits; enqueues
+        only.
+        """
+        logits = self.model.compute_logits(hidden_rows)
+        return sample_staged(logits, batch, is_filtered=is_filtered)
 
     def _arrays(self, plan: StepPlan) -> dict[str, npt.NDArray[np.generic]]:
         """Return a step's inputs by their names in `_Sizes.layout`."""

@@ -61,7 +61,7 @@ class ModelSource:
             self.config, block_size=config.block_size, device=self.device
         )
         if group is not None or stage.count > 1:
-            self.spec = replace(self.spec, shard=_shard_of(self.spec, group, stage))
+            self.spec = replace(self.spec, shard=shard_of(self.spec, group, stage))
         self.draft = None
         if config.draft_model is not None:
             self.draft = DraftModelSource(config.draft_model, config, self.config, self.device)
@@ -140,7 +140,8 @@ class ModelSource:
         )
 
 
-def _shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
+def shard_of(spec: KVCacheSpec, group: Group | None, stage: Stage) -> KVShard:
+    """Return what of each block a rank holds."""
     shard = WHOLE if group is None else Shard(group.rank, group.size)
     heads, slots = shard.kv_heads(spec.num_kv_heads), stage.layers(spec.part.num_slots)
     return KVShard(

@@ -8,7 +8,11 @@ from pdserve_engine.runner.sharded_runner import FollowerRunner, LeaderRunner, S
 
 
 def runner_class(model: Model) -> type[ModelRunner]:
-    """Return the class; that of CUDA needs Triton."""
+    """Return the class."""
+    return cuda_runner_class(model) if model.device.type == "cuda" else _cpu_runner_class(model)
+
+
+def _cpu_runner_class(model: Model) -> type[ModelRunner]:
     if isinstance(model, ShardedModel):
         return LeaderRunner
     if isinstance(model, LlamaModel):
@@ -16,8 +20,16 @@ def runner_class(model: Model) -> type[ModelRunner]:
             return StageRunner
         if model.group is not None:
             return FollowerRunner
-    if model.device.type != "cuda":
-        return ModelRunner
-    from pdserve_engine.runner.cuda_runner import CudaModelRunner
+    return ModelRunner
 
+
+def cuda_runner_class(model: Model) -> type[ModelRunner]:
+    """Return the class of a model on CUDA. Needs Triton."""
+    from pdserve_engine.runner.cuda_runner import CudaModelRunner
+    from pdserve_engine.runner.cuda_sharded_runner import CudaFollowerRunner, CudaLeaderRunner
+
+    if isinstance(model, ShardedModel):
+        return CudaLeaderRunner
+    if isinstance(model, LlamaModel) and model.group is not None:
+        return CudaFollowerRunner
     return CudaModelRunner

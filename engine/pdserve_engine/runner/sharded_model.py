@@ -59,16 +59,17 @@ class ShardedModel:
     """All ranks' parts of a model, as rank 0 sees them (`models.base.Model`)."""
 
     def __init__(self, part: LlamaModel, group: Group) -> None:
-        self._part = part
+        """`part` is rank 0's."""
+        self.part = part
         self._group = group
         self.config: ModelConfig = part.config
         self.device = part.device
         self.is_row_independent = part.is_row_independent
-        self.can_be_captured = False
+        self.can_be_captured = part.can_be_captured
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """See `models.base.Model`. Every rank calls its part's with the same inputs."""
-        return self._part.forward(inputs)
+        return self.part.forward(inputs)
 
     @property
     def lora_targets(self) -> Targets:
@@ -86,9 +87,8 @@ class ShardedModel:
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
         hidden_rows = self._ask(_Ask.LOGITS, hidden_rows)
-        parts = _gather_logits(self._part, self._group, hidden_rows)
-        logits = parts.transpose(0, 1).reshape(len(hidden_rows), -1)
-        return logits[:, : self.config.vocab_size].contiguous()
+        parts = _gather_logits(self.part, self._group, self.part.compute_logits(hidden_rows))
+        return _join_logits(parts, self.config.vocab_size)
 
     def choose_greedily(
         self, hidden_rows: torch.Tensor, *, mask: torch.Tensor | None = None
@@ -112,9 +112,8 @@ class ShardedModel:
     ) -> Argmax:
         if mask is not None:
             self._group.broadcast(mask)
-        parts = _gather_best(self._part, self._group, hidden_rows, batch, mask)
-        share = vocab_share(self.config.vocab_size, self._group.size)
-        return combine_argmax(parts, [rank * share for rank in range(len(parts))])
+        best = _best_of_part(self.part, hidden_rows, batch, mask)
+        return gather_best(self.part, self._group, best)
 
     def tell_tokens(self, tokens: StepTokens) -> None:
         """End the step on the other ranks."""
@@ -156,7 +155,7 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
         rows = torch.empty(count, config.hidden_size, dtype=config.dtype, device=part.device)
         group.broadcast(rows)
         if ask == _Ask.LOGITS:
-            _gather_logits(part, group, rows)
+            _gather_logits(part, group, part.compute_logits(rows))
             continue
         batch = mask = None
         if ask in (_Ask.SAMPLE, _Ask.MASKED_SAMPLE):
@@ -167,40 +166,52 @@ def follow(part: LlamaModel, group: Group, num_requests: int) -> StepTokens:
             num_words = num_mask_words(config.vocab_size)
             mask = torch.empty(count, num_words, dtype=torch.int32, device=part.device)
             group.broadcast(mask)
-        _gather_best(part, group, rows, batch, mask)
+        gather_best(part, group, _best_of_part(part, rows, batch, mask))
 
 
-def _gather_logits(part: LlamaModel, group: Group, hidden_rows: torch.Tensor) -> torch.Tensor:
+def gather_logits(part: LlamaModel, group: Group, logits: torch.Tensor) -> torch.Tensor:
+    """Return all logits [n, vocab_size], given each rank's own."""
+    return _join_logits(_gather_logits(part, group, logits), part.config.vocab_size)
+
+
+def gather_best(part: LlamaModel, group: Group, best: Argmax) -> Argmax:
+    """Return the best token of the vocabulary, given that of each rank's part of it, numbered
+    within the part.
+    """
+    # In one message: the bits of a value as a number.
+    bits = best.values.view(torch.int32).long()
+    gathered = group.gather(torch.stack((best.token_ids, best.num_nans, bits)))
+    parts = [Argmax(ids, nans, bits.int().view(torch.float32)) for ids, nans, bits in gathered]
+    share = vocab_share(part.config.vocab_size, group.size)
+    return combine_argmax(parts, [rank * share for rank in range(len(parts))])
+
+
+def _gather_logits(part: LlamaModel, group: Group, logits: torch.Tensor) -> torch.Tensor:
     """Return all ranks' logits [size, n, vocab_share]; the last rank's end in zeros."""
-    logits = part.compute_logits(hidden_rows)
     missing = vocab_share(part.config.vocab_size, group.size) - logits.shape[1]
     return group.gather(F.pad(logits, (0, missing)).contiguous())
 
 
-def _gather_best(
+def _join_logits(parts: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    logits = parts.transpose(0, 1).reshape(parts.shape[1], -1)
+    return logits[:, :vocab_size].contiguous()
+
+
+def _best_of_part(
     part: LlamaModel,
-    group: Group,
     hidden_rows: torch.Tensor,
     batch: SamplingBatch | None,
     mask: torch.Tensor | None,
-) -> list[Argmax]:
-    """Return the best token of each rank's part of the vocabulary, numbered within the part; of a
-    batch the one that it would choose.
+) -> Argmax:
+    """Return the best token of this rank's part of the vocabulary, numbered within it; of a batch
+    the one that it would choose.
     """
     if mask is not None:
         first, end = part.vocabulary.start, part.vocabulary.stop
         mask = mask[:, first // MASK_BITS : num_mask_words(end)].contiguous()
     if batch is None:
-        best = part.choose_greedily(hidden_rows, mask=mask)
-    else:
-        best = part.sample_part(hidden_rows, batch, mask=mask)
-    token_ids, num_nans, values = best
-    # In one message: the bits of a value as a number.
-    bits = values.view(torch.int32).long()
-    gathered = group.gather(torch.stack((token_ids, num_nans, bits)))
-    return [
-        Argmax(ids, nans, bits.int().view(torch.float32)) for ids, nans, bits in gathered.unbind()
-    ]
+        return part.choose_greedily(hidden_rows, mask=mask)
+    return part.sample_part(hidden_rows, batch, mask=mask)
 
 
 def _to_numbers(batch: SamplingBatch) -> torch.Tensor:

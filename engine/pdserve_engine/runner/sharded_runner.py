@@ -40,7 +40,7 @@ class LeaderRunner(ModelRunner):
         sampling = self._batch.sampling
         if sampling.is_greedy(rows) or not sampling.is_unfiltered(rows):
             return super()._choose(hidden_states, rows, masks)
-        mask = None if masks is None else torch.from_numpy(masks.bitmask)
+        mask = None if masks is None else self._to_device(masks.bitmask)
         batch = sampling.describe(rows)
         return sampled_of(self.model.sample(hidden_states, batch, mask=mask), rows, masks)
 

@@ -77,8 +77,7 @@ class Penalties:
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
     ) -> None:
         """Take in a request with the tokens it has so far: its prompt's, then its output's."""
-        strengths = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        if strengths == (0.0, 0.0, 1.0):
+        if not self.are_asked_by(params):
             return
         self._is_asked[row] = True
         self._repetition[row] = params.repetition_penalty
@@ -108,6 +107,11 @@ class Penalties:
         # Each operation is rounded by itself, so that the bits are the same wherever a row lies.
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[where] = values - reductions
+
+    @staticmethod
+    def are_asked_by(params: SamplingParams) -> bool:
+        strengths = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        return strengths != (0.0, 0.0, 1.0)
 
     def are_asked_for(self, rows: Rows) -> bool:
         return bool(self._is_asked[rows].any())

@@ -91,12 +91,24 @@ class SamplingState:
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logits = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._looks_back = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, TokenRules] = {}
         self._penalties = Penalties(max_num_seqs=max_num_seqs, device=device)
         self.grammars = StructuredOutputManager(vocab_size)
 
     def add(self, row: int, request: NewRequestData) -> None:
         """Take in a request that has all_token_ids so far."""
+        self._write_row(row, request)
+        params = request.sampling_params
+        self._penalties.add(row, params, request.all_token_ids, request.num_prompt_tokens)
+        if self._has_rules[row]:
+            self._rules[row] = self._make_rules(params, request.eos_token_id)
+        if request.grammar is not None:
+            output_token_ids = request.all_token_ids[request.num_prompt_tokens :]
+            self.grammars.add(row, request.grammar, output_token_ids)
+
+    def _write_row(self, row: int, request: NewRequestData) -> None:
+        """Write down what a request asks for, but for what is made of it."""
         params = request.sampling_params
         self._temperature[row] = params.temperature
         self._top_k[row] = max(params.top_k, 0)
@@ -106,24 +118,21 @@ class SamplingState:
         self._seeds[row] = np.uint64(request.seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
         self._num_logprobs[row] = _count_or_none(params.logprobs)
         self.num_prompt_logprobs[row] = _count_or_none(params.prompt_logprobs)
-        self._penalties.add(row, params, request.all_token_ids, request.num_prompt_tokens)
         self._has_rules[row] = TokenRules.are_asked_for(params)
-        self._wants_logits[row] = (
-            params.temperature != 0.0
-            or params.logprobs is not None
-            or self._has_rules[row]
-            or self._penalties.are_asked_for(np.array([row]))
+        changes_logits = self._has_rules[row] or Penalties.are_asked_by(params)
+        has_logprobs = params.logprobs is not None
+        self._wants_logits[row] = params.temperature != 0.0 or has_logprobs or changes_logits
+        self._looks_back[row] = (
+            changes_logits
+            or has_logprobs
+            or params.prompt_logprobs is not None
+            or request.grammar is not None
         )
-        if self._has_rules[row]:
-            self._rules[row] = self._make_rules(params, request.eos_token_id)
-        if request.grammar is not None:
-            output_token_ids = request.all_token_ids[request.num_prompt_tokens :]
-            self.grammars.add(row, request.grammar, output_token_ids)
 
     def remove(self, row: int) -> None:
         self._num_logprobs[row] = self.num_prompt_logprobs[row] = NO_LOGPROBS
         self._penalties.remove(row)
-        self._has_rules[row] = False
+        self._has_rules[row] = self._looks_back[row] = False
         self._rules.pop(row, None)
         self.grammars.remove(row)
 
@@ -142,13 +151,7 @@ class SamplingState:
 
     def looks_back(self, batch_rows: Rows) -> bool:
         """Must the host see the tokens before these rows, or their logits, to sample them?"""
-        return bool(
-            self._has_rules[batch_rows].any()
-            or (self._num_logprobs[batch_rows] != NO_LOGPROBS).any()
-            or (self.num_prompt_logprobs[batch_rows] != NO_LOGPROBS).any()
-            or self._penalties.are_asked_for(batch_rows)
-            or self.grammars.has_any(batch_rows.tolist())
-        )
+        return bool(self._looks_back[batch_rows].any())
 
     def is_greedy(self, rows: LogitsRows) -> bool:
         """Do all these rows want the best token, and nothing else of their logits?"""
@@ -284,6 +287,19 @@ class SamplingState:
 
     def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+class FollowedSampling(SamplingState):
+    """What a rank knows that launches steps with the others, and follows rank 0 in those that look
+    back: what requests ask for, but no tokens, processors or grammars.
+    """
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        """See SamplingState."""
+        self._write_row(row, request)
+
+    def append_tokens(self, batch_rows: Rows, token_ids: Rows) -> None:
+        """See SamplingState."""
 
 
 def errors_of_masks(masks: TokenMasks | None, token_ids: Rows) -> dict[int, EngineError]:

@@ -102,7 +102,8 @@ def sample_part(
 ) -> Sampled:
     """See the reference."""
     staged = DeviceSamplingBatch.stage(batch, logits.device)
-    return sample_part_staged(logits, staged, first_id=first_id, mask=mask)
+    best = sample_part_staged(logits, staged, first_id=first_id, mask=mask)
+    return Sampled(best.token_ids, best.values)
 
 
 def sample_part_staged(
@@ -111,13 +112,13 @@ def sample_part_staged(
     *,
     first_id: int,
     mask: torch.Tensor | None = None,
-) -> Sampled:
-    """Return what `sample_part` does; nothing that the host does depends on what the batch
-    holds.
+) -> Argmax:
+    """Return what `sample_part` does, and how many NaNs each row has among the logits that the mask
+    allows. Nothing that the host does depends on what the batch holds.
     """
     values = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     chosen = _draw(logits, batch, mask, is_filtered=False, first_id=first_id, values=values)
-    return Sampled(chosen[0], values)
+    return Argmax(chosen[0], chosen[1], values)
 
 
 def _draw(

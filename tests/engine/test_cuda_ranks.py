@@ -1,0 +1,70 @@
+"""A model over several ranks with the code of CUDA, interpreted, and gloo in NCCL's place.
+
+It brings the tokens that one rank brings on the CPU.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_rank_bodies
+import numpy as np
+import pytest
+
+from support.interpreted import run_interpreted
+from support.model_driver import Driver
+from support.models import NATIVE_MODELS
+from support.ranks import Devices, run_ranks
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+# Of NATIVE_MODELS, with its quantization and the ranks. Four have copies of two KV heads.
+CASES: tuple[tuple[str, str | None, int], ...] = (
+    ("llama-biases", None, 2),
+    ("llama-tied-sharded", "int8", 2),
+    ("qwen3", None, 4),
+    ("qwen3", "int4", 2),
+)
+# Integers are cut between groups of 32 inputs.
+FOR_INT4 = {"intermediate_size": 128}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
+def test_ranks_agree_with_one_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize(("name", "quantization", "size"), CASES)
+def test_tokens_are_those_of_one_rank(
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    name: str,
+    quantization: str | None,
+    size: int,
+) -> None:
+    architecture, overrides = NATIVE_MODELS[name]
+    more = FOR_INT4 if quantization == "int4" else {}
+    folder = make_model(architecture, **overrides | more)
+    options: dict[str, Any] = {"quantization": quantization}
+    if quantization is None:
+        expected = cuda_rank_bodies.answers_of(Driver(folder, **options))
+    else:  # the CPU's kernels make integers dense, and round elsewhere
+        expected = cuda_rank_bodies.answers_of_rank(None, folder, options)
+    found = run_ranks(
+        Devices(size), cuda_rank_bodies.answers_of_rank, folder, options
+    )
+    tokens = {request: tokens for request, (tokens, _) in expected.items()}
+    assert all(tokens.values())
+    for answers in found:
+        assert {request: tokens for request, (tokens, _) in answers.items()} == tokens
+    for request, (_, lists) in expected.items():
+        ranked = found[0][request][1]
+        assert len(ranked) == len(lists)
+        for ours, theirs in zip(ranked, lists, strict=True):
+            assert np.array_equal(ours.logprob_token_ids, theirs.logprob_token_ids)
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
