@@ -42,7 +42,6 @@ def test_ranks_agree_with_one_in_the_interpreter() -> None:
 @pytest.mark.parametrize(("name", "quantization", "size"), CASES)
 def test_tokens_are_those_of_one_rank(
     make_model: Callable[..., Path],
-    tmp_path: Path,
     name: str,
     quantization: str | None,
     size: int,
@@ -55,9 +54,7 @@ def test_tokens_are_those_of_one_rank(
         expected = cuda_rank_bodies.answers_of(Driver(folder, **options))
     else:  # the CPU's kernels make integers dense, and round elsewhere
         expected = cuda_rank_bodies.answers_of_rank(None, folder, options)
-    found = run_ranks(
-        Devices(size), cuda_rank_bodies.answers_of_rank, folder, options
-    )
+    found = run_ranks(Devices(size), cuda_rank_bodies.answers_of_rank, folder, options)
     tokens = {request: tokens for request, (tokens, _) in expected.items()}
     assert all(tokens.values())
     for answers in found:

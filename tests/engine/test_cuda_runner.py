@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.request.sched_output import AsyncModelRunnerOutput

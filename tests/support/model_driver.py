@@ -14,6 +14,7 @@ from pdserve_engine.grammar.native import CompiledGrammar
 from pdserve_engine.kv.kv_cache import KVCache, KVCacheSpec
 from pdserve_engine.lora.adapter import read_adapter
 from pdserve_engine.models.base import SupportsLora
+from pdserve_engine.models.llama import LlamaModel
 from pdserve_engine.models.registry import load_model, read_model_config
 from pdserve_engine.models.stage import ALL_LAYERS
 from pdserve_engine.request.sched_output import (

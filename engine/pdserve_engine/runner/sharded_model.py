@@ -74,15 +74,15 @@ class ShardedModel:
     @property
     def lora_targets(self) -> Targets:
         """See `models.base.SupportsLora`."""
-        return self._part.lora_targets
+        return self.part.lora_targets
 
     def max_adapter_bytes(self, max_rank: int) -> int:
         """See `models.base.SupportsLora`."""
-        return self._part.max_adapter_bytes(max_rank)
+        return self.part.max_adapter_bytes(max_rank)
 
     def pack_adapter(self, adapter: LoraAdapter) -> Any:
         """See `models.base.SupportsLora`. Every rank packs its part by itself."""
-        return self._part.pack_adapter(adapter)
+        return self.part.pack_adapter(adapter)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """See `models.base.Model`."""
