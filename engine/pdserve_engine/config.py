@@ -92,6 +92,11 @@ class EngineConfig:
         "auto", "Our own code or transformers'; auto: ours for architectures that have it."
     )
     device: Device = opt("cpu", "Where the model runs.")
+    deterministic: bool = opt(
+        False,
+        "On CUDA, our own models: the same bits in any batch, by slower kernels. On CPU they have "
+        "them in any case.",
+    )
     tensor_parallel_size: int = opt(
         1,
         "Cut each layer over so many processes, ranks: 1, 2, 4 or 8; on CUDA a GPU each. For our "

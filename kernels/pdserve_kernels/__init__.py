@@ -1,7 +1,7 @@
 """Kernels as plain functions; `select` picks the set that runs on a device.
 
-Every set (`reference`, `cpu`, `triton`) is a KernelSet: the same functions with the same contracts,
-documented in `pdserve_kernels.reference`.
+Every set (`reference`, `cpu`, `triton`, `triton.deterministic`) is a KernelSet: the same functions
+with the same contracts, documented in `pdserve_kernels.reference`.
 """
 
 import os
@@ -24,7 +24,18 @@ def _make_mkl_strict() -> None:
 
 _make_mkl_strict()
 
-__all__ = ["KernelSet", "name_of", "select"]
+__all__ = ["KernelSet", "name_of", "select", "use_deterministic"]
+
+
+_is_deterministic = False
+
+
+def use_deterministic(is_wanted: bool) -> None:
+    """Have `select` return, on CUDA, the set whose rows' bits do not depend on their batch. For the
+    whole process, before its model is loaded.
+    """
+    global _is_deterministic
+    _is_deterministic = is_wanted
 
 
 def select(device: torch.device) -> KernelSet:
@@ -34,8 +45,9 @@ def select(device: torch.device) -> KernelSet:
     """
     if device.type == "cuda":
         from pdserve_kernels import triton
+        from pdserve_kernels.triton import deterministic
 
-        return triton
+        return deterministic if _is_deterministic else triton
     from pdserve_kernels import cpu, reference
     from pdserve_kernels.cpu.compiled import library
     from pdserve_kernels.cpu.isa import KernelsUnavailable
@@ -48,7 +60,9 @@ def select(device: torch.device) -> KernelSet:
 
 
 def name_of(kernels: KernelSet) -> str:
-    """Return what a set from `select` is called: triton, reference, cpu/avx512bf16 or cpu/avx2."""
+    """Return what a set from `select` is called: triton, triton.deterministic, reference,
+    cpu/avx512bf16 or cpu/avx2.
+    """
     from pdserve_kernels.cpu.compiled import loaded_isa
 
     name = kernels.__name__.removeprefix("pdserve_kernels.")

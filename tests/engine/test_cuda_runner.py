@@ -42,10 +42,12 @@ def test_it_agrees_with_the_plain_runner_in_the_interpreter() -> None:
 
 @pytest.fixture
 def make_driver(make_model: Callable[..., Path]) -> Iterator[Callable[..., Driver]]:
-    """Make a driver of the runner for CUDA, with a Driver's options."""
+    """Make a driver of the runner for CUDA, with a Driver's options and, if not Triton's, a set of
+    kernels.
+    """
 
-    def make(**options: Any) -> Driver:
-        with interpreted_kernels():
+    def make(kernels: Any = None, **options: Any) -> Driver:
+        with interpreted_kernels(kernels):
             return Driver(make_model("Qwen3ForCausalLM"), **options)
 
     with prompt_events():
@@ -117,6 +119,22 @@ def test_kv_in_fp8_brings_the_tokens_of_the_plain_runner(
             driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
         driver.run("0", "1", "2", num_tokens=6, chunk=12)
         outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
+    assert outputs[1] == outputs[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+def test_deterministic_kernels_bring_the_same_tokens(
+    make_model: Callable[..., Path], make_driver: Callable[..., Driver]
+) -> None:
+    from pdserve_kernels.triton import deterministic
+
+    outputs = []
+    for driver in (Driver(make_model("Qwen3ForCausalLM")), make_driver(deterministic)):
+        for i, params in enumerate(PARAMS[:2]):
+            driver.add(str(i), make_prompt(5 + 9 * i), params=params, seed=i)
+        driver.run("0", "1", num_tokens=4, chunk=12)
+        outputs.append({name: sequence.output for name, sequence in driver.sequences.items()})
+        assert driver.runner.model.is_row_independent
     assert outputs[1] == outputs[0]
 
 

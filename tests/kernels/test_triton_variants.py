@@ -4,7 +4,6 @@ other layers must not.
 
 import importlib
 import os
-import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from decoder_models import Chunk, Model, Shape
 from sampling_batches import make_logits, make_sampling_batch
 
 from pdserve_kernels.lora import LoraSegment
+from support.triton_kernels import triton_kernels
 
 pytestmark = [
     pytest.mark.skipif(
@@ -35,9 +35,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], ob
     """Have the variants counted that a function's launches need on an H100; nothing is computed."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    import pdserve_kernels.triton
+    from triton.runtime.jit import create_function_from_signature
 
     backend = CUDABackend(GPUTarget("cuda", 90, 32))
     launched: Variants = defaultdict(set)
@@ -51,11 +49,8 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], ob
 
         return run
 
-    for module in pkgutil.iter_modules(pdserve_kernels.triton.__path__):
-        members = vars(importlib.import_module(f"pdserve_kernels.triton.{module.name}"))
-        for name, kernel in members.items():
-            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
-                monkeypatch.setattr(kernel, "run", record(name, kernel))
+    for name, kernel in triton_kernels():
+        monkeypatch.setattr(kernel, "run", record(name, kernel))
 
     def run(work: Callable[[], object]) -> Variants:
         launched.clear()
@@ -78,23 +73,24 @@ def test_layers_of_a_cache_share_a_kernel(count) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
-def test_decodes_of_all_sizes_share_kernels(count, kind: str) -> None:
+@pytest.mark.parametrize("name", ["triton", "triton.deterministic"])
+def test_decodes_of_all_sizes_share_kernels(count, name: str, kind: str) -> None:
     """With adapters of some, whose ranks and segments differ."""
-    from pdserve_kernels import triton
-
-    model = Model(SHAPE, triton, kind=kind)
-    adapters = [make_adapter(triton, model, rank, torch.bfloat16) for rank in (8, 40)]
+    kernels = importlib.import_module(f"pdserve_kernels.{name}")
+    model = Model(SHAPE, kernels, kind=kind)
+    adapters = [make_adapter(kernels, model, rank, torch.bfloat16) for rank in (8, 40)]
     batch_sizes = (1, 2, 3, 8, 16, 17, 31, 32, 33, 48, 63, 64)
 
     def run(sizes: Sequence[int]) -> Variants:
-        return count(lambda: [decode(triton, model, size, adapters) for size in sizes])
+        return count(lambda: [decode(kernels, model, size, adapters) for size in sizes])
 
     # Products of integers have as many rows as the next power of two.
     some, every = run([16, 32, 64]), run(batch_sizes)
-    assert len(every.pop("_merge_kernel")) == 2  # of 2 parts and of 4
-    assert len(every.pop("_attention_kernel")) == 2  # split or not
-    for name, variants in every.items():
-        assert variants == some[name], name
+    if name == "triton":
+        assert len(every.pop("_merge_kernel")) == 2  # of 2 parts and of 4
+        assert len(every.pop("_attention_kernel")) == 2  # split or not
+    for kernel, variants in every.items():
+        assert variants == some[kernel], kernel
 
 
 def test_draws_of_all_sizes_share_kernels(count) -> None:
@@ -108,16 +104,16 @@ def test_draws_of_all_sizes_share_kernels(count) -> None:
     assert set(sizes_of(variants).values()) == {1}
 
 
-def decode(triton: Any, model: Model, size: int, adapters: Sequence[Any]) -> None:
+def decode(kernels: Any, model: Model, size: int, adapters: Sequence[Any]) -> None:
     chunks = [Chunk(i % 4, i, i + 1) for i in range(size)]
     states, positions, metadata = model.step(chunks)
     segments = [
         LoraSegment(i, min(i + 1 + i % 20, size), adapters[i % 2]) for i in range(0, size, 21)
     ]
-    packed = triton.pack_decoder(model.decoder)
+    packed = kernels.pack_decoder(model.decoder)
     cache = torch.zeros(model.new_cache().shape, dtype=torch.bfloat16)
     for lora in ([], segments):
-        triton.run_decoder(states, packed, positions, cache, metadata, lora)
+        kernels.run_decoder(states, packed, positions, cache, metadata, lora)
 
 
 def sizes_of(variants: Variants) -> dict[str, int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.interpreted import run_interpreted
+from support.triton_kernels import triton_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +45,21 @@ EVEN_STRIDES = ("stride_query", "stride_output", "stride_token", "stride_block",
 
 
 def test_every_triton_kernel_agrees_with_the_reference_in_the_interpreter():
-    output = run_interpreted(Path(__file__).with_name("test_triton_kernels.py"))
-    assert "skipped" not in output
+    for suite in ("test_triton_kernels.py", "test_triton_deterministic.py"):
+        assert "skipped" not in run_interpreted(Path(__file__).with_name(suite))
+
+
+def test_a_process_may_ask_for_rows_that_do_not_depend_on_their_batch() -> None:
+    from pdserve_kernels import name_of, select, use_deterministic
+
+    cuda, names = torch.device("cuda"), []
+    for is_wanted in (True, False):
+        use_deterministic(is_wanted)
+        kernels = select(cuda)
+        names.append(name_of(kernels))
+        assert kernels.is_row_independent(torch.bfloat16) is is_wanted
+        assert kernels.is_shard_independent(torch.bfloat16) is is_wanted
+    assert names == ["triton.deterministic", "triton"]
 
 
 class Case(NamedTuple):
@@ -162,6 +176,52 @@ def chunk_tile(head_dim: int, *, has_tma: bool) -> Any:
     return attention.chunk_tile(torch.bfloat16, 64, head_dim, 4, has_tma=has_tma)
 
 
+def deterministic_cases() -> list[Case]:
+    """Of heads of 128, and a down projection."""
+    from pdserve_kernels.triton.deterministic import split_attention, tree_linear
+
+    exact = {"enable_fp_fusion": False}
+    tile = chunk_tile(128, has_tma=False)
+    common = {"WINDOW": 0, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
+    common["SPLIT"] = split_attention.SPLIT
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "SOFTCAP": 0.0}
+    cases = [
+        Case(
+            f"deterministic attention, {'decodes' if is_decode else 'chunks'}",
+            split_attention._split_attention_kernel,
+            common | blocks | {"IS_DECODE": is_decode},
+            tile.num_warps,
+            tile.num_stages,
+            exact,
+        )
+        for is_decode in (False, True)
+    ]
+    merge = common | {"BLOCK_HEADS": 4}
+    cases.append(
+        Case(
+            "deterministic attention, merge",
+            split_attention._merge_parts_kernel,
+            merge,
+            2,
+            options=exact,
+        )
+    )
+    product = {"NUM_INPUTS": 14_336, "HAS_BIAS": True, "BLOCK_K": 64}
+    product |= {"BLOCK_ROWS": tree_linear.BLOCK_ROWS, "BLOCK_OUT": tree_linear.BLOCK_OUT}
+    product["GROUP_BLOCKS"] = tree_linear.GROUP_BLOCKS
+    cases += [
+        Case(
+            f"deterministic linear, {num_sums} sums",
+            tree_linear._tree_linear_kernel,
+            product | {"NUM_SUMS": num_sums},
+            tree_linear.NUM_WARPS,
+            options=exact,
+        )
+        for num_sums in (1, 8)
+    ]
+    return cases
+
+
 def layer_cases() -> list[Case]:
     from pdserve_kernels.triton import cache, heads, inputs, layers
 
@@ -259,20 +319,32 @@ def all_cases() -> list[Case]:
         *lora_cases(),
         *integer_cases(),
         *sampling_cases(),
+        *deterministic_cases(),
     ]
 
 
 def test_every_kernel_has_a_case() -> None:
-    import importlib
-    import pkgutil
-
-    import pdserve_kernels.triton
-
-    kernels = set()
-    for module in pkgutil.iter_modules(pdserve_kernels.triton.__path__):
-        members = vars(importlib.import_module(f"pdserve_kernels.triton.{module.name}"))
-        kernels |= {value for name, value in members.items() if name.endswith("_kernel")}
+    kernels = {kernel for _, kernel in triton_kernels()}
     assert {case.kernel for case in all_cases()} == kernels
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decodes_and_chunks_are_multiplied_and_reduced_alike(
+    architecture, tmp_path, monkeypatch
+) -> None:
+    """By the same instructions, from the same layouts: the order of sums rests on them."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    chunks, decodes, *_ = deterministic_cases()
+    found = []
+    for case in (chunks, decodes):
+        compiled = case.compile(architecture)
+        products = re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", compiled.asm["ptx"])
+        layouts = re.findall(r"#ttg\.nvidia_mma<.*>", compiled.asm["ttgir"])
+        found.append((set(products), set(layouts), set(re.findall(r"ex2\S+", compiled.asm["ptx"]))))
+        assert products
+        assert layouts
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted")

@@ -83,9 +83,9 @@ def prompt_events() -> Iterator[None]:
 
 
 @contextmanager
-def interpreted_kernels() -> Iterator[None]:
+def interpreted_kernels(kernels: Any = None) -> Iterator[None]:
     """A Driver that is made within has the kernels, the model and the runner of CUDA, on the CPU:
-    for the interpreter.
+    for the interpreter. Unless other kernels are given they are Triton's.
     """
     from pdserve_engine.models import llama
     from pdserve_engine.runner.runner_class import cuda_runner_class
@@ -95,7 +95,7 @@ def interpreted_kernels() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (llama, state):
-            patch.setattr(module, "select", lambda device: triton)
+            patch.setattr(module, "select", lambda device: kernels or triton)
         patch.setattr(llama, "is_mapped", lambda device: False)
         patch.setattr(model_driver, "runner_class", cuda_runner_class)
         yield

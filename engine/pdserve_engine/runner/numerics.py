@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -26,12 +27,12 @@ def numerics_id(
     the same bits on both.
 
     Digested are: our version, which fixes the kernels and their tiles; torch's, which fixes the
-    libraries under it; the processor's or GPU's model and instruction set, by which those choose
-    their code; our kernel set and the instruction set it is compiled for; dtype, quantization at
-    load time, the KV's dtype, block size, whose code the model is (by its config), and compute
-    threads where bits depend on them. The number of ranks is not: where bits depend on it no model
-    is exact. It errs on the safe side: workers whose ids differ may still agree. Weights are left
-    to the compatibility hash.
+    libraries under it, and on CUDA Triton's, which compiles the kernels; the processor's or GPU's
+    model and instruction set, by which those choose their code; our kernel set and the instruction
+    set it is compiled for; dtype, quantization at load time, the KV's dtype, block size, whose code
+    the model is (by its config), and compute threads where bits depend on them. The number of ranks
+    is not: where bits depend on it no model is exact. It errs on the safe side: workers whose ids
+    differ may still agree. Weights are left to the compatibility hash.
     """
     kernels = select(device)
     parts = (
@@ -62,7 +63,8 @@ def _threads(kernels: KernelSet, config: EngineConfig, model: Model) -> tuple[in
 def _machine(device: torch.device, cpuinfo: Path) -> tuple[object, ...]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        return device.type, torch.version.cuda, name, torch.cuda.get_device_capability(device)
+        capability = torch.cuda.get_device_capability(device)
+        return device.type, torch.version.cuda, version("triton"), name, capability
     isa = torch.backends.cpu.get_cpu_capability()
     # It chooses MKL's code as well (see `pdserve_kernels`).
     return device.type, platform.machine(), isa, os.environ.get("MKL_CBWR"), *_processor(cpuinfo)

@@ -21,7 +21,7 @@ from pdserve_engine.runner.profiler import StepProfiler
 from pdserve_engine.runner.runner_class import runner_class
 from pdserve_engine.runner.sleep import SleepingMemory
 from pdserve_engine.runner.threads import use_threads
-from pdserve_kernels import name_of, select
+from pdserve_kernels import name_of, select, use_deterministic
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Rank:
 
     def load(self) -> LoadedModel:
         use_threads(self._config)
+        use_deterministic(self._config.deterministic)
         self._model: Model = self._source.load()
         draft = self._source.draft
         self._draft = None if draft is None else DraftModel(draft.load(), draft.spec)

@@ -8,7 +8,7 @@ lengths, so that a CUDA graph replays them: which request a program is for, it f
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,27 +17,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve_kernels.kv_scales import NO_SCALES, KVScales, check_kv_dtype
 from pdserve_kernels.metadata import AttentionMetadata
+from pdserve_kernels.triton.attention_tiles import (
+    DECODE_TILE,
+    Tile,
+    attend,
+    chunk_tile,
+    first_seen,
+    load_query,
+    request_of,
+)
 
 # What the driver says of no GPU: the interpreter's.
 DEFAULT_NUM_SMS = 8
 # A decode's context is split so that there are this many programs for each SM, or its tiles end.
 PROGRAMS_PER_SM = 1
 MAX_SPLITS = 128
-
-
-class Tile(NamedTuple):
-    """How a launch cuts its work: rows (query token, head of the group), keys, and the pipeline."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    # Whether K and V come by the tensor memory accelerator, a block of keys in one instruction.
-    use_tma: bool = False
-
-
-# tl.dot needs 16 rows.
-DECODE_TILE = Tile(block_m=16, block_n=64, num_warps=2, num_stages=5)
 
 
 def paged_attention(
@@ -56,6 +50,23 @@ def paged_attention(
     The split of a decode's context over programs is Flash-Decoding (Dao et al. 2023), the loop over
     keys FlashAttention-2 (Dao 2023, arXiv:2307.08691), both over a block table.
     """
+    return launch_attention(
+        Launch, query, kv_cache, layer, metadata, scale, window, softcap, scales
+    )
+
+
+def launch_attention(
+    launch_class: "type[Launch]",
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    scales: KVScales,
+) -> torch.Tensor:
+    """Check the inputs and launch what there is to launch. Raises ValueError."""
     if query.shape[1] % kv_cache.shape[1] or query.shape[2] != kv_cache.shape[5]:
         raise ValueError(
             f"query {tuple(query.shape)} does not fit kv_cache {tuple(kv_cache.shape)}"
@@ -65,7 +76,7 @@ def paged_attention(
     check_kv_dtype(kv_cache, query.dtype, scales)
     if (window is not None and window < 1) or softcap < 0:
         raise ValueError(f"window must be >= 1 and softcap >= 0, got {window} and {softcap}")
-    launch = _Launch(query, kv_cache, layer, metadata, scale, window or 0, softcap, scales)
+    launch = launch_class(query, kv_cache, layer, metadata, scale, window or 0, softcap, scales)
     num_tokens = sum(metadata.query_lens_host)
     if num_tokens < len(query):
         launch.output[num_tokens:].zero_()
@@ -76,7 +87,7 @@ def paged_attention(
     return launch.output
 
 
-class _Launch:
+class Launch:
     """One layer's attention: what all its launches have in common."""
 
     def __init__(
@@ -193,21 +204,6 @@ def decode_tile(group_size: int, head_dim: int) -> Tile:
     return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
 
 
-def chunk_tile(
-    dtype: torch.dtype, block_size: int, head_dim: int, group_size: int, *, has_tma: bool
-) -> Tile:
-    """Return how chunks of prompts are cut, as measured on an H100 for heads of 128 in bf16."""
-    if dtype == torch.float32:
-        tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=1 if head_dim > 128 else 2)
-    elif head_dim > 128:
-        tile = Tile(block_m=64, block_n=32, num_warps=4, num_stages=2)
-    elif block_size % 64 == 0 and head_dim in (64, 128) and has_tma:
-        tile = Tile(block_m=128, block_n=64, num_warps=4, num_stages=2, use_tma=True)
-    else:
-        tile = Tile(block_m=64, block_n=64, num_warps=4, num_stages=3)
-    return tile._replace(block_m=max(tile.block_m, triton.next_power_of_2(group_size)))
-
-
 def _num_splits(num_programs: int, num_sms: int) -> int:
     """Return into how many parts each context is cut, a power of two."""
     wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, max(1, num_programs))
@@ -234,130 +230,9 @@ def _num_sms(device: torch.device) -> int:
 
 
 @triton.jit
-def _first_seen(query_position, WINDOW: tl.constexpr):
-    """The first position that a query sees; a WINDOW of 0 is none."""
-    if WINDOW == 0:
-        return query_position * 0
-    return tl.maximum(query_position - (WINDOW - 1), 0)
-
-
-@triton.jit
 def _split_of(seq_len, first_tile, num_splits, BLOCK_N: tl.constexpr):
     """Return how many tiles of keys each part of a context has."""
     return tl.cdiv(tl.cdiv(seq_len, BLOCK_N) - first_tile, num_splits)
-
-
-@triton.jit
-def _cap(scores_log2, SOFTCAP: tl.constexpr):
-    """SOFTCAP * tanh(s / SOFTCAP) of scores s that are in units of log(2), as is the result."""
-    # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right for an infinite exp, too.
-    exp_2x = tl.exp2(scores_log2 * (2.0 / SOFTCAP))
-    return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (exp_2x + 1.0))
-
-
-@triton.jit
-def _attend(
-    output,
-    row_max,
-    row_sum,
-    query,
-    query_position,
-    kv_ptr,
-    kv_rows,
-    first_row,
-    rows_per_block,
-    table_ptr,
-    start,
-    end,
-    kv_start,
-    kv_end,
-    stride_block,
-    scale_log2,
-    MASKED: tl.constexpr,
-    USE_TMA: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Add the tiles of keys from start, a multiple of BLOCK_N, to end to the unnormalised output
-    [BLOCK_M, BLOCK_D], the maximum and the sum (base 2) of each row; return these.
-
-    `kv_ptr` is the K of this layer and head in block 0, `first_row` its row in `kv_rows`, which a
-    block has `rows_per_block` of. Unless MASKED, every row sees every key.
-    With it nothing of V before kv_start or from kv_end on is read: what lies there cannot reach a
-    result. A row that sees nothing keeps 0, -inf and 0.
-    """
-    dim = tl.arange(0, BLOCK_D)
-    column = tl.arange(0, BLOCK_N)
-    inside = dim < HEAD_DIM
-    for tile in tl.range(start, end, BLOCK_N):
-        position = tile + column
-        if USE_TMA:
-            block = tl.load(table_ptr + tile // BLOCK_SIZE)
-            row = (block * rows_per_block + first_row + tile % BLOCK_SIZE).to(tl.int32)
-        elif BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64)
-            row = block * stride_block + (tile % BLOCK_SIZE + column) * HEAD_DIM
-        else:
-            if MASKED:
-                # Entries past the request's last block may be anything.
-                last = tl.maximum(kv_end - 1, 0)
-                index = tl.minimum(position, last) // BLOCK_SIZE
-            else:
-                index = position // BLOCK_SIZE
-            block = tl.load(table_ptr + index).to(tl.int64)
-            row = block * stride_block + (position % BLOCK_SIZE) * HEAD_DIM
-        if USE_TMA:
-            key = kv_rows.load([row, 0])
-        else:
-            key_ptr = kv_ptr + row[:, None] + dim[None, :]
-            key = tl.load(key_ptr, mask=inside[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
-        if SOFTCAP > 0.0:
-            scores = _cap(scores, SOFTCAP)
-        if MASKED:
-            valid = (position >= kv_start) & (position < kv_end)
-            seen = valid[None, :] & (position[None, :] <= query_position[:, None])
-            if WINDOW > 0:
-                seen &= position[None, :] > query_position[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row may see no key yet: subtract 0 then, since -inf - -inf is NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        probs = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(probs, 1)
-        output = output * decay[:, None]
-        if USE_TMA:
-            value = kv_rows.load([row + BLOCK_SIZE, 0]).to(query.dtype)
-            if MASKED:
-                value = tl.where(valid[:, None], value, 0.0)
-        elif MASKED:
-            value_ptr = key_ptr + BLOCK_SIZE * HEAD_DIM
-            value = tl.load(value_ptr, mask=valid[:, None] & inside[None, :], other=0.0)
-        else:
-            value = tl.load(key_ptr + BLOCK_SIZE * HEAD_DIM, mask=inside[None, :], other=0.0)
-        value = value.to(query.dtype)
-        output = tl.dot(probs.to(query.dtype), value, output, input_precision="ieee")
-        row_max = new_max
-    return output, row_max, row_sum
-
-
-@triton.jit
-def _request_of(block, query_start_loc_ptr, num_reqs, TOKENS_PER_BLOCK: tl.constexpr):
-    """Return the last request whose blocks of queries begin at `block` or before."""
-    low, high = 0, num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc_ptr + middle) // TOKENS_PER_BLOCK + middle <= block:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit(do_not_specialize=["num_reqs", "layer", "stride_table"])
@@ -404,7 +279,7 @@ def _attention_kernel(
     else:
         # Blocks at the end of a chunk have the most keys: they go first.
         block = tl.num_programs(0) - 1 - tl.program_id(0)
-        request = _request_of(block, query_start_loc_ptr, num_reqs, TOKENS_PER_BLOCK)
+        request = request_of(block, query_start_loc_ptr, num_reqs, TOKENS_PER_BLOCK)
     first_row = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - first_row
     if IS_DECODE:
@@ -415,18 +290,16 @@ def _attention_kernel(
         if query_len < 2 or first_token >= query_len:
             return
     seq_len = tl.load(seq_lens_ptr + request)
-    row = tl.arange(0, BLOCK_M)
+    query, token, head, in_block = load_query(
+        query_ptr, first_row, first_token, query_len, kv_head, stride_query_token,
+        stride_query_head, GROUP_SIZE, TOKENS_PER_BLOCK, HEAD_DIM, BLOCK_D, BLOCK_M,
+    )  # fmt: skip
     dim = tl.arange(0, BLOCK_D)
-    token = first_token + row // GROUP_SIZE
-    head = kv_head * GROUP_SIZE + row % GROUP_SIZE
-    in_block = (row < TOKENS_PER_BLOCK * GROUP_SIZE) & (token < query_len)
     mask = in_block[:, None] & (dim < HEAD_DIM)[None, :]
-    query_row = (first_row + token).to(tl.int64) * stride_query_token + head * stride_query_head
-    query = tl.load(query_ptr + query_row[:, None] + dim[None, :], mask=mask, other=0.0)
     query_position = seq_len - query_len + token
 
     first_position = seq_len - query_len + first_token
-    kv_start = _first_seen(first_position, WINDOW)
+    kv_start = first_seen(first_position, WINDOW)
     kv_end = tl.minimum(seq_len, first_position + TOKENS_PER_BLOCK)
     start = kv_start // BLOCK_N * BLOCK_N
     end = kv_end
@@ -448,13 +321,13 @@ def _attention_kernel(
     if WINDOW == 0:
         # Up to the last tile that every row sees whole.
         seen_by_all = tl.minimum(first_position + 1, end) // BLOCK_N * BLOCK_N
-        output, row_max, row_sum = _attend(
+        output, row_max, row_sum = attend(
             output, row_max, row_sum, query, query_position, kv_ptr, kv_rows, kv_row,
             rows_per_block, table_ptr, start, seen_by_all, kv_start, kv_end, stride_block,
             scale_log2, False, USE_TMA, WINDOW, SOFTCAP, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
-    output, row_max, row_sum = _attend(
+    output, row_max, row_sum = attend(
         output, row_max, row_sum, query, query_position, kv_ptr, kv_rows, kv_row, rows_per_block,
         table_ptr, seen_by_all, end, kv_start, kv_end, stride_block, scale_log2, True, USE_TMA,
         WINDOW, SOFTCAP, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
@@ -493,7 +366,7 @@ def _merge_kernel(
     if tl.load(query_start_loc_ptr + request + 1) - first_row != 1:
         return
     seq_len = tl.load(seq_lens_ptr + request)
-    first_tile = _first_seen(seq_len - 1, WINDOW) // BLOCK_N
+    first_tile = first_seen(seq_len - 1, WINDOW) // BLOCK_N
     per_split = _split_of(seq_len, first_tile, NUM_SPLITS, BLOCK_N)
     num_parts = tl.cdiv(tl.cdiv(seq_len, BLOCK_N) - first_tile, per_split)
     split = tl.arange(0, NUM_SPLITS)

@@ -1,7 +1,8 @@
 """The decoder as a sequence of this set's kernels, some of them fused."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,21 +13,31 @@ from pdserve_kernels.metadata import AttentionMetadata
 from pdserve_kernels.triton.attention import paged_attention
 from pdserve_kernels.triton.heads import prepare_heads
 from pdserve_kernels.triton.layers import add_rms_norm_, rms_norm, silu_and_mul
-from pdserve_kernels.triton.linear import linear
+from pdserve_kernels.triton.linear import linear, linear_of_ranks
 from pdserve_kernels.triton.lora import StepLora
+
+
+class DecoderFunctions(NamedTuple):
+    """What is not the same in all sets of Triton's."""
+
+    linear: Callable[[torch.Tensor, Any], torch.Tensor]
+    # Of what each rank has a part of the inputs.
+    linear_of_ranks: Callable[[torch.Tensor, Any, Group], torch.Tensor]
+    paged_attention: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Products:
     """The linears of a layer, in which some rows may have adapters."""
 
+    functions: DecoderFunctions
     layer: DecoderLayer
     group: Group | None
     lora: StepLora | None
     index: int
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        out = linear(x, getattr(self.layer, name))
+        out = self.functions.linear(x, getattr(self.layer, name))
         if self.lora is not None:
             self.lora.add(out, x, self.index, name)
         return out
@@ -34,10 +45,7 @@ class _Products:
     def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return self.linear(name, x)
-        # In x's dtype: in fp32 there would be twice the bytes, of products that are rounded anyway.
-        packed = getattr(self.layer, name)
-        sums = self.group.sum_rows(linear(x, replace(packed, bias=None)))
-        return sums if packed.bias is None else sums.add_(packed.bias)
+        return self.functions.linear_of_ranks(x, getattr(self.layer, name), self.group)
 
 
 def pack_decoder(decoder: Decoder) -> Decoder:
@@ -45,15 +53,38 @@ def pack_decoder(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def run_decoder(
+RunDecoder = Callable[..., torch.Tensor]
+
+
+def make_run_decoder(functions: DecoderFunctions) -> RunDecoder:
+    """Return a set's `run_decoder`."""
+
+    def run_decoder(
+        hidden_states: torch.Tensor,
+        packed: Decoder,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Sequence[AttentionMetadata],
+        lora: Sequence[LoraSegment] = (),
+    ) -> torch.Tensor:
+        """See the reference's contract."""
+        return _run(functions, hidden_states, packed, positions, kv_cache, metadata, lora)
+
+    return run_decoder
+
+
+run_decoder = make_run_decoder(DecoderFunctions(linear, linear_of_ranks, paged_attention))
+
+
+def _run(
+    functions: DecoderFunctions,
     hidden_states: torch.Tensor,
     packed: Decoder,
     positions: torch.Tensor,
     kv_cache: torch.Tensor,
     metadata: Sequence[AttentionMetadata],
-    lora: Sequence[LoraSegment] = (),
+    lora: Sequence[LoraSegment],
 ) -> torch.Tensor:
-    """See the reference's contract."""
     step_lora = StepLora.of(lora, hidden_states.device)
     eps, num_tokens = packed.rms_norm_eps, len(hidden_states)
     residual = hidden_states.clone()  # changed by every layer
@@ -62,10 +93,10 @@ def run_decoder(
         zip(packed.layers, norms_after(packed), strict=True)
     ):
         step = metadata[layer.group]
-        products = _Products(layer, packed.group, step_lora, index)
+        products = _Products(functions, layer, packed.group, step_lora, index)
         qkv = products.linear("qkv", x)
         query = prepare_heads(qkv, packed, layer, positions, kv_cache, step.slot_mapping)
-        attended = paged_attention(
+        attended = functions.paged_attention(
             query,
             kv_cache,
             layer.slot,

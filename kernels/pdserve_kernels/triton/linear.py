@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.groups import check_num_sums
+from pdserve_kernels.groups import Group, check_num_sums
 from pdserve_kernels.reference.quantization import QuantizedWeight
 from pdserve_kernels.triton.layers import silu_and_mul
 from pdserve_kernels.triton.linear_int import IntLinearWeight, linear_int, pack_integers
@@ -68,6 +68,13 @@ def linear_sums(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:
     a weight in fp32 would be read five times as long.
     """
     return linear(x, replace(packed, bias=None)).float()
+
+
+def linear_of_ranks(x: torch.Tensor, packed: AnyLinearWeight, group: Group) -> torch.Tensor:
+    """Return linear(x, packed), of which each rank has a part of the inputs."""
+    # In x's dtype: in fp32 there would be twice the bytes, of products that are rounded anyway.
+    sums = group.sum_rows(linear(x, replace(packed, bias=None)))
+    return sums if packed.bias is None else sums.add_(packed.bias)
 
 
 def linear_silu_mul(x: torch.Tensor, packed: AnyLinearWeight) -> torch.Tensor:

@@ -129,7 +129,13 @@ def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRow
     """See the reference's contract. The linear's sums are rounded to x's dtype before an adapter's
     are added, as cuBLAS writes no others.
     """
-    out = linear(x, packed)
+    return add_rows(linear(x, packed), x, rows)
+
+
+def add_rows(out: torch.Tensor, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
+    """Add to out [n, out_features] what adapters add to a linear of x [n, in_features]; return
+    it.
+    """
     found = [each for each in rows if each.weight is not None]
     if found:
         table = torch.tensor([each.weight.fields() for each in found], dtype=torch.int64)
