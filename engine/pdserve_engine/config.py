@@ -290,11 +290,6 @@ class EngineConfig:
                 f"{self.adapter_setting} is set and there are {self.num_ranks} ranks: with "
                 f"adapters there must be 1 on {self.device}"
             )
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"{self.adapter_setting} is set and tensor_parallel_size is "
-                f"{self.tensor_parallel_size}: with adapters it must be 1"
-            )
         for path in filter(is_hub_path, self.adapter_paths.values()):
             self._check_hub_path(path)
         if len(self.lora) > self.max_loras:

@@ -71,6 +71,9 @@ class LayerFunctions(NamedTuple):
     linear_sums: Product
     linear_silu_mul: Product
     linear_lora: Callable[[torch.Tensor, Any, Sequence[LoraRows]], torch.Tensor]
+    # Of ranks that have a part of the inputs each: what they add up, and what comes of it.
+    shrink_lora: Callable[[torch.Tensor, Any, Sequence[LoraRows]], torch.Tensor]
+    expand_lora: Callable[[torch.Tensor, torch.Tensor, Any, Sequence[LoraRows]], None]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused_add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -113,8 +116,12 @@ def linear_of_ranks(
     """Return linear(x, packed), of which every rank of a group has a part of the inputs."""
     if group is None:
         return linear(x, packed)
-    sums = group.sum_rows(linear_sums(x, packed))
-    return (sums if packed.bias is None else sums + packed.bias).to(x.dtype)
+    return _rounded(group.sum_rows(linear_sums(x, packed)), packed, x.dtype)
+
+
+def _rounded(sums: torch.Tensor, packed: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return sums + bias, rounded once."""
+    return (sums if packed.bias is None else sums + packed.bias).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +138,7 @@ class _Products:
         packed = getattr(self.layer, name)
         if not self.lora:
             return self.kernels.linear(x, packed)
-        adapted = (row._replace(weight=getattr(row.weight, name)) for row in self.lora)
-        rows = [row for row in adapted if row.weight is not None]
-        return self.kernels.linear_lora(x, packed, rows)
+        return self.kernels.linear_lora(x, packed, self._adapted(name))
 
     def linear_silu_mul(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if not self.lora:
@@ -143,8 +148,18 @@ class _Products:
     def linear_of_ranks(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return self.linear(name, x)
-        kernels, packed = self.kernels, getattr(self.layer, name)
-        return linear_of_ranks(kernels.linear, kernels.linear_sums, x, packed, self.group)
+        kernels, packed, rows = self.kernels, getattr(self.layer, name), self._adapted(name)
+        if not rows:
+            return linear_of_ranks(kernels.linear, kernels.linear_sums, x, packed, self.group)
+        sums = self.group.sum_rows(kernels.linear_sums(x, packed))
+        shrunk = self.group.sum_rows(kernels.shrink_lora(x, packed, rows))
+        kernels.expand_lora(sums, shrunk, packed, rows)
+        return _rounded(sums, packed, x.dtype)
+
+    def _adapted(self, name: str) -> list[LoraRows]:
+        """Return the rows whose adapters have a part in a linear."""
+        rows = (row._replace(weight=getattr(row.weight, name)) for row in self.lora)
+        return [row for row in rows if row.weight is not None]
 
 
 def norms_after(decoder: Decoder) -> Iterator[torch.Tensor | None]:

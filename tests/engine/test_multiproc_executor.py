@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from pdserve_common.engine_types import EngineCoreRequest
 from pdserve_common.errors import FailedPreconditionError
+from pdserve_common.lora_types import LoRARequest
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients import loading
@@ -21,8 +22,10 @@ from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig
 from pdserve_engine.executor.build import check_equal
 from pdserve_engine.executor.multiproc import MultiprocExecutor, rank_configs
+from pdserve_engine.lora.adapter_config import LoraError
 from pdserve_engine.runner.model_source import ModelSource
 from pdserve_kernels.cpu.compiled import library_file
+from support.adapters import write_adapter
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -60,7 +63,9 @@ def executor_of(engine: LoadedEngine) -> MultiprocExecutor:
     return engine.core.executor
 
 
-def tokens_of(engine: LoadedEngine, request_id: str, **fields: Any) -> list[int]:
+def tokens_of(
+    engine: LoadedEngine, request_id: str, lora: LoRARequest | None = None, **fields: Any
+) -> list[int]:
     core = engine.core
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=16, **fields)
     core.add_request(
@@ -70,6 +75,7 @@ def tokens_of(engine: LoadedEngine, request_id: str, **fields: Any) -> list[int]
             sampling_params=params,
             client_index=0,
             cache_salt=request_id,
+            lora_request=lora,
             eos_token_id=1,
         )
     )
@@ -171,6 +177,43 @@ def test_differences_are_named() -> None:
         check_equal("the engine", ours, [{"a": 1}])
     with pytest.raises(ValueError, match="c of rank 0 is 3, the engine's is None"):
         check_equal("the engine", ours, [ours | {"c": 3}])
+
+
+def test_a_rank_that_is_killed_ends_what_reads_and_uses_adapters(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(model, tmp_path / "a")
+    engine = load(
+        model, tensor_parallel_size=2, kv_connector="none", lora=(f"a={folder}",), max_loras=2
+    )
+    try:
+        (adapter,) = engine.control.adapters.adapters
+        lora = LoRARequest(lora_name="a", digest=adapter.digest)
+        assert tokens_of(engine, "a", lora) != tokens_of(engine, "base")
+        executor = executor_of(engine)
+        assert executor.adapters is not None
+        os.kill(executor.pids[1], signal.SIGSTOP)
+        reading = executor.adapters.read(folder)
+        executor.adapters.discard(reading)
+        os.kill(executor.pids[1], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="rank 1 is gone: it was ended by SIGKILL"):
+            reading.result(20)
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            tokens_of(engine, "b", lora)
+    finally:
+        engine.close()
+
+
+def test_adapters_that_a_rank_cannot_serve_leave_nothing_behind(
+    model: Path, tmp_path: Path
+) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    folder = write_adapter(model, tmp_path / "a", r=9)
+    fields = {"lora": (f"a={folder}",), "max_lora_rank": 8, "kv_connector": "none"}
+    with pytest.raises(LoraError, match=f"adapter {folder}: .* 9"):
+        load(model, tensor_parallel_size=2, **fields)
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert not left
 
 
 def test_ranks_that_cannot_load_leave_nothing_behind(model: Path) -> None:

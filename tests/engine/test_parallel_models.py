@@ -167,7 +167,7 @@ def write_adapters(folder: Path, parent: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize(("size", "num_stages"), [(1, 2)])
+@pytest.mark.parametrize(("size", "num_stages"), SIZES)
 @pytest.mark.parametrize(("name", "quantization"), CASES_WITH_ADAPTERS)
 def test_bits_with_adapters_do_not_depend_on_the_cut(
     name: str,

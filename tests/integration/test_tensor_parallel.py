@@ -1,13 +1,14 @@
 """Services whose models are cut over several ranks, P's other than D's, bring the tokens of one."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from pdserve_client.client import AsyncClient
 from pdserve_common.sampling_params import SamplingParams
+from support.adapters import write_adapter
 from support.stack import RunningStack, StartStack
 
 pytestmark = pytest.mark.slow
@@ -73,21 +75,27 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 190) for _ in range(length)] for length in PROMPT_LENS]
 
 
-async def ask(client: AsyncClient, prompt: list[int], params: SamplingParams) -> list[int]:
+async def ask(
+    client: AsyncClient, prompt: list[int], params: SamplingParams, adapter: str = ""
+) -> list[int]:
     tokens: list[int] = []
-    async for output in client.generate(prompt, params, timeout_s=120):
+    async for output in client.generate(prompt, params, timeout_s=120, lora_name=adapter):
         for completion in output.outputs:
             assert not completion.HasField("error"), completion.error
             tokens.extend(completion.token_ids)
     return tokens
 
 
-async def ask_all(stack: RunningStack) -> dict[tuple[str, int], list[int]]:
+async def ask_all(
+    stack: RunningStack, adapters: Sequence[str] = ("",)
+) -> dict[tuple[str, int], list[int]]:
+    """With the adapters in turn, of which "" is none."""
     client = AsyncClient(stack.grpc_address)
     try:
         asked = [(name, i) for name in PARAMS for i in range(len(PROMPT_LENS))]
+        turns = itertools.cycle(adapters)
         answers = await asyncio.gather(
-            *(ask(client, prompts()[i], PARAMS[name]) for name, i in asked)
+            *(ask(client, prompts()[i], PARAMS[name], next(turns)) for name, i in asked)
         )
         return dict(zip(asked, answers, strict=True))
     finally:
@@ -132,6 +140,28 @@ async def test_ranks_bring_the_tokens_of_one(
         stack.assert_idle()
         ranks = [process for name in stack.worker_names() for process in ranks_of(stack, name)]
     assert not any(process.is_running() for process in ranks)
+
+
+@pytest.fixture(scope="module")
+def lora(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(model, folder / "all", seed=1, r=16)
+    write_adapter(model, folder / "few", seed=2, r=4, target_modules=["v_proj", "down_proj"])
+    return tuple(f"{name}={folder / name}" for name in ("all", "few"))
+
+
+async def test_so_they_do_with_adapters(
+    start: Callable[..., Any],
+    lora: tuple[str, ...],
+    expected: dict[tuple[str, int], list[int]],
+) -> None:
+    adapters = ("all", "", "few")
+    with start(1, 1, lora=lora) as stack:
+        with_adapters = await ask_all(stack, adapters)
+    assert with_adapters != expected
+    with start(2, 1, decode_pipeline_parallel_size=2, lora=lora) as stack:
+        assert await ask_all(stack, adapters) == with_adapters
+        stack.assert_idle()
 
 
 def ranks_of(stack: RunningStack, name: str) -> list[psutil.Process]:

@@ -3,7 +3,7 @@
 import torch
 from decoder_models import Model
 
-from pdserve_kernels.lora import LoraLayer, LoraPart
+from pdserve_kernels.lora import LoraLayer, LoraPart, LoraSegment
 
 
 def make_parts(sizes, in_features, rank, dtype, *, seed=0):
@@ -21,22 +21,52 @@ def make_parts(sizes, in_features, rank, dtype, *, seed=0):
 
 
 def make_adapter(kernels, model: Model, rank: int, dtype=torch.bfloat16):
-    """One without a part in some linears."""
+    """One without a part in some linears; of a model that is a rank's part, that part of it."""
     shape, layers = model.shape, []
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     for index, layer in enumerate(model.decoder.layers):
-        has_all = index == 0
-        sizes = {
-            "qkv": ([(heads, True), (kv_heads, has_all), (kv_heads, True)], shape.hidden),
-            "attention_output": ([(shape.hidden, has_all)], heads),
-            "gate_up": ([(shape.intermediate, has_all), (shape.intermediate, True)], shape.hidden),
-            "down": ([(shape.hidden, True)], shape.intermediate),
+        has_all, seed = index == 0, rank + 10 * index
+        qkv = [(heads, True), (kv_heads, has_all), (kv_heads, True)]
+        gate_up = [(shape.intermediate, has_all), (shape.intermediate, True)]
+        parts = {
+            "qkv": cut_by_outputs(model, qkv, shape.hidden, rank, dtype, seed),
+            "attention_output": cut_by_inputs(
+                model, [(shape.hidden, has_all)], heads, rank, dtype, seed
+            ),
+            "gate_up": cut_by_outputs(model, gate_up, shape.hidden, rank, dtype, seed),
+            "down": cut_by_inputs(
+                model, [(shape.hidden, True)], shape.intermediate, rank, dtype, seed
+            ),
         }
         packed = {
-            name: kernels.pack_lora(
-                make_parts(*size, rank, dtype, seed=rank + 10 * index), getattr(layer, name)
-            )
-            for name, size in sizes.items()
+            name: kernels.pack_lora(each, getattr(layer, name)) for name, each in parts.items()
         }
         layers.append(LoraLayer(**packed))
     return kernels.pack_adapter(layers)
+
+
+def cut_by_outputs(model: Model, sizes, in_features, rank, dtype, seed):
+    parts = make_parts(sizes, in_features, rank, dtype, seed=seed)
+    return [
+        part._replace(
+            first_output=part.first_output // model.size,
+            b=part.b.chunk(model.size)[model.rank],
+        )
+        for part in parts
+    ]
+
+
+def cut_by_inputs(model: Model, sizes, in_features, rank, dtype, seed):
+    parts = make_parts(sizes, in_features, rank, dtype, seed=seed)
+    return [part._replace(a=part.a.chunk(model.size, 1)[model.rank]) for part in parts]
+
+
+def segments(chunks, adapters) -> list[LoraSegment]:
+    """Return the rows of chunks whose requests have one of the adapters, which may be None."""
+    found, begin = [], 0
+    for chunk in chunks:
+        end = begin + chunk.end - chunk.start
+        if adapters[chunk.request] is not None:
+            found.append(LoraSegment(begin, end, adapters[chunk.request]))
+        begin = end
+    return found

@@ -51,7 +51,7 @@ class Model:
     ) -> None:
         self.shape, self._dtype, self._kernels = shape, dtype, kernels
         self._kind = kind
-        self._rank, self._size = (0, 1) if group is None else (group.rank, group.size)
+        self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
         self._generator = torch.Generator().manual_seed(0)
         inverse = 10000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(200.0), inverse)
@@ -59,8 +59,8 @@ class Model:
         self.decoder = Decoder(
             layers=tuple(layers),
             final_norm=self._norm(shape.hidden),
-            num_heads=shape.num_heads // self._size,
-            num_kv_heads=shape.num_kv_heads // self._size,
+            num_heads=shape.num_heads // self.size,
+            num_kv_heads=shape.num_kv_heads // self.size,
             head_dim=shape.head_dim,
             rms_norm_eps=1e-6,
             cos_sin_cache=torch.cat((angles.cos(), angles.sin()), -1),
@@ -88,15 +88,15 @@ class Model:
     def _cut_by_outputs(self, parts: Sequence[int], columns: int, **options: int):
         weight, bias = self._weight(sum(parts), columns)
         rows = torch.cat(
-            [part.chunk(self._size)[self._rank] for part in torch.arange(sum(parts)).split(parts)]
+            [part.chunk(self.size)[self.rank] for part in torch.arange(sum(parts)).split(parts)]
         )
         bias = None if bias is None else bias[rows]
         return self._kernels.pack_linear(slice_of(weight, rows=rows), bias, **options)
 
     def _cut_by_inputs(self, rows: int, columns: int):
         weight, bias = self._weight(rows, columns)
-        num_sums = 1 if columns % (2 * NUM_SUMS) else NUM_SUMS // self._size
-        inputs = range(columns)[self._rank * columns // self._size :][: columns // self._size]
+        num_sums = 1 if columns % (2 * NUM_SUMS) else NUM_SUMS // self.size
+        inputs = range(columns)[self.rank * columns // self.size :][: columns // self.size]
         weight = slice_of(weight, columns=slice(inputs.start, inputs.stop))
         return self._kernels.pack_linear(weight, bias, num_sums=num_sums)
 
@@ -121,7 +121,7 @@ class Model:
         num_groups = len(set(shape.windows))
         slots = max(shape.windows.count(window) for window in set(shape.windows))
         num_blocks = NUM_REQUESTS * BLOCKS_PER_REQUEST * num_groups
-        num_heads = shape.num_kv_heads // self._size
+        num_heads = shape.num_kv_heads // self.size
         size = (num_blocks, num_heads, slots, 2, block_size, shape.head_dim)
         return torch.full(size, torch.nan, dtype=self._dtype)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter, segments
 from decoder_models import Model
 
 from pdserve_kernels import cpu
@@ -118,16 +119,20 @@ def lose_one_in_a_decoder(group, shape, steps, num_threads):
         cpu.run_decoder(hidden_states, packed, positions, cache, metadata)
 
 
-def run_steps(group, shape, kind, steps, num_threads, is_compiled):
-    """Return the states of all steps, as bits, and the KV that is then in the cache."""
+def run_steps(group, shape, kind, steps, num_threads, is_compiled, lora_ranks=()):
+    """Return the states of all steps, as bits, and the KV that is then in the cache. `lora_ranks`
+    are those of each request's adapter.
+    """
     torch.set_num_threads(num_threads)
     model = Model(shape, kind=kind, group=group)
     packed, cache = cpu.pack_decoder(model.decoder), model.new_cache()
+    adapters = [rank and make_adapter(cpu, model, rank) for rank in lora_ranks]
     assert (packed.native is not None) == is_compiled
     outputs = []
     for chunks in steps:
         hidden_states, positions, metadata = model.step(chunks)
-        output = cpu.run_decoder(hidden_states, packed, positions, cache, metadata)
+        lora = segments(chunks, adapters) if adapters else ()
+        output = cpu.run_decoder(hidden_states, packed, positions, cache, metadata, lora)
         outputs.append(bits_of(output))
     return outputs, bits_of(cache)
 

@@ -44,10 +44,13 @@ def random_steps(seed):
     return steps
 
 
-def assert_equal_to_one(meeting, shape, kind, *, num_threads=1, is_compiled=True, seed=0):
+def assert_equal_to_one(
+    meeting, shape, kind, *, num_threads=1, is_compiled=True, seed=0, lora_ranks=()
+):
     steps, size = random_steps(seed), meeting.size
-    ranks = run_ranks(meeting, rank_bodies.run_steps, shape, kind, steps, num_threads, is_compiled)
-    outputs, cache = rank_bodies.run_steps(None, shape, kind, steps, 1, True)
+    body, rest = rank_bodies.run_steps, (shape, kind, steps)
+    ranks = run_ranks(meeting, body, *rest, num_threads, is_compiled, lora_ranks)
+    outputs, cache = body(None, *rest, 1, True, lora_ranks)
     for rank, (others, part) in enumerate(ranks):
         for ours, theirs in zip(outputs, others, strict=True):
             assert np.array_equal(ours, theirs)
@@ -72,6 +75,32 @@ def test_so_they_have_with_several_threads_each(shape):
 def test_so_they_have_where_functions_run_one_by_one(shape, slots):
     meeting = SharedMemory(2, 256) if slots == "of less than a row" else rank_bodies.OtherRanks(2)
     assert_equal_to_one(meeting, shape, "bf16", is_compiled=False)
+
+
+# Of each request; some rows have none, and 64 do not fit the smallest slots.
+LORA_RANKS = (8, None, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "num_threads"),
+    [(2, "bf16", 1), (2, "bf16", 3), (4, "int8", 1), (4, "int4", 1)],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapters_have_the_bits_of_one_rank(shape, size, kind, num_threads):
+    meeting = SharedMemory(size, 4096)
+    assert_equal_to_one(
+        meeting, shape, kind, num_threads=num_threads, seed=size, lora_ranks=LORA_RANKS
+    )
+
+
+@pytest.mark.parametrize(
+    "slots", ["of less than a row with its ranks", "that the C++ does not know"]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_so_have_adapters_where_functions_run_one_by_one(shape, slots):
+    is_compiled = slots == "of less than a row with its ranks"
+    meeting = SharedMemory(2, 448) if is_compiled else rank_bodies.OtherRanks(2)
+    assert_equal_to_one(meeting, shape, "bf16", is_compiled=is_compiled, lora_ranks=LORA_RANKS)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from adapters import make_adapter, make_parts
+from adapters import make_adapter, make_parts, segments
 from decoder_models import LENGTH, NUM_REQUESTS, Chunk, Model, Shape
 
 from pdserve_kernels import cpu, reference
@@ -30,16 +30,6 @@ def _threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def segments(chunks, adapters) -> list[LoraSegment]:
-    found, begin = [], 0
-    for chunk in chunks:
-        end = begin + chunk.end - chunk.start
-        if adapters[chunk.request] is not None:
-            found.append(LoraSegment(begin, end, adapters[chunk.request]))
-        begin = end
-    return found
 
 
 def adapters_of(kernels, model, dtype=torch.bfloat16):

@@ -93,6 +93,11 @@ class AdapterHost:
         # By number: what has been read, and neither added nor discarded.
         self._read: dict[int, PackedAdapter] = {}
 
+    @property
+    def num_read(self) -> int:
+        """How many wait to be added or discarded."""
+        return len(self._read)
+
     def read(self, call: ReadAdapter) -> ReadAdapterResult:
         """Read a folder and keep it for the commands that follow; takes seconds. What cannot be
         served, and want of memory, is an answer: other ranks may say otherwise.

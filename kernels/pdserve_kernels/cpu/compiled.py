@@ -26,6 +26,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "pds_pack_linear": (POINTER, INT, INT, INT, INT, POINTER),
     "pds_linear": (POINTER, INT, POINTER, POINTER),
     "pds_linear_lora": (POINTER, INT, POINTER, POINTER, INT, POINTER, INT, POINTER),
+    "pds_shrink_lora": (POINTER, INT, POINTER, POINTER, INT, POINTER, INT),
+    "pds_expand_lora": (POINTER, INT, POINTER, POINTER, INT, POINTER, INT),
     "pds_linear_sums": (POINTER, INT, POINTER, POINTER),
     "pds_linear_silu_mul": (POINTER, INT, POINTER, POINTER),
     "pds_argmax": (POINTER, *(INT,) * 4, *(POINTER,) * 3),

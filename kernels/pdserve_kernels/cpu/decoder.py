@@ -24,7 +24,13 @@ from pdserve_kernels.cpu.linear import (
     linear_silu_mul,
     linear_sums,
 )
-from pdserve_kernels.cpu.lora import Segment, linear_lora, segments_of
+from pdserve_kernels.cpu.lora import (
+    Segment,
+    expand_lora,
+    linear_lora,
+    segments_of,
+    shrink_lora,
+)
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.cpu.shared_group import SharedGroup
 from pdserve_kernels.decoder import Decoder, DecoderLayer, LayerFunctions, run_layer_by_layer
@@ -36,6 +42,8 @@ FUNCTIONS = LayerFunctions(
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
     linear_lora=linear_lora,
+    shrink_lora=shrink_lora,
+    expand_lora=expand_lora,
     silu_and_mul=silu_and_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
@@ -163,7 +171,12 @@ def run_decoder(
     run one by one. Raises RuntimeError if a rank does not come.
     """
     native = packed.native
-    if native is None or not has_packed_tiles(kv_cache):
+    row_ranks = max((segment.adapter.num_ranks for segment in lora), default=0)
+    if (
+        native is None
+        or not has_packed_tiles(kv_cache)
+        or not _fits_slots(packed.decoder, row_ranks)
+    ):
         return run_layer_by_layer(
             FUNCTIONS, packed.decoder, hidden_states, positions, kv_cache, metadata, lora
         )
@@ -175,7 +188,7 @@ def run_decoder(
     step = _Step(PagedKV.of(kv_cache), batches, len(batches), num_tokens, positions.data_ptr())
     if lora:
         step.segments, step.num_segments = segments_of(lora, num_tokens), len(lora)
-        step.row_ranks = max(segment.adapter.num_ranks for segment in lora)
+        step.row_ranks = row_ranks
     output = torch.empty_like(hidden_states)
     kernels, size = library(), _INT()
     kernels.pds_decoder_workspace_size(ctypes.byref(native), ctypes.byref(step), ctypes.byref(size))
@@ -200,10 +213,10 @@ def _is_fusible(decoder: Decoder) -> bool:
     """Whether every weight is in bf16 and of a kind that the C++ knows, and the group, if there is
     one, too; its slots have to take a row.
     """
-    group, row_bytes = decoder.group, len(decoder.layers[0].input_norm) * torch.float32.itemsize
+    group = decoder.group
     if group is not None and not isinstance(group, SharedGroup):
         return False
-    if group is not None and group.slot_bytes < row_bytes:
+    if not _fits_slots(decoder):
         return False
     linears = (
         weight
@@ -217,6 +230,14 @@ def _is_fusible(decoder: Decoder) -> bool:
         and angles.dtype == torch.float32
         and angles.is_contiguous()
     )
+
+
+def _fits_slots(decoder: Decoder, row_ranks: int = 0) -> bool:
+    """Do a group's slots take a row, and what adapters shrink of it?"""
+    if not isinstance(decoder.group, SharedGroup):
+        return True
+    row_size = len(decoder.layers[0].input_norm) + row_ranks
+    return decoder.group.slot_bytes >= row_size * torch.float32.itemsize
 
 
 def _norms(decoder: Decoder) -> Iterable[torch.Tensor]:

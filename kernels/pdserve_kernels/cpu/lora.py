@@ -10,10 +10,17 @@ import torch
 
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled import library
-from pdserve_kernels.cpu.linear import AnyLinearWeight, LinearWeight, kernel_arguments, rows_for
+from pdserve_kernels.cpu.linear import (
+    AnyLinearWeight,
+    LinearWeight,
+    PackedLinear,
+    kernel_arguments,
+    rows_for,
+)
 from pdserve_kernels.cpu.linear_int import PANEL
 from pdserve_kernels.cpu.memory import empty_on_huge_pages
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraRows, LoraSegment
+from pdserve_kernels.reference import lora as reference_lora
 
 PAIRS = 32  # inputs that are multiplied at a time, two a lane
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -61,10 +68,10 @@ class Segment(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraWeight:
-    """What an adapter adds to a LinearWeight. a: bf16 [ranks, in_features, rounded up to PAIRS];
-    scales: fp32 [ranks]; b: bf16 [.., PANEL], for each panel of the weight a row for each rank that
-    it has outputs of. panels: int64 [panels, 3], each a `LoraPanel` of csrc/lora.h: the address of
-    its rows, the first of its ranks, and how many.
+    """What an adapter adds to a LinearWeight. a: bf16 [ranks, num_sums of the weight, in_features /
+    num_sums, rounded up to PAIRS]; scales: fp32 [ranks]; b: bf16 [.., PANEL], for each panel of the
+    weight a row for each rank that it has outputs of. panels: int64 [panels, 3], each a `LoraPanel`
+    of csrc/lora.h: the address of its rows, the first of its ranks, and how many.
     """
 
     a: torch.Tensor
@@ -118,9 +125,9 @@ def pack_lora(parts: Sequence[LoraPart], packed: AnyLinearWeight) -> Any:
     if not parts:
         return None
     ranks = [len(part.a) for part in parts]
-    num_inputs = -(-packed.in_features // PAIRS) * PAIRS
-    a = torch.zeros(sum(ranks), num_inputs, dtype=torch.bfloat16)
-    a[:, : packed.in_features] = torch.cat([part.a for part in parts])
+    num_sums, num_inputs = packed.num_sums, packed.in_features // packed.num_sums
+    a = torch.zeros(sum(ranks), num_sums, -(-num_inputs // PAIRS) * PAIRS, dtype=torch.bfloat16)
+    a[..., :num_inputs] = torch.cat([part.a for part in parts]).view(-1, num_sums, num_inputs)
     scales = torch.tensor([part.scale for part in parts]).repeat_interleave(torch.tensor(ranks))
     b, panels = _panels(parts, packed)
     return LoraWeight(a=a, b=b, scales=scales, panels=panels)
@@ -158,22 +165,62 @@ def linear_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRow
     if isinstance(packed, reference.LinearWeight):
         return reference.linear_lora(x, packed, rows)
     x = rows_for(x, packed)
-    layers = [(_Layer * 1)(_Layer(qkv=_Weight.of(weight))) for _, _, weight in rows]
-    described = [
-        Segment(begin, end, layer) for (begin, end, _), layer in zip(rows, layers, strict=True)
-    ]
-    row_ranks = max((len(weight.a) for _, _, weight in rows), default=0)
+    row_ranks = _num_row_ranks(rows)
     shrunk = torch.empty(len(x), row_ranks)
     out = x.new_empty(len(x), packed.out_features)
     library().pds_linear_lora(
         *kernel_arguments(x, packed),
-        (Segment * len(rows))(*described),
-        len(rows),
+        *_described(rows),
         shrunk.data_ptr(),
         row_ranks,
         out.data_ptr(),
     )
     return out
+
+
+def shrink_lora(x: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
+    """See the reference's contract. The inputs are added up in as many parts as the weight's."""
+    if isinstance(packed, reference.LinearWeight):
+        return reference_lora.shrink_lora(x, packed, rows)
+    x = rows_for(x, packed)
+    shrunk = torch.zeros(len(x), _num_row_ranks(rows))
+    library().pds_shrink_lora(
+        *kernel_arguments(x, packed), *_described(rows), shrunk.data_ptr(), shrunk.shape[1]
+    )
+    return shrunk
+
+
+def expand_lora(
+    sums: torch.Tensor, shrunk: torch.Tensor, packed: AnyLinearWeight, rows: Sequence[LoraRows]
+) -> None:
+    """See the reference's contract."""
+    if isinstance(packed, reference.LinearWeight):
+        return reference_lora.expand_lora(sums, shrunk, packed, rows)
+    scaled = shrunk.clone()
+    for begin, end, weight in rows:
+        scaled[begin:end, : len(weight.a)] *= weight.scales
+    library().pds_expand_lora(
+        sums.data_ptr(),
+        len(sums),
+        ctypes.byref(PackedLinear.of(packed)),
+        *_described(rows),
+        scaled.data_ptr(),
+        scaled.shape[1],
+    )
+
+
+def _num_row_ranks(rows: Sequence[LoraRows]) -> int:
+    """Return the most ranks that a row has."""
+    return max((len(weight.a) for _, _, weight in rows), default=0)
+
+
+def _described(rows: Sequence[LoraRows]) -> tuple[Any, int]:
+    """Return what the C++ gets of one weight's rows, as a layer's qkv, and how many there are."""
+    layers = [(_Layer * 1)(_Layer(qkv=_Weight.of(weight))) for _, _, weight in rows]
+    segments = [
+        Segment(begin, end, layer) for (begin, end, _), layer in zip(rows, layers, strict=True)
+    ]
+    return (Segment * len(rows))(*segments), len(rows)
 
 
 def segments_of(lora: Sequence[LoraSegment], num_tokens: int) -> Any:

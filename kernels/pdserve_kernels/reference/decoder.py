@@ -16,13 +16,15 @@ from pdserve_kernels.reference.layers import (
     silu_and_mul,
 )
 from pdserve_kernels.reference.linear import linear, linear_silu_mul, linear_sums
-from pdserve_kernels.reference.lora import linear_lora
+from pdserve_kernels.reference.lora import expand_lora, linear_lora, shrink_lora
 
 FUNCTIONS = LayerFunctions(
     linear=linear,
     linear_sums=linear_sums,
     linear_silu_mul=linear_silu_mul,
     linear_lora=linear_lora,
+    shrink_lora=shrink_lora,
+    expand_lora=expand_lora,
     silu_and_mul=silu_and_mul,
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,

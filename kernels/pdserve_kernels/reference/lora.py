@@ -54,13 +54,46 @@ def linear_lora(x: torch.Tensor, packed: LinearWeight, rows: Sequence[LoraRows])
     out = linear(x, packed)
     for begin, end, parts in rows:
         sums = _sums(x[begin:end], packed) if x.dtype != torch.float32 else out[begin:end]
-        for part in parts:
-            shrunk = linear(x[begin:end].float(), part.a) * part.scale
-            target = sums[:, part.first_output :][:, : part.b.shape[1]]
-            for rank, direction in enumerate(part.b):
-                target += shrunk[:, rank : rank + 1] * direction
+        _expand(sums, _shrink(x[begin:end], parts), parts)
         out[begin:end] = sums
     return out
+
+
+def shrink_lora(x: torch.Tensor, packed: LinearWeight, rows: Sequence[LoraRows]) -> torch.Tensor:
+    """x [n, in_features] -> A x in fp32 [n, ranks], zeros where a row has fewer ranks.
+
+    Ranks that have a part of the inputs each add theirs up for `expand_lora`.
+    """
+    del packed
+    shrunk = [_shrink(x[begin:end], parts) for begin, end, parts in rows]
+    out = torch.zeros(len(x), max((part.shape[1] for part in shrunk), default=0))
+    for (begin, end, _), part in zip(rows, shrunk, strict=True):
+        out[begin:end, : part.shape[1]] = part
+    return out
+
+
+def expand_lora(
+    sums: torch.Tensor, shrunk: torch.Tensor, packed: LinearWeight, rows: Sequence[LoraRows]
+) -> None:
+    """Add scale * B shrunk to sums, fp32 [n, out_features], rank by rank, ascending."""
+    del packed
+    for begin, end, parts in rows:
+        _expand(sums[begin:end], shrunk[begin:end], parts)
+
+
+def _shrink(x: torch.Tensor, parts: Sequence[_Part]) -> torch.Tensor:
+    """Return the ranks of all parts side by side."""
+    return torch.cat([linear(x.float(), part.a) for part in parts], 1)
+
+
+def _expand(sums: torch.Tensor, shrunk: torch.Tensor, parts: Sequence[_Part]) -> None:
+    first = 0
+    for part in parts:
+        target = sums[:, part.first_output :][:, : part.b.shape[1]]
+        scaled = shrunk[:, first : first + len(part.b)] * part.scale
+        for rank, direction in enumerate(part.b):
+            target += scaled[:, rank : rank + 1] * direction
+        first += len(part.b)
 
 
 def _sums(x: torch.Tensor, packed: LinearWeight) -> torch.Tensor:

@@ -18,9 +18,8 @@ LINEARS = ("qkv", "attention_output", "gate_up", "down")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tensor_parallel_size": 2}, "lora is set and tensor_parallel_size is 2"),
         (
-            {"pipeline_parallel_size": 2, "device": "cuda"},
+            {"tensor_parallel_size": 2, "device": "cuda"},
             "lora is set and there are 2 ranks: with adapters there must be 1 on cuda",
         ),
         ({"lora": ("a=x", "a=y")}, "lora names 'a' twice"),
@@ -32,8 +31,8 @@ LINEARS = ("qkv", "attention_output", "gate_up", "down")
         ({"max_loras": 0}, "max_loras is 0"),
         ({"lora": ("a=x", "b=x"), "max_loras": 1}, "lora has 2 adapters, must be at most 1"),
         (
-            {"lora": (), "lora_root": "x", "tensor_parallel_size": 2},
-            "lora_root is set and tensor_parallel_size is 2",
+            {"lora": (), "lora_root": "x", "pipeline_parallel_size": 2, "device": "cuda"},
+            "lora_root is set and there are 2 ranks",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Adapters that come and go while an engine serves, in this process and in one of its own."""
+"""Adapters that come and go while an engine serves: here, in a process of its own, over ranks."""
 
 import asyncio
 import contextlib
@@ -40,8 +40,12 @@ PROMPT = list(range(2, 50))
 NUM_TOKENS = 12
 # So many tokens take seconds.
 LONG = 2000
+LONG_OVER_RANKS = 600
 LONG_TIMEOUT_S = 300.0
-KINDS = ("inproc", pytest.param("subprocess", marks=pytest.mark.slow))
+KINDS = (
+    "inproc",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("subprocess", "ranks")),
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -72,6 +76,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @contextlib.asynccontextmanager
 async def started(model: Path, kind: str, **fields: Any) -> AsyncIterator[WorkerEngine]:
+    where: dict[str, Any] = {"engine_process": kind}
+    if kind == "ranks":
+        where = {"tensor_parallel_size": 2}
     config = EngineConfig(
         model=str(model),
         dtype="float32",
@@ -80,7 +87,7 @@ async def started(model: Path, kind: str, **fields: Any) -> AsyncIterator[Worker
         kv_cache_memory_mib=8,
         max_num_seqs=4,
         max_loras=2,
-        engine_process=kind,  # type: ignore[arg-type]
+        **where,
         **fields,
     )
     engine = await launch_engine(config, role="decode", engine_id="d", registry=CollectorRegistry())
@@ -212,11 +219,11 @@ async def test_an_adapter_is_added_used_and_removed(
 
 
 async def test_a_running_request_keeps_what_was_replaced_or_removed(
-    engine: WorkerEngine, model: Path, root: Path
+    engine: WorkerEngine, kind: str, model: Path, root: Path
 ) -> None:
-    client = Client(engine)
+    client, long = Client(engine), LONG_OVER_RANKS if kind == "ranks" else LONG
     old = await engine.call(adding("a"))
-    client.add("old", old, LONG)
+    client.add("old", old, long)
     await until(lambda: bool(client.tokens("old")))
     new = await engine.call(adding("a", "c"))
     assert new.digest != old.digest
@@ -225,7 +232,7 @@ async def test_a_running_request_keeps_what_was_replaced_or_removed(
         ("", old.digest),
     }
     assert await client.run("new", new) == merged_greedy(model, root / "c", PROMPT, NUM_TOKENS)
-    client.add("new too", new, LONG)
+    client.add("new too", new, long)
     await until(lambda: bool(client.tokens("new too")))
     with pytest.raises(FailedPreconditionError, match="at most 2 may be"):
         await engine.call(adding("b", "b/deep"))
@@ -236,7 +243,7 @@ async def test_a_running_request_keeps_what_was_replaced_or_removed(
     assert [(each.is_removed, each.num_requests) for each in removed] == [(True, 1), (True, 1)]
     for request_id, folder in (("old", "a"), ("new too", "c")):
         await client.end_of(request_id)
-        assert len(client.tokens(request_id)) == LONG
+        assert len(client.tokens(request_id)) == long
         begun = client.tokens(request_id)[: 4 * NUM_TOKENS]
         assert begun == merged_greedy(model, root / folder, PROMPT, 4 * NUM_TOKENS)
     assert await engine.call(ListLoras()) == ()

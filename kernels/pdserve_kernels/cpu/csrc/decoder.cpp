@@ -97,53 +97,92 @@ void attend(const Team& team, const Decoder& decoder, const DecoderLayer& layer,
   team.barrier();
 }
 
+// Shrunk rows = what all ranks have shrunk of them, times the scales; it begins at `first` of a slot.
+void add_up_shrunk(const Group& group, Range rows, int64_t first, const LoraRows& lora) {
+  const RankSums sums(group);
+  for (int64_t i = 0; i < lora.num_segments; ++i) {
+    const LoraWeight& adapter = lora.weight(i);
+    const Range adapted = lora.rows_of(i, rows);
+    for (int64_t row = adapted.begin; row < adapted.end; ++row)
+      for (int64_t rank = 0; rank < adapter.num_ranks; rank += LANES) {
+        const int64_t left = std::min<int64_t>(LANES, adapter.num_ranks - rank);
+        const int64_t place = first + (row - rows.begin) * lora.row_ranks + rank;
+        float total[LANES];
+        store(total, mul(load(adapter.scales + rank, left), sums.at(place, left)));
+        std::copy_n(total, left, lora.shrunk + row * lora.row_ranks + rank);
+      }
+  }
+}
+
 // out [rows, n] = the sums of all ranks + bias, rounded once.
-void add_up(const Team& team, const Group& group, int64_t rows, const PackedLinear& weight,
+void add_up(const Team& team, const Group& group, Range rows, const PackedLinear& weight,
             bf16* out) {
   const RankSums sums(group);
   const Range columns = team.share(weight.n, LANES);
-  for (int64_t row = 0; row < rows; ++row)
+  for (int64_t row = 0; row < rows.end - rows.begin; ++row)
     for (int64_t i = columns.begin; i < columns.end; i += LANES) {
       const int64_t left = columns.end - i;
       const F32 bias = weight.bias == nullptr ? zero() : load_bf16(weight.bias + i, left);
-      store_bf16(out + row * weight.n + i, add(sums.at(row * weight.n + i, left), bias), left);
+      store_bf16(out + (rows.begin + row) * weight.n + i,
+                 add(sums.at(row * weight.n + i, left), bias), left);
     }
 }
 
-// `linear`, of which every rank has a part of the inputs; as many rows at once as fit a slot. Returns
-// false, to all threads, if a rank does not come.
+// The same with adapters, by panels.
+void add_up_adapted(const Team& team, const Group& group, Range rows, const PackedLinear& weight,
+                    bf16* out, const LoraRows& lora) {
+  const RankSums sums(group);
+  const Range share = team.share(weight.num_panels());
+  alignas(64) float of_panel[PANEL] = {};
+  for (int64_t panel = share.begin; panel < share.end; ++panel) {
+    const detail::Biases biases(weight, panel);
+    const int64_t first = weight.first_output(panel), width = weight.num_outputs(panel);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const int64_t place = (row - rows.begin) * weight.n + first;
+      for (int64_t i = 0; i < width; i += LANES)
+        store(of_panel + i, sums.at(place + i, width - i));
+      lora.add_to(Range{row, row + 1}, panel, of_panel);
+      detail::store_row(out + row * weight.n + first, width,
+                        [&](int v) { return biases.add_to(of_panel, v); });
+    }
+  }
+}
+
+// `linear`, of which every rank has a part of the inputs; as many rows at once as fit a slot, behind
+// which what adapters shrink of them lies. Returns false, to all threads, if a rank does not come.
 bool linear_of_ranks(const Team& team, Group& group, const bf16* x, int64_t m,
-                     const PackedLinear& weight, bf16* out) {
-  const int64_t at_once = group.slot_bytes / static_cast<int64_t>(weight.n * sizeof(float));
+                     const PackedLinear& weight, bf16* out, const LoraRows& lora) {
+  const bool is_adapted = !lora.is_empty();
+  const int64_t width = weight.n + (is_adapted ? lora.row_ranks : 0);
+  const int64_t at_once = group.slot_bytes / static_cast<int64_t>(width * sizeof(float));
   for (int64_t first = 0; first < m; first += at_once) {
-    const int64_t rows = std::min(at_once, m - first);
-    linear_sums(team, x + first * weight.k, rows, weight, group.own_slot<float>());
+    const Range rows{first, std::min(m, first + at_once)};
+    const int64_t num_sums = (rows.end - first) * weight.n;
+    float* slot = group.own_slot<float>();
+    linear_sums(team, x + first * weight.k, rows.end - first, weight, slot);
+    if (is_adapted) shrink_share(team, x, weight, rows, lora, true, slot + num_sums);
     team.barrier();
-    if (team.rank == 0) exchange(group);
+    if (team.rank == 0 && exchange(group) && is_adapted) add_up_shrunk(group, rows, num_sums, lora);
     team.barrier();
     if (group.has_failed()) return false;
     // No barrier before the next rows: they go to the other slot.
-    add_up(team, group, rows, weight, out + first * weight.n);
+    if (is_adapted)
+      add_up_adapted(team, group, rows, weight, out, lora);
+    else
+      add_up(team, group, rows, weight, out);
   }
   return true;
-}
-
-// The rows with adapters, shrunk for one of a layer's weights, whose inputs x are.
-LoraRows adapt(const Team& team, const Step& step, const Workspace& workspace, int64_t layer,
-               const LoraWeight LoraLayer::* part, const bf16* x, const PackedLinear& weight) {
-  const LoraRows lora{step.segments, step.num_segments, layer, part, workspace.shrunk,
-                      step.row_ranks};
-  shrink(team, x, weight.k, lora);
-  return lora;
 }
 
 // out = x @ weight^T + bias for a weight whose inputs the ranks share, and a barrier behind it.
 bool project(const Team& team, const Decoder& decoder, const bf16* x, int64_t m,
              const PackedLinear& weight, bf16* out, const LoraRows& lora) {
-  if (decoder.group == nullptr)
+  if (decoder.group == nullptr) {
+    shrink(team, x, m, weight, lora);
     linear(team, x, m, weight, out, lora);
-  else if (!linear_of_ranks(team, *decoder.group, x, m, weight, out))
+  } else if (!linear_of_ranks(team, *decoder.group, x, m, weight, out, lora)) {
     return false;
+  }
   team.barrier();
   return true;
 }
@@ -166,23 +205,24 @@ void run_decoder(const Team& team, const Decoder& decoder, const Step& step,
   for (int64_t index = 0; index < decoder.num_layers; ++index) {
     const DecoderLayer& layer = decoder.layers[index];
     const bool is_last = index + 1 == decoder.num_layers;
-    const auto adapted = [&](const LoraWeight LoraLayer::* part, const bf16* x,
-                             const PackedLinear& weight) {
-      return adapt(team, step, workspace, index, part, x, weight);
+    const auto adapters = [&](const LoraWeight LoraLayer::* part) {
+      return LoraRows{step.segments, step.num_segments, index, part, workspace.shrunk,
+                      step.row_ranks};
     };
-    linear(team, states.normed, m, layer.qkv, workspace.qkv,
-           adapted(&LoraLayer::qkv, states.normed, layer.qkv));
+    const LoraRows qkv = adapters(&LoraLayer::qkv), gate_up = adapters(&LoraLayer::gate_up);
+    shrink(team, states.normed, m, layer.qkv, qkv);
+    linear(team, states.normed, m, layer.qkv, workspace.qkv, qkv);
     team.barrier();
     attend(team, decoder, layer, step, workspace);
     if (!project(team, decoder, workspace.attended, m, layer.attention_output, workspace.projected,
-                 adapted(&LoraLayer::attention_output, workspace.attended, layer.attention_output)))
+                 adapters(&LoraLayer::attention_output)))
       return;
     states.add(team, workspace.projected, layer.post_attention_norm);
-    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated,
-                    adapted(&LoraLayer::gate_up, states.normed, layer.gate_up));
+    shrink(team, states.normed, m, layer.gate_up, gate_up);
+    linear_silu_mul(team, states.normed, m, layer.gate_up, workspace.activated, gate_up);
     team.barrier();
     if (!project(team, decoder, workspace.activated, m, layer.down, workspace.projected,
-                 adapted(&LoraLayer::down, workspace.activated, layer.down)))
+                 adapters(&LoraLayer::down)))
       return;
     states.add(team, workspace.projected,
                is_last ? decoder.final_norm : decoder.layers[index + 1].input_norm);

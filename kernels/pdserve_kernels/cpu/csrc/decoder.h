@@ -39,8 +39,8 @@ struct Step {
   const Batch* batches;  // one for each KV group
   int64_t num_groups, num_tokens;
   const int64_t* positions;  // [num_tokens]
-  // Of the tokens that have adapters, ascending, and the most ranks that one has in a weight. There
-  // are none where the decoder has a group.
+  // Of the tokens that have adapters, ascending, and the most ranks that one has in a weight. A slot
+  // of the decoder's group takes as many more numbers than a row has.
   const LoraSegment* segments;
   int64_t num_segments, row_ranks;
 };

@@ -57,9 +57,27 @@ void pds_linear_lora(const pds::bf16* x, int64_t m, const pds::PackedLinear* wei
                      int64_t row_ranks, pds::bf16* out) {
   const pds::LoraRows lora{segments, num_segments, 0, &pds::LoraLayer::qkv, shrunk, row_ranks};
   pds::run_team([&](const pds::Team& team) {
-    pds::shrink(team, x, weight->k, lora);
+    pds::shrink(team, x, m, *weight, lora);
     pds::linear(team, x, m, *weight, out, lora);
   });
+}
+
+// shrunk [m][row_ranks] = the part of A x that these inputs make, without the scales.
+void pds_shrink_lora(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight,
+                     const pds::LoraSegment* segments, int64_t num_segments, float* shrunk,
+                     int64_t row_ranks) {
+  const pds::LoraRows lora{segments, num_segments, 0, &pds::LoraLayer::qkv, shrunk, row_ranks};
+  pds::run_team([&](const pds::Team& team) {
+    pds::shrink_share(team, x, *weight, pds::Range{0, m}, lora, true, shrunk);
+  });
+}
+
+// sums [m, n] += B shrunk, which has the scales.
+void pds_expand_lora(float* sums, int64_t m, const pds::PackedLinear* weight,
+                     const pds::LoraSegment* segments, int64_t num_segments, float* shrunk,
+                     int64_t row_ranks) {
+  const pds::LoraRows lora{segments, num_segments, 0, &pds::LoraLayer::qkv, shrunk, row_ranks};
+  pds::run_team([&](const pds::Team& team) { pds::expand(team, m, *weight, lora, sums); });
 }
 
 void pds_linear_sums(const pds::bf16* x, int64_t m, const pds::PackedLinear* weight, float* out) {

@@ -198,6 +198,20 @@ inline void linear_sums(const Team& team, const bf16* x, int64_t m, const Packed
   });
 }
 
+// sums [m, n] += what adapters add to some rows, which are shrunk.
+inline void expand(const Team& team, int64_t m, const PackedLinear& weight, const LoraRows& lora,
+                   float* sums) {
+  alignas(64) float of_panel[PANEL] = {};
+  const Range share = team.share(weight.num_panels());
+  for (int64_t panel = share.begin; panel < share.end; ++panel)
+    for (int64_t row = 0; row < m; ++row) {
+      float* place = sums + row * weight.n + weight.first_output(panel);
+      std::copy_n(place, weight.num_outputs(panel), of_panel);
+      lora.add_to(Range{row, row + 1}, panel, of_panel);
+      std::copy_n(of_panel, weight.num_outputs(panel), place);
+    }
+}
+
 // out [m, n / 2] = silu(gate) * up, where [gate | up] = x @ weight^T + bias; the weight has to have
 // two parts. gate, up and silu(gate) are rounded to bf16 first, as by `linear` and `silu_and_mul`.
 inline void linear_silu_mul(const Team& team, const bf16* x, int64_t m, const PackedLinear& weight,
