@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import random
-from concurrent.futures import wait
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +128,8 @@ class Traffic:
         elif kind == "reset":
             self.reset()
         elif kind == "fault":
-            wait([batch.future for batch in self.engine.core._batch_queue])
+            for batch in self.engine.core._batch_queue:
+                batch.pending.exception()
             self._fault = RuntimeError("a passing fault")  # of the next step
         elif kind in ("compile", "refuse"):
             self.compile(kind)
