@@ -93,7 +93,8 @@ class Case(NamedTuple):
             constexprs=self.constants,
             attrs={(index,): [["tt.divisibility", 16]] for index in is_even},
         )
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options |= {"enable_fp_fusion": True} | self.options
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
