@@ -14,6 +14,7 @@ import torch
 
 from pdserve_kernels import cpu
 from pdserve_kernels.decoder import Decoder, DecoderLayer
+from pdserve_kernels.groups import NUM_SUMS
 from pdserve_kernels.lora import LoraLayer, LoraPart, LoraSegment
 from pdserve_kernels.metadata import AttentionMetadata
 
@@ -39,10 +40,10 @@ def make_layer(index: int) -> DecoderLayer:
         qkv=cpu.pack_linear(weight(sum(QKV), HIDDEN)),
         q_norm=ones(HEAD_DIM),
         k_norm=ones(HEAD_DIM),
-        attention_output=cpu.pack_linear(weight(HIDDEN, HEADS * HEAD_DIM)),
+        attention_output=cpu.pack_linear(weight(HIDDEN, HEADS * HEAD_DIM), num_sums=NUM_SUMS),
         post_attention_norm=ones(HIDDEN),
         gate_up=cpu.pack_linear(weight(2 * INNER, HIDDEN), num_parts=2),
-        down=cpu.pack_linear(weight(HIDDEN, INNER)),
+        down=cpu.pack_linear(weight(HIDDEN, INNER), num_sums=NUM_SUMS),
         group=0,
         slot=index,
         window=None,
