@@ -1,6 +1,7 @@
 """LoRA adapters in peft's format: a folder with adapter_config.json and safetensors."""
 
 import hashlib
+import io
 import os
 import stat
 from collections.abc import Mapping
@@ -8,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 
 from pdserve_engine.lora.adapter_config import (
     CONFIG_FILE,
@@ -21,6 +20,7 @@ from pdserve_engine.lora.adapter_config import (
     Targets,
     parse_adapter_config,
 )
+from pdserve_engine.lora.safetensors_file import parse_safetensors
 
 PICKLE_FILE = "adapter_model.bin"
 # Of the weights' file, besides numbers of at most so many bytes.
@@ -28,7 +28,6 @@ MAX_HEADER_BYTES = 1 << 20
 _BYTES = 4
 MAX_PATH_CHARS = 1024
 PREFIX = "base_model.model."
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def _read(folder: Path, targets: Targets, dtype: torch.dtype, max_rank: int) -> 
     if not folder.is_dir():
         raise LoraError("there is no such folder")
     config = parse_adapter_config(
-        _read_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES), max_rank=max_rank
+        bytes(_read_file(folder, CONFIG_FILE, MAX_CONFIG_BYTES).numpy()), max_rank=max_rank
     )
     scaled = config.scaled(targets)
     shapes = _shapes(scaled, targets)
@@ -133,27 +132,38 @@ def _shapes(scaled: Mapping[str, Scaled], targets: Targets) -> dict[str, tuple[i
     return shapes
 
 
-def _read_file(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Return a regular file's content; no link is followed, and no pipe is waited for."""
+def _read_file(folder: Path, name: str, max_bytes: int) -> torch.Tensor:
+    """Return a regular file's bytes; no link is followed, and no pipe is waited for."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with open(os.open(folder / name, flags), "rb") as file:
+        with open(os.open(folder / name, flags), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise LoraError(f"{name} is no regular file")
-            content = file.read(max_bytes + 1)
+            if status.st_size > max_bytes:
+                raise LoraError(
+                    f"{name} has more than {max_bytes} bytes, which its config leaves room for"
+                )
+            # Memory that nobody fills first: steps wait for the GIL meanwhile.
+            content = torch.empty(status.st_size, dtype=torch.uint8)
+            return content[: _read_into(file, memoryview(content.numpy()))]
     except OSError as error:
         link = ", links are not followed" if (folder / name).is_symlink() else ""
         raise LoraError(f"{name} cannot be read: {error.strerror}{link}") from error
-    if len(content) > max_bytes:
-        raise LoraError(f"{name} has more than {max_bytes} bytes, which its config leaves room for")
-    return content
 
 
-def _parse_weights(content: bytes) -> dict[str, torch.Tensor]:
+def _read_into(file: io.FileIO, memory: memoryview) -> int:
+    """Return the number of bytes; fewer than there is room for if the file has become shorter."""
+    at = 0
+    while at < len(memory) and (num := file.readinto(memory[at:])):
+        at += num
+    return at
+
+
+def _parse_weights(content: torch.Tensor) -> dict[str, torch.Tensor]:
     try:
-        return load_safetensors(content)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        return parse_safetensors(content)
+    except ValueError as error:
         raise LoraError(f"{WEIGHTS_FILE} is broken: {str(error)[:200]}") from error
 
 
@@ -168,11 +178,8 @@ def _check_weights(
             f"{unknown[0][: 2 * MAX_SHOWN]!r}"
         )
     for name, shape in shapes.items():
-        tensor = stored[name]
-        if tensor.dtype not in DTYPES:
-            raise LoraError(f"{name} is {tensor.dtype}, served are float32, float16 and bfloat16")
-        if tuple(tensor.shape) != shape:
-            raise LoraError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+        if (stored_shape := tuple(stored[name].shape)) != shape:
+            raise LoraError(f"{name} has shape {stored_shape}, must be {shape}")
 
 
 def _converted(stored: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -189,7 +196,7 @@ def _digest(scaled: Mapping[str, Scaled], stored: Mapping[str, torch.Tensor]) ->
     for name in sorted(scaled):
         digest.update(f"{name} {scaled[name].rank} {scaled[name].scale!r}\n".encode())
     for name in sorted(stored):
-        tensor = stored[name].contiguous()
+        tensor = stored[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -220,8 +220,11 @@ REFUSED_WEIGHTS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "other module": (weights(names=("q_proj", "o_proj", "down_proj")), "4 weights that the config"),
     "nan": (with_one(A=torch.full((4, 16), torch.nan)), "has NaN or infinity"),
     "infinity": (with_one(B=torch.full((32, 4), torch.inf)), "has NaN or infinity"),
-    "integers": (with_one(A=torch.ones(4, 16, dtype=torch.int32)), "is torch.int32"),
-    "fp64": (with_one(A=torch.ones(4, 16, dtype=torch.float64)), "is torch.float64"),
+    "integers": (
+        with_one(A=torch.ones(4, 16, dtype=torch.int32)),
+        "is 'I32', served are",
+    ),
+    "fp64": (with_one(A=torch.ones(4, 16, dtype=torch.float64)), "is 'F64', served are"),
     "dora": (
         weights() | {f"{Q0}.lora_magnitude_vector.weight": torch.ones(32)},
         "lora_magnitude_vector",
