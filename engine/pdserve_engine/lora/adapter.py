@@ -146,7 +146,7 @@ def _read_file(folder: Path, name: str, max_bytes: int) -> torch.Tensor:
                 )
             # Memory that nobody fills first: steps wait for the GIL meanwhile.
             content = torch.empty(status.st_size, dtype=torch.uint8)
-            return content[: _read_into(file, memoryview(content.numpy()))]
+            return content[: _read_into(file, content.numpy().data)]
     except OSError as error:
         link = ", links are not followed" if (folder / name).is_symlink() else ""
         raise LoraError(f"{name} cannot be read: {error.strerror}{link}") from error
@@ -198,5 +198,5 @@ def _digest(scaled: Mapping[str, Scaled], stored: Mapping[str, torch.Tensor]) ->
     for name in sorted(stored):
         tensor = stored[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
