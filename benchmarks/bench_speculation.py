@@ -1,6 +1,6 @@
-"""What drafts from a request's own text are worth: two engines in turns, with drafts and without.
+"""What drafts are worth: two engines in turns, with drafts and without.
 
-    python benchmarks/bench_speculation.py [--only copy json random] [--rounds N]
+    python benchmarks/bench_speculation.py [--only copy json random draft_model] [--rounds N]
 
 One process, all cores, no service around it. Tokens a second of rows that decode, until the first
 of them ends, in turns of some steps.
@@ -8,6 +8,8 @@ of them ends, in turns of some steps.
 - copy: a Python source of the prompt is written again, with 15% of its names changed.
 - json: a list of records of JSON is written, of which the prompt says nothing.
 - random: what the model draws at temperature 1, which with random weights repeats nothing.
+- draft_model: the same of another model, with drafts of a draft model that knows much of what it
+  knows (make_draft_pair.py).
 
 The tokens of copy and json are those of a text, in both arms: what the model chooses, and pays for,
 is replaced.
@@ -30,10 +32,11 @@ import tokenizers
 import torch
 from json_records import records
 from machine import describe
+from make_draft_pair import DEFAULT_PAIR, make_draft_pair
 from make_model import DEFAULT_MODEL, make_model
 from prometheus_client import CollectorRegistry
 
-from pdserve_common.engine_types import EngineCoreRequest
+from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve_common.metrics import KVTransferMetrics
 from pdserve_common.sampling_params import SamplingParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
@@ -44,12 +47,16 @@ from pdserve_engine.grammar.manager import TokenMasks
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 
-ARMS: tuple[Speculation, ...] = ("none", "suffix")
-BATCHES: Mapping[str, Sequence[int]] = {"copy": (1, 4, 8), "json": (1,), "random": (1, 8, 32)}
+BATCHES: Mapping[str, Sequence[int]] = {
+    "copy": (1, 4, 8),
+    "json": (1,),
+    "random": (1, 8, 32),
+    "draft_model": (1, 4, 8),
+}
 SOURCES = ("textwrap", "argparse", "random", "calendar", "shlex", "csv", "heapq", "bisect")
 MAX_MODEL_LEN = 2048
 SOURCE_TOKENS = 384
-MAX_TOKENS = {"copy": 384, "json": 1024, "random": 128}
+MAX_TOKENS = {"copy": 384, "json": 1024, "random": 128, "draft_model": 256}
 SHORT_PROMPT = 16
 CHANGED_NAMES = 0.15
 NEW_WORDS = ("alpha", "value", "item", "count", "node", "inner", "total", "handle")
@@ -70,6 +77,8 @@ class Rate(NamedTuple):
     num_tokens: int
     num_steps: int
     seconds: float
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def __add__(self, other: "Rate") -> "Rate":  # type: ignore[override]
         return Rate(*(a + b for a, b in zip(self, other, strict=True)))
@@ -79,28 +88,35 @@ def main() -> None:
     args = _parse_args()
     print(f"{describe('torch')}\n")
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a worker
-    make_model(args.model)
-    tokenizer = tokenizers.Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    arms = [Arm(speculation, args.model) for speculation in ARMS]
-    print("| text | rows | tokens/s, without | with | ratio | of rounds | tokens a row and step |")
-    print("|---|---|---|---|---|---|---|")
-    for kind in args.only:
-        for batch in args.batch or BATCHES[kind]:
-            bench(arms, kind, batch, tokenizer, args.rounds)
-    for arm in arms:
-        arm.loaded.close()
+    print(
+        "| text | rows | tokens/s, without | with | ratio | of rounds | tokens a row and step "
+        "| drafts | accepted |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    own = [kind for kind in args.only if kind != "draft_model"]
+    if own:
+        make_model(args.model)
+        bench_all(args, own, [Arm("none", args.model), Arm("suffix", args.model)])
+    if "draft_model" in args.only:
+        model, draft_model = make_draft_pair(args.pair)
+        arms = [Arm("none", model), Arm("draft_model", model, str(draft_model))]
+        bench_all(args, ["draft_model"], arms)
 
 
 class Arm:
     """An engine with drafts, or without."""
 
-    def __init__(self, speculation: Speculation, model: Path) -> None:
+    def __init__(
+        self, speculation: Speculation, model: Path, draft_model: str | None = None
+    ) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
         config = EngineConfig(
             model=str(model),
             kv_connector="none",
             kv_cache_memory_mib=1536,
             max_model_len=MAX_MODEL_LEN,
             speculation=speculation,
+            draft_model=draft_model,
         )
         metrics = KVTransferMetrics(CollectorRegistry())
         self.loaded: LoadedEngine = load_engine(
@@ -131,15 +147,24 @@ class Arm:
             )
         num_rows = 0
         while num_rows < len(tasks):
-            _, num_rows = self._step()
+            num_rows = len(self._step())
 
     def turn(self) -> Rate:
         """Compute some steps, or until the first row ends."""
-        num_tokens, num_steps, started = 0, 0, time.perf_counter()
-        while num_steps < TURN_STEPS and not self.is_over:
-            num_tokens += self._step()[0]
-            num_steps += 1
-        return Rate(num_tokens, num_steps, time.perf_counter() - started)
+        steps: list[list[EngineCoreOutput]] = []
+        started = time.perf_counter()
+        while len(steps) < TURN_STEPS and not self.is_over:
+            steps.append(self._step())
+        seconds = time.perf_counter() - started
+        outputs = list(itertools.chain.from_iterable(steps))
+        drafts = [each for output in outputs for each in output.draft_stats]
+        return Rate(
+            sum(len(output.new_token_ids) for output in outputs),
+            len(steps),
+            seconds,
+            sum(each.num_draft_tokens for each in drafts),
+            sum(each.num_accepted_tokens for each in drafts),
+        )
 
     def end(self) -> None:
         core = self.loaded.core
@@ -147,14 +172,14 @@ class Arm:
         while core.has_work():
             core.step()
 
-    def _step(self) -> tuple[int, int]:
-        """Return how many tokens came, and of how many rows."""
+    def _step(self) -> list[EngineCoreOutput]:
+        """Return what came, of each row that brought something."""
         result = self.loaded.core.step()
         outputs = list(itertools.chain.from_iterable(result.outputs.values()))
         for output in outputs:
             assert output.error is None, output.error
             self.is_over |= output.finished
-        return sum(len(output.new_token_ids) for output in outputs), len(outputs)
+        return outputs
 
     def _dictate(self) -> None:
         executor = self.loaded.core.executor
@@ -176,12 +201,18 @@ class Arm:
         runner._choose = write  # type: ignore[method-assign]
 
 
-def bench(
-    arms: Sequence[Arm], kind: str, batch: int, tokenizer: tokenizers.Tokenizer, num_rounds: int
-) -> None:
+def bench_all(args: argparse.Namespace, kinds: Sequence[str], arms: Sequence[Arm]) -> None:
+    for kind in kinds:
+        for batch in args.batch or BATCHES[kind]:
+            bench(arms, kind, batch, args.rounds)
+    for arm in arms:
+        arm.loaded.close()
+
+
+def bench(arms: Sequence[Arm], kind: str, batch: int, num_rounds: int) -> None:
     rounds = []
     for number in range(num_rounds):
-        tasks = [make_task(kind, index, number, tokenizer) for index in range(batch)]
+        tasks = [make_task(kind, index, number, arms[0].tokenizer) for index in range(batch)]
         for arm in arms:
             arm.start(tasks, seed=number)
         rates = [Rate(0, 0, 0.0) for _ in arms]
@@ -196,7 +227,8 @@ def bench(
         f"| {kind} | {batch} | {_per_s(without):.1f} | {_per_s(with_drafts):.1f} "
         f"| {_per_s(with_drafts) / _per_s(without):.2f} | {min(ratios):.2f} to {max(ratios):.2f}, "
         f"median {statistics.median(ratios):.2f} "
-        f"| {with_drafts.num_tokens / with_drafts.num_steps / batch:.2f} |",
+        f"| {with_drafts.num_tokens / with_drafts.num_steps / batch:.2f} "
+        f"| {with_drafts.num_drafts} | {with_drafts.num_accepted} |",
         flush=True,
     )
 
@@ -237,6 +269,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", nargs="+", type=int, help="instead of the usual numbers of rows")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="(%(default)s)")
+    parser.add_argument("--pair", type=Path, default=DEFAULT_PAIR, help="(%(default)s)")
     return parser.parse_args()
 
 

@@ -227,6 +227,30 @@ def test_the_model_accepts_its_own_drafts(kind: str, dtype: str) -> None:
     assert counts["accepted"] >= 0.99 * counts["drafts"]
 
 
+def test_a_request_whose_drafts_were_all_right_has_as_many_again() -> None:
+    """Until its last tokens: a step brings one more than it has drafts."""
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    found: list[int] = []
+
+    def watch(step: SchedulerOutput) -> None:
+        if step.num_scheduled_tokens:
+            found.append(sum(map(len, step.scheduled_spec_decode_tokens.values())))
+
+    with loaded(MODEL) as engine, before_steps(watch):
+        answers(engine, [make_request("a", make_prompt(20), params)])
+    # The first step computes the prompt, and the last one has nothing left to guess.
+    assert found == [0, 5, 5, 5, 5, 5, 0]
+
+
+def test_drafts_end_where_the_positions_do() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with loaded(MODEL, max_model_len=64) as engine:
+        found = answers(engine, [make_request("a", make_prompt(20), params)])
+    with loaded(None, max_model_len=64) as engine:
+        assert found == answers(engine, [make_request("a", make_prompt(20), params)])
+    assert len(found["a"].token_ids) == 44
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_its_kv_is_there_however_requests_run(way: str) -> None:
     requests = [
@@ -306,7 +330,7 @@ def test_a_step_computes_no_more_than_its_budget() -> None:
 
 
 def test_a_prompt_that_others_had_is_not_computed_again() -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     with loaded(MODEL) as engine:
         computed = counted_tokens(engine)
         costs = []
@@ -456,6 +480,8 @@ async def launched(
         engine_id=engine_id,
         registry=CollectorRegistry(),
     )
+    if role == "decode":
+        compute_all_drafts(loaded_part(engine).core.scheduler)
     try:
         yield engine
     finally:

@@ -32,6 +32,11 @@ class _AllOfThem(DraftLengths):
             most -= lengths[request]
         return {request: length for request, length in lengths.items() if length}
 
+    def choose_guesses(
+        self, limits: Mapping[Request, int], num_requests: int, most: int
+    ) -> dict[Request, int]:
+        return dict(limits)
+
 
 def compute_all_drafts(scheduler: Scheduler) -> None:
     """Compute as many drafts as there is room for, also those that are hardly worth it."""

@@ -5,6 +5,7 @@ wait for another worker.
 from collections.abc import Iterator
 
 from pdserve_engine.config import SchedulerConfig
+from pdserve_engine.core.drafts import Drafts
 from pdserve_engine.core.places import Places
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
@@ -21,7 +22,10 @@ class DraftPrefills:
     catches up when the request runs. Does nothing without a draft model.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, places: Places) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, places: Places, drafts: Drafts | None
+    ) -> None:
+        self._drafts = drafts
         self._config = config
         self._kv = kv
         self._places = places
@@ -36,11 +40,15 @@ class DraftPrefills:
         """Complete a plan: nothing else will be added."""
         if not self._config.has_draft_model:
             return
-        plan.num_draft_tokens = {
-            request.request_id: num_tokens
+        limits = {
+            request: limit
             for request, scheduled in plan.scheduled.items()
-            if scheduled.num_sampled_tokens and (num_tokens := self._num_drafts(request)) > 0
+            if scheduled.num_sampled_tokens and (limit := self._num_drafts(request)) > 0
         }
+        # The largest step is measured without a proposer.
+        drafts = self._drafts
+        lengths = limits if drafts is None else drafts.choose_guesses(limits, plan)
+        plan.num_draft_tokens = {request.request_id: length for request, length in lengths.items()}
         if plan.takes_more:
             for request, num_tokens in list(self._next(plan.token_budget)):
                 self._plan(request, num_tokens, plan)

@@ -8,6 +8,7 @@ from pdserve_engine.config import SchedulerConfig
 from pdserve_engine.core.step_plan import StepPlan
 from pdserve_engine.kv.kv_cache_manager import KVCacheManager
 from pdserve_engine.request.request import Request, ScheduledTokens
+from pdserve_engine.request.sched_output import ModelRunnerOutput
 from pdserve_engine.spec_decode.draft_lengths import DraftLengths, StepCosts
 from pdserve_engine.spec_decode.proposer import Draft, Proposer
 
@@ -53,11 +54,23 @@ class Drafts:
             request, stats.source, stats.num_draft_tokens, stats.num_accepted_tokens
         )
 
-    def observe_step(self, step: Mapping[Request, ScheduledTokens], duration_s: float) -> None:
+    def observe_step(
+        self, step: Mapping[Request, ScheduledTokens], result: ModelRunnerOutput, duration_s: float
+    ) -> None:
         """A step took so long."""
         if step and all(each.num_tokens == each.num_sampled_tokens for each in step.values()):
             num_rows = sum(each.num_tokens for each in step.values())
-            self._costs.observe(len(step), num_rows, duration_s)
+            self._costs.observe(len(step), num_rows, duration_s - result.drafting_s)
+            if guesses := result.draft_token_ids:
+                longest = max(map(len, guesses.values()))
+                self._costs.observe_guesses(len(guesses), longest, result.drafting_s)
+
+    def choose_guesses(self, limits: Mapping[Request, int], plan: StepPlan) -> dict[Request, int]:
+        """Return how many drafts of each request a draft model is to guess behind a complete plan,
+        at most `limits`.
+        """
+        num_requests = sum(each.num_sampled_tokens > 0 for each in plan.scheduled.values())
+        return self._lengths.choose_guesses(limits, num_requests, self._max_rows - num_requests)
 
     def _propose(self, candidates: Mapping[Request, int]) -> dict[Request, Draft]:
         return {

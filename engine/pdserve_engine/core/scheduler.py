@@ -113,7 +113,7 @@ class Scheduler:
         self._prefix_loans = PrefixLoans(prefix_producer, self.kv)
         self._admission = Admission(config, self.kv, self.places)
         self._drafts = None if proposer is None else Drafts(config, self.kv, proposer)
-        self._draft_prefills = DraftPrefills(config, self.kv, self.places)
+        self._draft_prefills = DraftPrefills(config, self.kv, self.places, self._drafts)
         self._planner = Planner(
             config, self.kv, self.places, self._admission, self.in_flight, self._drafts, clock
         )
@@ -272,7 +272,7 @@ class Scheduler:
         step = self.in_flight.pop()
         self.adapters.num_steps += any(request.adapter for request in step)
         if self._drafts is not None:
-            self._drafts.observe_step(step, duration_s)
+            self._drafts.observe_step(step, result, duration_s)
         for request, scheduled in step.items():
             if request.status is not RequestStatus.RUNNING:  # it ended, or lost its KV, meanwhile
                 continue

@@ -74,8 +74,8 @@ class SchedulerOutput:
     # request_id -> drafts: guesses of its next tokens, which are computed behind its last known
     # one and count among num_scheduled_tokens.
     scheduled_spec_decode_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # For a draft model: request_id -> how many drafts the request may have behind this step's first
-    # token, and what else it is to compute.
+    # For a draft model: request_id -> how many drafts to guess behind this step's tokens, at most;
+    # and what else it is to compute.
     num_draft_tokens: dict[str, int] = field(default_factory=dict)
     draft_prefills: tuple[DraftPrefill, ...] = ()
 
@@ -108,6 +108,8 @@ class ModelRunnerOutput:
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     # Of a draft model: guesses of what follows the sampled tokens, in order, of some requests.
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    # How much of the step's time the draft model took.
+    drafting_s: float = 0.0
     # Of requests whose grammars leave no choice: what has to follow the sampled tokens, as a text
     # is usually cut into tokens.
     forced_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)

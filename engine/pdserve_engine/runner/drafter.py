@@ -7,7 +7,8 @@ Communication and Drafter-Invariant Speculative Decoding").
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,7 +61,13 @@ class Drafter:
     """
 
     def __init__(
-        self, model: Any, kv_cache: KVCache, batch: InputBatch, *, max_num_batched_tokens: int
+        self,
+        model: Any,
+        kv_cache: KVCache,
+        batch: InputBatch,
+        *,
+        max_num_batched_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`kv_cache` has a block more for each row of the batch, behind those of the pool: drafts
         that are behind a request's last block are computed there, and not kept.
@@ -68,6 +75,7 @@ class Drafter:
         self.model = model
         self.kv_cache = kv_cache
         self._batch = batch
+        self._clock = clock
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_size = kv_cache.spec.block_size
         self._num_blocks = kv_cache.num_blocks - batch.max_num_seqs
@@ -87,6 +95,7 @@ class Drafter:
         """Compute what the step's budget leaves; return the step's output with drafts, at most
         num_draft_tokens of each request, and none of those that are not caught up.
         """
+        started = self._clock()
         budget = self._max_num_batched_tokens - scheduler_output.total_num_scheduled_tokens
         chunks = [self._prefill(prefill) for prefill in scheduler_output.draft_prefills]
         chunks = [chunk for chunk in chunks if chunk.num_tokens > 0]
@@ -102,7 +111,8 @@ class Drafter:
             for chunk in chunks
             if chunk.request_id is not None and chunk.drafts
         }
-        return dataclasses.replace(output, draft_token_ids=drafts)
+        duration_s = self._clock() - started
+        return dataclasses.replace(output, draft_token_ids=drafts, drafting_s=duration_s)
 
     # ---- what there is to compute
 
@@ -125,8 +135,11 @@ class Drafter:
             block_ids = self._batch.block_ids(row)
             progress = self._progress(row)
             self._kv.catch_up(progress, token_ids, block_ids)
-            # A step with drafts may have brought more tokens than the one that was counted on.
-            num_drafts = scheduler_output.num_draft_tokens.get(request_id, 0) - len(sampled) + 1
+            asked = scheduler_output.num_draft_tokens.get(request_id, 0)
+            # The last draft is only chosen: it needs no position.
+            num_drafts = min(asked, self._batch.max_model_len - len(token_ids) + 1)
+            if sampled and num_drafts <= 0:
+                continue  # it catches up when it is to have drafts again
             chunk = _Chunk(
                 progress=progress,
                 token_ids=token_ids,
@@ -134,7 +147,7 @@ class Drafter:
                 end=len(token_ids),
                 request_id=request_id,
                 row=row,
-                num_drafts=max(0, num_drafts) if sampled else 0,
+                num_drafts=num_drafts if sampled else 0,
             )
             if not chunk.num_drafts:
                 chunk.end = min(chunk.end, len(block_ids) * self._block_size)

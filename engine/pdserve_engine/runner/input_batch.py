@@ -28,6 +28,7 @@ class InputBatch:
     ) -> None:
         self.sampling = sampling
         self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // block_size)
         self._rows: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))

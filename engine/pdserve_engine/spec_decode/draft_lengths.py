@@ -28,13 +28,29 @@ class StepCosts:
     def __init__(self) -> None:
         # By requests, then by drafts in groups.
         self._means: dict[int, dict[int, float]] = {}
+        # By requests: what a draft model takes for a draft of each.
+        self._guesses: dict[int, float] = {}
 
     def observe(self, num_requests: int, num_rows: int, duration_s: float) -> None:
         """Such a step took so long."""
         means, group = self._means.setdefault(num_requests, {}), _group(num_requests, num_rows)
         found = duration_s / _typical_cost(num_rows)
         mean = means.get(group, found)
-        means[group] = mean + COST_SHARE * (min(found, MAX_OUTLIER * mean) - mean)
+        means[group] = _moved(mean, found)
+
+    def observe_guesses(self, num_requests: int, num_drafts: int, duration_s: float) -> None:
+        """A draft model took so long for so many drafts of each of some requests."""
+        found = duration_s / num_drafts
+        self._guesses[num_requests] = _moved(self._guesses.get(num_requests, found), found)
+
+    def expect_guess(self, num_requests: int) -> float | None:
+        """Return what a draft of each of so many requests is likely to cost, in the unit of
+        `expect`; None: not known yet.
+        """
+        if not self._guesses or num_requests not in self._means:
+            return None
+        known = min(self._guesses, key=lambda known: abs(known - num_requests))
+        return self._guesses[known]
 
     def expect(self, num_requests: int, num_rows: int) -> float:
         """Return what a step is likely to cost, in a unit that is one and the same for all steps of
@@ -80,12 +96,7 @@ class DraftLengths:
         `num_requests` requests that bring a token each. What is not in there: none.
         """
         gains = sorted(self._gains(drafts), key=lambda gain: gain[0], reverse=True)[:most]
-        best, best_rate, num_tokens = 0, 0.0, float(num_requests)
-        for count in range(len(gains) + 1):
-            num_tokens += gains[count - 1][0] if count else 0.0
-            rate = num_tokens / self._costs.expect(num_requests, num_rows + count)
-            if rate > best_rate:
-                best, best_rate = count, rate
+        best, _ = _best(gains, num_requests, self._expect(num_requests, num_rows, len(gains)))
         if self._rng.random() < PROBE_SHARE:
             most = max(2 * best, num_requests, MIN_PROBE)
             best = self._rng.randrange(min(len(gains), most) + 1)
@@ -93,6 +104,44 @@ class DraftLengths:
         for _, request in gains[:best]:
             lengths[request] = lengths.get(request, 0) + 1
         return lengths
+
+    def choose_guesses(
+        self, limits: Mapping[Request, int], num_requests: int, most: int
+    ) -> dict[Request, int]:
+        """Return how many drafts of each request a draft model is to guess, at most `limits`, for a
+        step that computes `most` in all beside a token of each of `num_requests` requests. What is
+        not in there: none.
+        """
+        if not limits:
+            return {}
+        best = self._best_guesses(limits, num_requests, most)
+        if self._rng.random() < PROBE_SHARE:
+            if best == 0:
+                request = self._rng.choice(list(limits))
+                return {request: limits[request]}
+            best = max(limits.values())
+        return {request: min(limit, best) for request, limit in limits.items() if best}
+
+    def _best_guesses(self, limits: Mapping[Request, int], num_requests: int, most: int) -> int:
+        longest, guess = max(limits.values()), self._costs.expect_guess(num_requests)
+        if guess is None:
+            return longest
+        costs = self._expect(num_requests, num_requests, min(most, sum(limits.values())))
+        best, best_rate = 0, 0.0
+        for length in range(longest + 1):
+            drafts = {
+                request: Draft("draft_model", range(min(limit, length)))
+                for request, limit in limits.items()
+            }
+            gains = sorted(self._gains(drafts), key=lambda gain: gain[0], reverse=True)[:most]
+            _, rate = _best(gains, num_requests, [cost + length * guess for cost in costs])
+            if rate > best_rate:
+                best, best_rate = length, rate
+        return best
+
+    def _expect(self, num_requests: int, num_rows: int, most: int) -> list[float]:
+        """Return what such a step costs with no draft more, with one, and so on."""
+        return [self._costs.expect(num_requests, num_rows + count) for count in range(most + 1)]
 
     def _gains(self, drafts: Mapping[Request, Draft]) -> list[tuple[float, Request]]:
         """Return of each draft token how likely it is that it will count: of a request's, one less
@@ -109,6 +158,25 @@ class DraftLengths:
                 gain = min(gain, found[place])
                 gains.append((gain, request))
         return gains
+
+
+def _best(
+    gains: Sequence[tuple[float, Request]], num_requests: int, costs: Sequence[float]
+) -> tuple[int, float]:
+    """Return how many of the gains are worth computing, beside a token of each request, and how
+    many tokens that brings by what it costs; costs[i] is that of a step with i of them.
+    """
+    best, best_rate, num_tokens = 0, num_requests / costs[0], float(num_requests)
+    for count, (gain, _) in enumerate(gains, 1):
+        num_tokens += gain
+        if num_tokens / costs[count] > best_rate:
+            best, best_rate = count, num_tokens / costs[count]
+    return best, best_rate
+
+
+def _moved(mean: float, found: float) -> float:
+    """Return the mean after one more value."""
+    return mean + COST_SHARE * (min(found, MAX_OUTLIER * mean) - mean)
 
 
 def _expected_next(found: Sequence[float]) -> float:

@@ -134,3 +134,85 @@ def test_one_slow_step_says_little() -> None:
     for _ in range(100):
         costs.observe(1, 1, 0.1)
     assert costs.expect(1, 1) == pytest.approx(0.1, rel=0.05)
+
+
+# ---- what a draft model is to guess
+
+
+def guesses(lengths: DraftLengths, *requests: Request, most: int = 100) -> list[int]:
+    chosen = lengths.choose_guesses(dict.fromkeys(requests, NUM_DRAFTS), len(requests), most)
+    return [chosen.get(request, 0) for request in requests]
+
+
+def teach_guesses(lengths: DraftLengths, request: Request, num_accepted: int) -> None:
+    for _ in range(40):
+        lengths.observe(request, "draft_model", NUM_DRAFTS, num_accepted)
+
+
+class FreeRows(StepCosts):
+    def __init__(self, num_requests: int = 1) -> None:
+        super().__init__()
+        self.observe(num_requests, num_requests, 1.0)
+
+    def expect(self, num_requests: int, num_rows: int) -> float:
+        return 1.0
+
+
+def test_all_are_guessed_until_it_is_known_what_they_cost() -> None:
+    lengths = DraftLengths(FreeRows(), NoProbes())
+    teach_guesses(lengths, make_request(), 0)
+    assert guesses(lengths, make_request()) == [NUM_DRAFTS]
+    assert guesses(lengths) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_accepted", "expected"),
+    [
+        (0.01, NUM_DRAFTS, NUM_DRAFTS),
+        (0.01, 2, 2),
+        (0.01, 0, 0),
+        # Each brings a token more, and costs more than a step does.
+        (1.1, NUM_DRAFTS, 0),
+    ],
+)
+def test_no_more_are_guessed_than_bring_what_they_cost(
+    seconds: float, num_accepted: int, expected: int
+) -> None:
+    request, costs = make_request(), FreeRows()
+    costs.observe_guesses(1, NUM_DRAFTS, NUM_DRAFTS * seconds)
+    lengths = DraftLengths(costs, NoProbes())
+    teach_guesses(lengths, request, num_accepted)
+    assert guesses(lengths, request) == [expected]
+
+
+def test_what_guesses_cost_is_known_from_other_numbers_of_requests() -> None:
+    costs = FreeRows(num_requests=4)
+    costs.observe_guesses(1, 1, 2.0)
+    requests = [make_request(name) for name in "abcd"]
+    lengths = DraftLengths(costs, NoProbes())
+    for request in requests:
+        teach_guesses(lengths, request, 1)
+    assert guesses(lengths, *requests) == [0] * 4
+    costs.observe_guesses(3, 1, 0.1)
+    assert guesses(lengths, *requests) == [1] * 4
+
+
+def test_none_are_guessed_that_cannot_be_computed() -> None:
+    request, costs = make_request(), FreeRows()
+    costs.observe_guesses(1, 1, 0.01)
+    lengths = DraftLengths(costs, NoProbes())
+    teach_guesses(lengths, request, NUM_DRAFTS)
+    assert guesses(lengths, request, most=3) == [3]
+    assert guesses(lengths, request, most=0) == [0]
+
+
+def test_a_probe_guesses_all_of_all_or_of_one_where_none_are_worth_it() -> None:
+    requests, costs = [make_request(name) for name in "ab"], FreeRows(num_requests=2)
+    costs.observe_guesses(2, 1, 0.1)
+    lengths = DraftLengths(costs, OnlyProbes())
+    for request in requests:
+        teach_guesses(lengths, request, 1)
+    assert guesses(lengths, *requests) == [NUM_DRAFTS] * 2
+    for request in requests:
+        teach_guesses(lengths, request, 0)
+    assert sorted(guesses(lengths, *requests)) == [0, NUM_DRAFTS]

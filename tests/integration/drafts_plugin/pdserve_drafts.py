@@ -32,6 +32,7 @@ def install() -> None:
 
     loading.make_proposer = make
     DraftLengths.choose = take_all  # type: ignore[method-assign]
+    DraftLengths.choose_guesses = guess_all  # type: ignore[method-assign]
 
 
 def take_all(
@@ -49,6 +50,13 @@ def take_all(
             lengths[request] = length
             most -= length
     return lengths
+
+
+def guess_all(
+    self: DraftLengths, limits: Mapping[Request, int], num_requests: int, most: int
+) -> dict[Request, int]:
+    """Have a draft model guess as many as there may be."""
+    return dict(limits)
 
 
 class DraftsFile:
