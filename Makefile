@@ -76,7 +76,8 @@ test-gpu: $(DEV_INSTALLED) ## Run the tests that need a GPU
 test-sanitized: $(DEV_INSTALLED) ## Run the C++ kernels' tests under the address and undefined-behaviour sanitizers
 	$(BIN)/python -m pdserve_kernels.cpu.build --sanitize --output $(SANITIZED)
 	LD_PRELOAD=$$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys tests/kernels/test_cpu_*.py
+		PDSERVE_KERNELS_DIR=$(CURDIR)/$(SANITIZED) $(BIN)/python -m pytest --capture=sys \
+		tests/kernels/test_cpu_*.py tests/kernels/test_lora.py
 
 $(CRDS): Makefile
 	@if command -v npm >/dev/null; then npm install --prefix .crds --no-save --no-package-lock --no-audit --no-fund --loglevel=error \
