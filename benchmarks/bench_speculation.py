@@ -1,6 +1,6 @@
 """What drafts are worth: two engines in turns, with drafts and without.
 
-    python benchmarks/bench_speculation.py [--only copy json random draft_model] [--rounds N]
+    python benchmarks/bench_speculation.py [--only copy json random schema draft_model] [--rounds N]
 
 One process, all cores, no service around it. Tokens a second of rows that decode, until the first
 of them ends, in turns of some steps.
@@ -8,15 +8,18 @@ of them ends, in turns of some steps.
 - copy: a Python source of the prompt is written again, with 15% of its names changed.
 - json: a list of records of JSON is written, of which the prompt says nothing.
 - random: what the model draws at temperature 1, which with random weights repeats nothing.
-- draft_model: the same of another model, with drafts of a draft model that knows much of what it
-  knows (make_draft_pair.py).
+- schema: an object of JSON by a schema, whose names the grammar forces; both engines have drafts of
+  its text, and one has drafts of the grammar besides.
+- draft_model: the same as random of another model, with drafts of a draft model that knows much of
+  what it knows (make_draft_pair.py).
 
-The tokens of copy and json are those of a text, in both arms: what the model chooses, and pays for,
-is replaced.
+The tokens of copy, json and schema are those of a text, in both arms: what the model chooses, and
+pays for, is replaced.
 """
 
 import argparse
 import itertools
+import json
 import random
 import re
 import statistics
@@ -30,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from json_records import records
+from json_records import records, schema_of
 from machine import describe
 from make_draft_pair import DEFAULT_PAIR, make_draft_pair
 from make_model import DEFAULT_MODEL, make_model
@@ -38,12 +41,13 @@ from prometheus_client import CollectorRegistry
 
 from pdserve_common.engine_types import EngineCoreOutput, EngineCoreRequest
 from pdserve_common.metrics import KVTransferMetrics
-from pdserve_common.sampling_params import SamplingParams
+from pdserve_common.sampling_params import SamplingParams, StructuredOutputsParams
 from pdserve_engine.clients.inproc import SWITCH_INTERVAL_S
 from pdserve_engine.clients.loading import LoadedEngine, load_engine
 from pdserve_engine.config import EngineConfig, Speculation
 from pdserve_engine.executor.uniproc import UniprocExecutor
 from pdserve_engine.grammar.manager import TokenMasks
+from pdserve_engine.runner.model_runner import ModelRunner
 from pdserve_engine.sampling.logits_rows import LogitsRows
 from pdserve_engine.sampling.state import SampledTokens
 
@@ -51,12 +55,13 @@ BATCHES: Mapping[str, Sequence[int]] = {
     "copy": (1, 4, 8),
     "json": (1,),
     "random": (1, 8, 32),
+    "schema": (1, 4),
     "draft_model": (1, 4, 8),
 }
 SOURCES = ("textwrap", "argparse", "random", "calendar", "shlex", "csv", "heapq", "bisect")
 MAX_MODEL_LEN = 2048
 SOURCE_TOKENS = 384
-MAX_TOKENS = {"copy": 384, "json": 1024, "random": 128, "draft_model": 256}
+MAX_TOKENS = {"copy": 384, "json": 1024, "random": 128, "schema": 128, "draft_model": 256}
 SHORT_PROMPT = 16
 CHANGED_NAMES = 0.15
 NEW_WORDS = ("alpha", "value", "item", "count", "node", "inner", "total", "handle")
@@ -71,6 +76,7 @@ class Task(NamedTuple):
     prompt: list[int]
     text: list[int]
     num_tokens: int
+    constraint: StructuredOutputsParams | None = None
 
 
 class Rate(NamedTuple):
@@ -93,13 +99,17 @@ def main() -> None:
         "| drafts | accepted |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    own = [kind for kind in args.only if kind != "draft_model"]
+    own = [kind for kind in args.only if kind not in ("schema", "draft_model")]
     if own:
         make_model(args.model)
         bench_all(args, own, [Arm("none", args.model), Arm("suffix", args.model)])
+    if "schema" in args.only:
+        make_model(args.model)
+        arms = [Arm("suffix", args.model, is_forcing=is_forcing) for is_forcing in (False, True)]
+        bench_all(args, ["schema"], arms)
     if "draft_model" in args.only:
         model, draft_model = make_draft_pair(args.pair)
-        arms = [Arm("none", model), Arm("draft_model", model, str(draft_model))]
+        arms = [Arm("none", model), Arm("draft_model", model, draft_model=str(draft_model))]
         bench_all(args, ["draft_model"], arms)
 
 
@@ -107,7 +117,12 @@ class Arm:
     """An engine with drafts, or without."""
 
     def __init__(
-        self, speculation: Speculation, model: Path, draft_model: str | None = None
+        self,
+        speculation: Speculation,
+        model: Path,
+        *,
+        draft_model: str | None = None,
+        is_forcing: bool = True,
     ) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
         config = EngineConfig(
@@ -124,6 +139,8 @@ class Arm:
         )
         self._texts: Sequence[Sequence[int]] = ()
         self._dictate()
+        if not is_forcing:
+            self._runner._batch.sampling.grammars.encode = None
         self._names = map(str, itertools.count())
         self.is_over = False
 
@@ -136,7 +153,8 @@ class Arm:
                 temperature=0.0 if task.text else 1.0,
                 seed=seed,
                 max_tokens=task.num_tokens,
-                ignore_eos=True,
+                ignore_eos=task.constraint is None,
+                structured_outputs=task.constraint,
             )
             self.loaded.core.add_request(
                 EngineCoreRequest(
@@ -174,17 +192,22 @@ class Arm:
 
     def _step(self) -> list[EngineCoreOutput]:
         """Return what came, of each row that brought something."""
-        result = self.loaded.core.step()
+        core = self.loaded.core
+        result = core.step() if core.has_work() else core.poll()  # a grammar is being compiled
         outputs = list(itertools.chain.from_iterable(result.outputs.values()))
         for output in outputs:
             assert output.error is None, output.error
             self.is_over |= output.finished
         return outputs
 
-    def _dictate(self) -> None:
+    @property
+    def _runner(self) -> ModelRunner:
         executor = self.loaded.core.executor
         assert isinstance(executor, UniprocExecutor)
-        runner = executor.rank._runner
+        return executor.rank._runner
+
+    def _dictate(self) -> None:
+        runner = self._runner
         choose = runner._choose
 
         def write(
@@ -246,6 +269,12 @@ def make_task(kind: str, index: int, number: int, tokenizer: tokenizers.Tokenize
     if kind == "json":
         text = tokenizer.encode(records(rng.randrange(1000))).ids
         return Task(prompt, text, MAX_TOKENS[kind])
+    if kind == "schema":
+        text = tokenizer.encode(json.dumps(json.loads(records(rng.randrange(1000)))[0])).ids
+        constraint = StructuredOutputsParams(
+            json_schema=json.dumps(schema_of(is_bounded=False)["items"])
+        )
+        return Task(prompt, text, min(len(text), MAX_TOKENS[kind]), constraint)
     return Task(prompt, [], MAX_TOKENS[kind])
 
 
