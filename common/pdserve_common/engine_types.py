@@ -267,7 +267,7 @@ class PrefillStats:
 
 
 # Who guesses tokens: a client, a text that repeats itself, a draft model.
-DraftSource = Literal["prediction", "suffix", "draft_model", "grammar"]
+DraftSource = Literal["prediction", "suffix", "draft_model", "grammar", "cached_request"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
 

@@ -178,6 +178,11 @@ class EngineConfig:
         "has the model's tokenizer. Its KV is a part of the KV pool's memory.",
     )
     num_speculative_tokens: int = opt(5, "The most tokens that are guessed at a time.")
+    suffix_decoding_max_cached_requests: int = opt(
+        0,
+        "With speculation, also look in the answers of so many finished requests that had the same "
+        "cache salt and adapter; how long an answer takes then tells of others.",
+    )
     kv_connector: Literal["nixl", "none"] = opt("nixl", "How KV blocks are handed over.")
     require_transport: Transport = opt("any", "Refuse to move KV blocks any other way.")
     prefix_pulls: bool = opt(
@@ -232,11 +237,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}, "
-                "must be at least 0"
-            )
+        for name in ("long_prefill_token_threshold", "suffix_decoding_max_cached_requests"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 to 1"
@@ -267,6 +270,11 @@ class EngineConfig:
         if self.speculation != "none" and (self.device != "cpu" or self.num_ranks > 1):
             where = f"{self.num_ranks} ranks" if self.num_ranks > 1 else self.device
             raise ValueError(f"speculation is {self.speculation}, must be none on {where}")
+        if self.speculation == "none" and self.suffix_decoding_max_cached_requests:
+            raise ValueError(
+                "suffix_decoding_max_cached_requests is "
+                f"{self.suffix_decoding_max_cached_requests}, must be 0 if speculation is none"
+            )
         self._check_draft_model()
         for name in ("kv_session_timeout_s", "kv_transfer_timeout_s", "step_timeout_s"):
             if not getattr(self, name) > 0:

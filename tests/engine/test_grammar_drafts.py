@@ -1,4 +1,6 @@
-"""Drafts of grammars in whole engines: they are accepted, and change nothing that a client sees."""
+"""Drafts of grammars and of finished answers in whole engines: they are accepted, and change
+nothing that a client sees.
+"""
 
 import random
 import time
@@ -65,7 +67,7 @@ def loaded(speculation: str = "suffix", **fields: Any) -> Iterator[LoadedEngine]
         max_model_len=160,
         max_num_seqs=8,
         kv_watermark=0.0,
-        **{"model": str(MODEL), "speculation": speculation, "num_blocks": 96, **fields},  # type: ignore[arg-type]
+        **{"model": str(MODEL), "speculation": speculation, "num_blocks": 96, **fields},
     )
     metrics = KVTransferMetrics(CollectorRegistry())
     engine = load_engine(config, role="decode", engine_id="d", metrics=metrics)
@@ -79,17 +81,20 @@ def loaded(speculation: str = "suffix", **fields: Any) -> Iterator[LoadedEngine]
 
 
 def answers(engine: LoadedEngine, requests: Sequence[EngineCoreRequest]) -> dict[str, Answer]:
-    """Run requests to their ends, of which two come at a time."""
+    """Run requests to their ends, of which two come with each step."""
     core, left, outputs = engine.core, list(requests), dict[str, list[EngineCoreOutput]]()
     while left or core.scheduler.has_requests():
         for request in left[:2]:
             core.add_request(request)
         del left[:2]
-        if not core.has_work():  # grammars are being compiled
+        results = []
+        while core.scheduler.places.waiting_for_fsm:
             time.sleep(0.001)
-        result = core.step() if core.has_work() else core.poll()
-        for output in (each for some in result.outputs.values() for each in some):
-            outputs.setdefault(output.request_id, []).append(output)
+            results.append(core.poll())
+        results.append(core.step())
+        for some in (each for result in results for each in result.outputs.values()):
+            for output in some:
+                outputs.setdefault(output.request_id, []).append(output)
     core.scheduler.kv.check_integrity()
     assert len(outputs) == len(requests)
     return {name: Answer.of(some) for name, some in outputs.items()}
@@ -114,6 +119,7 @@ def constrained_requests() -> list[EngineCoreRequest]:
     rng, requests = random.Random(5), []
     for index, request in enumerate(random_requests()[:80]):
         params = request.sampling_params
+        assert params is not None
         if index % 2:
             params = replace(
                 params,
@@ -177,6 +183,21 @@ def test_a_text_that_is_forced_takes_a_step_for_a_few_tokens() -> None:
     assert counts["accepted grammar"] > 0.5 * len(answer.token_ids)
 
 
+@pytest.mark.parametrize("max_cached", [3, 1000])
+@pytest.mark.parametrize("way", ["suffix", "preempted", "a draft model"])
+def test_finished_answers_change_nothing(
+    way: str, max_cached: int, expected: dict[str, Answer]
+) -> None:
+    requests = constrained_requests()
+    fields = {"suffix_decoding_max_cached_requests": max_cached, **WAYS[way]}
+    with loaded(**fields) as engine, counted_by_source() as counts:
+        for _ in range(2):
+            assert answers(engine, requests) == expected
+    assert counts["cached_request"] > 50
+    if max_cached > len(requests) and "model" not in way:
+        assert counts["accepted cached_request"] > 0.3 * counts["cached_request"]
+
+
 def test_without_speculation_nobody_asks_grammars() -> None:
     with loaded("none") as engine:
         assert isinstance(engine.core.executor, UniprocExecutor)
@@ -190,3 +211,15 @@ def test_a_model_whose_tokenizer_is_not_there_has_drafts_of_its_texts(
     with loaded(model=str(make_model())) as engine:
         (answer,) = answers(engine, [make_request("a", [5, 6, 7], params)]).values()
     assert len(answer.token_ids) == 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({}, "suffix_decoding_max_cached_requests is 10, must be 0 if speculation is none"),
+        ({"suffix_decoding_max_cached_requests": -1}, "is -1, must be at least 0"),
+    ],
+)
+def test_finished_answers_are_kept_for_drafts_alone(fields: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(ValueError, match=refusal):
+        EngineConfig(model="x", **{"suffix_decoding_max_cached_requests": 10, **fields})

@@ -39,7 +39,9 @@ async def launch_engine(
     """
     if role == "prefill" and config.draft_model is not None:
         logger.info("a prefill worker brings one token of each request: it has no draft model")
-        config = dataclasses.replace(config, speculation="none", draft_model=None)
+        config = dataclasses.replace(
+            config, speculation="none", draft_model=None, suffix_decoding_max_cached_requests=0
+        )
     # May download it, while the worker's probes answer.
     model = await asyncio.to_thread(find_model, config.model, revision=config.revision)
     draft_model = config.draft_model and await asyncio.to_thread(find_model, config.draft_model)

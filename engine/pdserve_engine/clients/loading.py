@@ -197,7 +197,7 @@ def _load(
             prefix_consumer=_if_is(prefix_connector, PrefixConsumer),
             compile_grammar=compiler.compile if compiler is not None else None,
             adapters=adapters,
-            proposer=make_proposer(config.speculation),
+            proposer=make_proposer(config.speculation, config.suffix_decoding_max_cached_requests),
             wakeup=wakeup,
         ),
         executor=executor,

@@ -27,8 +27,10 @@ def install() -> None:
     """Have engines with speculation `suffix` propose what the file says."""
     make_proposer = loading.make_proposer
 
-    def make(speculation: Speculation) -> Proposer | None:
-        return FileProposer() if speculation == "suffix" else make_proposer(speculation)
+    def make(speculation: Speculation, max_cached_requests: int) -> Proposer | None:
+        if speculation == "suffix":
+            return FileProposer()
+        return make_proposer(speculation, max_cached_requests)
 
     loading.make_proposer = make
     DraftLengths.choose = take_all  # type: ignore[method-assign]
