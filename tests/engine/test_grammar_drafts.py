@@ -193,8 +193,9 @@ def test_finished_answers_change_nothing(
     with loaded(**fields) as engine, counted_by_source() as counts:
         for _ in range(2):
             assert answers(engine, requests) == expected
-    assert counts["cached_request"] > 50
-    if max_cached > len(requests) and "model" not in way:
+    if "model" not in way:  # which seldom leaves a request to others
+        assert counts["cached_request"] > 50
+    if "model" not in way and max_cached > len(requests):
         assert counts["accepted cached_request"] > 0.3 * counts["cached_request"]
 
 
