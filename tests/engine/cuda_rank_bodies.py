@@ -24,10 +24,14 @@ LOOKING_BACK = (
 Answers = dict[str, tuple[list[int], list[LogprobsLists]]]
 
 
-def answers_of_rank(group: Group | None, folder: Path, options: dict[str, Any]) -> Answers:
+def answers_of_rank(
+    group: Group | None, folder: Path, options: dict[str, Any], *, deterministic: bool = False
+) -> Answers:
     """What a rank says, with the code of CUDA; without a group it is the only one."""
+    from pdserve_kernels.triton import deterministic as deterministic_kernels
+
     with prompt_events():
-        with interpreted_kernels():
+        with interpreted_kernels(deterministic_kernels if deterministic else None):
             driver = Driver(folder, group=group, **options)
         assert isinstance(driver.runner, CudaModelRunner)
         return answers_of(driver)

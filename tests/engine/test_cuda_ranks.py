@@ -5,6 +5,7 @@ It brings the tokens that one rank brings on the CPU.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ FOR_INT4 = {"intermediate_size": 128}
 @pytest.mark.skipif(INTERPRETED, reason="runs in the process that it starts")
 def test_ranks_agree_with_one_in_the_interpreter() -> None:
     run_interpreted(Path(__file__))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_deterministic_kernels_bring_the_bits_of_one_rank(
+    make_model: Callable[..., Path], quantization: str | None
+) -> None:
+    architecture, overrides = NATIVE_MODELS["llama-biases"]
+    folder = make_model(architecture, **overrides)
+    body = partial(cuda_rank_bodies.answers_of_rank, deterministic=True)
+    options = {"quantization": quantization}
+    expected = body(None, folder, options)
+    assert run_ranks(Devices(2), body, folder, options)[0] == expected
 
 
 @in_the_interpreter
