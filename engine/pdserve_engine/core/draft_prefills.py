@@ -81,7 +81,6 @@ class DraftPrefills:
     def _plan(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         (block_ids,) = self._kv.get_block_ids(request.request_id)
         self._num_planned[request] += num_tokens
-        plan.token_budget -= num_tokens
         plan.draft_prefills.append(
             DraftPrefill(
                 token_ids=tuple(request.all_token_ids),
