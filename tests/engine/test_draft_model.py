@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -148,12 +149,14 @@ def answers(
     engine: LoadedEngine, requests: Sequence[EngineCoreRequest], *, at_once: int = 1000
 ) -> dict[str, Answer]:
     """Run requests to their ends; so many come with each step."""
-    left, outputs = list(requests), {}
-    while left or engine.core.has_work():
+    core, left, outputs = engine.core, list(requests), {}
+    while left or core.scheduler.has_requests():
         for request in left[:at_once]:
-            engine.core.add_request(request)
+            core.add_request(request)
         del left[:at_once]
-        for some in engine.core.step().outputs.values():
+        if not core.has_work():
+            time.sleep(0.001)  # grammars are being compiled
+        for some in (core.step() if core.has_work() else core.poll()).outputs.values():
             for output in some:
                 outputs.setdefault(output.request_id, []).append(output)
     kv = engine.core.scheduler.kv

@@ -30,4 +30,4 @@ def test_too_few_gpus_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPat
     config = EngineConfig(device="cuda", tensor_parallel_size=4)
     message = r"is 4, which takes as many GPUs: torch sees 3 \(CUDA_VISIBLE_DEVICES is 0,1,2\)"
     with pytest.raises(ValueError, match=message):
-        MultiprocExecutor(config, name="d", hidden_size=64)
+        MultiprocExecutor(config, name="d", hidden_size=64, compatibility_hash="")

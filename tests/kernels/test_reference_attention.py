@@ -120,5 +120,5 @@ def test_a_query_may_be_a_slice_of_a_wider_tensor(make_batch):
 
 def test_a_cache_of_another_dtype_is_refused(make_batch):
     batch = make_batch([1], [9], num_decodes=1, dtype=torch.float32)
-    with pytest.raises(ValueError, match="dtype"):
+    with pytest.raises(ValueError, match=r"kv_cache is torch\.bfloat16, must be torch\.float32"):
         paged_attention(batch.query, batch.kv_cache.bfloat16(), 1, batch.metadata, batch.scale)

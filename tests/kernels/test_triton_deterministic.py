@@ -3,8 +3,7 @@ TRITON_INTERPRET=1, as `test_triton_without_gpu.py` starts it.
 """
 
 import itertools
-import os
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from integer_weights import KINDS, exact, make_weight
 from pdserve_kernels import reference
 from pdserve_kernels.groups import tree_sum
 from pdserve_kernels.lora import LoraSegment
+from support.triton_kernels import DEVICE, INTERPRETED, on_device
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter's bf16 is not a GPU's.
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -120,16 +118,6 @@ def test_linears_of_integers(kernels, kind):
     assert_close(together.double() / 320, x.double() @ exact(weight).T / 320, dtype)
     for count in (1, 16, 65):
         assert torch.equal(kernels.linear(x[:count].to(DEVICE), packed), together[:count])
-
-
-def on_device(value):
-    """The same with all its tensors on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.init]
-        return replace(value, **{name: on_device(getattr(value, name)) for name in names})
-    return tuple(map(on_device, value)) if isinstance(value, tuple) else value
 
 
 def test_a_decoder_brings_a_request_s_bits_whatever_its_neighbours_and_chunks(kernels):

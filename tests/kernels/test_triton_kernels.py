@@ -4,8 +4,7 @@
 variable when a kernel is defined.
 """
 
-import os
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +19,8 @@ from pdserve_kernels import reference
 from pdserve_kernels.kv_scales import FP8, FP8_MAX, NO_SCALES, KVScales
 from pdserve_kernels.lora import LoraRows, LoraSegment
 from support.interpreted import convert_fp8_as_gpus_do
+from support.triton_kernels import DEVICE, INTERPRETED, on_device
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter truncates to bf16 where a GPU rounds, and its bf16 tl.dot returns nonsense.
 DTYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
 # Interpreted, windows take long; what a dtype changes the cases without one show.
@@ -491,18 +489,6 @@ def test_adapters_add_what_merged_weights_do(kernels, dtype, in_features):
             one = LoraRows(0, 1, adapters[of_adapter is parts[1]])
             by_itself = kernels.linear_lora(x[row : row + 1].to(DEVICE), packed, [one])
             assert_close(by_itself[0].double(), expected[row - begin], dtype)
-
-
-def on_device(value):
-    """The same with all its tensors on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.init]
-        return replace(value, **{name: on_device(getattr(value, name)) for name in names})
-    if isinstance(value, tuple) and not isinstance(value, KVScales):
-        return tuple(map(on_device, value))
-    return value
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

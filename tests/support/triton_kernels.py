@@ -1,9 +1,18 @@
-"""All kernels in Triton."""
+"""All kernels in Triton, and where they run in tests: on a GPU, or interpreted on the CPU."""
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
+
+import torch
+
+from pdserve_kernels.kv_scales import KVScales
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def triton_kernels() -> Iterator[tuple[str, Any]]:
@@ -14,3 +23,15 @@ def triton_kernels() -> Iterator[tuple[str, Any]]:
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel"):
                 yield name, value
+
+
+def on_device(value: Any) -> Any:
+    """Return the same with all its tensors where kernels run."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: on_device(getattr(value, name)) for name in names})
+    if isinstance(value, tuple) and not isinstance(value, KVScales):
+        return tuple(map(on_device, value))
+    return value

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pdserve_engine.core.executor import PackedAdapter
-from pdserve_engine.executor.messages import AdapterCommand, ReadAdapter, ReadAdapterResult
+from pdserve_engine.executor.messages import AdapterCommand, ReadAdapter
 from pdserve_engine.executor.rank_adapters import AdapterHost, RemoteAdapters
+from pdserve_engine.frames import Answer
 from pdserve_engine.lora.adapter_config import LoraError
 
 FOLDER = Path("adapters/a")
@@ -58,11 +59,11 @@ class Engine:
         self.hosts = [AdapterHost(store) for store in self.stores]
         self.adapters = RemoteAdapters(ask=self._ask, tell=self._tell)
         # Asked, and not answered yet.
-        self.asked: list[tuple[ReadAdapter, Future[list[ReadAdapterResult]]]] = []
+        self.asked: list[tuple[ReadAdapter, Future[list[Answer]]]] = []
 
     def answer(self) -> None:
         for call, future in self.asked:
-            future.set_result([host.read(call) for host in self.hosts])
+            future.set_result([Answer.of(host.read(call)) for host in self.hosts])
         self.asked.clear()
 
     def num_kept(self) -> int:
@@ -71,8 +72,8 @@ class Engine:
             len(store.digests) for store in self.stores
         )
 
-    def _ask(self, call: ReadAdapter) -> "Future[list[ReadAdapterResult]]":
-        future: Future[list[ReadAdapterResult]] = Future()
+    def _ask(self, call: ReadAdapter) -> "Future[list[Answer]]":
+        future: Future[list[Answer]] = Future()
         self.asked.append((call, future))
         return future
 
