@@ -5,6 +5,7 @@ on each: they exchange the best token of each part of the vocabulary, or for row
 logits. In a step that looks back rank 0 leads, as on the CPU.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -23,8 +24,9 @@ class _CudaRankRunner(CudaModelRunner):
     _tells_filters_apart = True
 
     @property
+    @abstractmethod
     def _part(self) -> LlamaModel:
-        raise NotImplementedError
+        """This rank's part of the model."""
 
     def _sample_on_device(
         self, hidden_rows: torch.Tensor, batch: DeviceSamplingBatch, is_filtered: bool
